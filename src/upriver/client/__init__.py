@@ -1,0 +1,1 @@
+"""Transport, loader, fine-tuning job."""

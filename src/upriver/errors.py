@@ -1,0 +1,144 @@
+"""Every error a user can meet, each with a stable code that also travels over the wire.
+
+An error names the thing, says what was allowed and what was got, and where it helps, what to do.
+"""
+
+from __future__ import annotations
+
+
+class UpriverError(Exception):
+    """Root of all errors raised on purpose.
+
+    Attributes:
+        code: Stable machine-readable name, the same in Python, in JSON and on the wire.
+    """
+
+    code = "error"
+
+
+class ConfigError(UpriverError, ValueError):
+    """An argument, option or configuration value outside what is allowed."""
+
+    code = "bad_config"
+
+
+class StoreError(UpriverError):
+    """The object store could not be read or written."""
+
+    code = "store"
+
+
+class ObjectNotFound(StoreError):
+    """A named object is not in the store."""
+
+    code = "not_found"
+
+
+class ObjectChanged(StoreError):
+    """An object is no longer the one that was indexed (its ETag differs)."""
+
+    code = "object_changed"
+
+
+class DatasetError(UpriverError):
+    """A dataset cannot be indexed or used as asked."""
+
+    code = "bad_dataset"
+
+
+class BadSample(DatasetError):
+    """One stored sample cannot be turned into a tensor.
+
+    Attributes:
+        sample: Its row in the dataset's index.
+        object_name: The object that holds it.
+        reason: What is wrong with it.
+    """
+
+    code = "bad_sample"
+
+    def __init__(self, *, sample: int, object_name: str, reason: str) -> None:
+        super().__init__(f"sample {sample} in object {object_name!r}: {reason}")
+        self.sample = sample
+        self.object_name = object_name
+        self.reason = reason
+
+
+class ModelError(UpriverError):
+    """A model cannot be used as asked (nothing frozen, everything frozen, unknown module)."""
+
+    code = "bad_model"
+
+
+class CaptureError(ModelError):
+    """A model could not be captured or cut; the reason says why, and it can run unsplit."""
+
+    code = "not_captured"
+
+
+class FrozenChanged(ModelError):
+    """A frozen parameter or buffer changed after the job had started."""
+
+    code = "frozen_changed"
+
+
+class ProgramError(UpriverError):
+    """A program file is damaged, too large, of another schema, or holds something not allowed."""
+
+    code = "bad_program"
+
+
+class ProgramNotFound(ProgramError):
+    """No program of that digest is known here."""
+
+    code = "program_not_found"
+
+
+class ProtocolError(UpriverError):
+    """A frame or message does not follow the protocol, or follows another version of it."""
+
+    code = "protocol"
+
+
+class NotAuthorized(UpriverError):
+    """The request carries no token, or one that does not open this door."""
+
+    code = "not_authorized"
+
+
+class Overloaded(UpriverError):
+    """The server has no room for the request now.
+
+    Attributes:
+        retry_after_s: Seconds after which to ask again.
+    """
+
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class WorkerCrashed(UpriverError):
+    """A compute worker died while it worked on a request."""
+
+    code = "worker_crashed"
+
+
+class ServerUnavailable(UpriverError):
+    """A server did not answer, stopped answering, or broke off in the middle."""
+
+    code = "unavailable"
+
+
+class NotExact(UpriverError):
+    """Two tiers do not give the same bits, so ``exact="bitwise"`` cannot be promised."""
+
+    code = "not_exact"
+
+
+class NoFeasibleCut(UpriverError):
+    """No cut fits: the message says which memory is short and by how much."""
+
+    code = "no_feasible_cut"

@@ -1,0 +1,1 @@
+"""Input stages, per-sample randomness, dataset index."""

@@ -1,0 +1,1 @@
+"""What each stage costs on each tier: measured, predicted, kept."""

@@ -1,0 +1,1 @@
+"""The near-data server: front (HTTP, access, metrics) and compute workers."""

@@ -1,0 +1,1 @@
+"""Object access: file, memory and S3-compatible stores behind one small interface."""

@@ -1,0 +1,320 @@
+"""The nouns: frozen, keyword-only, unit-suffixed, checked once.
+
+Sizes are bytes, times seconds, rates bytes per second. A *position* is a place in the chain: the stored bytes
+of a dataset with ``m`` input stages stand at ``-m``, the model's input at 0, and position ``k`` lies right after
+model stage ``k`` (counted from 1). A *cut* is the position at which what was computed crosses to the next tier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from upriver.errors import ConfigError
+
+DEFAULT_MICRO_BATCH = 16
+"""Samples a frozen stage sees at once where nothing is known (HAPI 2025, section 4.4)."""
+
+
+class Tier(StrEnum):
+    """A kind of machine that can run a stretch of the chain."""
+
+    STORAGE = "storage"
+    WORKER = "worker"
+    COMPUTE = "compute"
+    DEVICE = "device"
+
+
+def require_finite(name: str, value: float, *, at_least: float = 0.0, positive: bool = False) -> None:
+    """Check a number once, at the border.
+
+    Raises:
+        ConfigError: If ``value`` is NaN, infinite or too small; the message names the field.
+    """
+    if not math.isfinite(value) or value < at_least or (positive and value <= 0):
+        bound = "> 0" if positive else f">= {at_least:g}"
+        raise ConfigError(f"{name} must be a finite number {bound}, got {value}")
+
+
+# --------------------------------------------------------------------------------------- what moves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MicroBatch:
+    """Some samples of an epoch, standing at one position of the chain.
+
+    Attributes:
+        ids: Rows of the dataset's index, in the order of the epoch; at most the job's micro-batch.
+        position: Where in the chain ``tensors`` stand.
+        tensors: At positions >= 0 the tensors live across that cut, each made for a full micro-batch: row ``i``
+            belongs to ``ids[i]``, rows past ``len(ids)`` are padding. At positions < 0 one tensor a sample
+            (stored bytes as uint8 of shape ``(n,)``, or pixels as uint8 ``(height, width, 3)``).
+        skipped: The members of ``ids`` that could not be read; their rows are padding too.
+    """
+
+    ids: tuple[int, ...]
+    position: int
+    tensors: tuple[torch.Tensor, ...]
+    skipped: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timings:
+    """Seconds that one micro-batch spent, by phase and by stage.
+
+    Attributes:
+        phases: ``queue``, ``read``, ``input``, ``forward``, ``encode`` to seconds.
+        stages: Position after a stage to the seconds of that stage (input stages have positions <= 0).
+    """
+
+    phases: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[int, float] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------ what is known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageProfile:
+    """What one stage costs.
+
+    Attributes:
+        out_bytes: What crosses a cut placed right after this stage, per sample.
+        param_bytes: Parameters and buffers the stage reads.
+        flops: Floating-point operations per sample.
+        seconds: Resource (``storage``, ``compute``) to (fixed per call, per sample).
+        peak_bytes: Activations alive at once while the stage runs, per sample.
+    """
+
+    name: str
+    kind: str
+    out_bytes: float
+    param_bytes: float = 0.0
+    flops: float = 0.0
+    seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    peak_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("out_bytes", "param_bytes", "flops", "peak_bytes"):
+            require_finite(f"stages[{self.name}].{name}", getattr(self, name))
+        for resource, pair in self.seconds.items():
+            for part in pair:
+                require_finite(f"stages[{self.name}].seconds.{resource}", part)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputProfile:
+    """One sample before the first model stage: as stored, and as the tensor the model takes."""
+
+    stored_bytes: float
+    tensor_bytes: float
+
+    def __post_init__(self) -> None:
+        require_finite("input.stored_bytes", self.stored_bytes)
+        require_finite("input.tensor_bytes", self.tensor_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TailProfile:
+    """The trainable rest: forward, backward and optimizer step on the compute tier.
+
+    Attributes:
+        seconds: (fixed per training batch, per sample).
+        peak_bytes: Saved activations and workspace, per sample.
+    """
+
+    seconds: tuple[float, float] = (0.0, 0.0)
+    param_bytes: float = 0.0
+    peak_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for part in self.seconds:
+            require_finite("tail.seconds", part)
+        require_finite("tail.param_bytes", self.param_bytes)
+        require_finite("tail.peak_bytes", self.peak_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What is known of a chain: its stages and their costs on each tier.
+
+    Attributes:
+        stages: Model stages; ``stages[k - 1]`` is stage ``k``.
+        freeze: The freeze point, the largest cut that training allows.
+        input_stages: Stages before the model; ``input_stages[-1]`` ends at position 0.
+    """
+
+    model: str
+    freeze: int
+    input: InputProfile
+    stages: tuple[StageProfile, ...]
+    tail: TailProfile = field(default_factory=TailProfile)
+    input_stages: tuple[StageProfile, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.freeze <= len(self.stages):
+            raise ConfigError(f"freeze must lie in 0..{len(self.stages)}, got {self.freeze}")
+
+    @property
+    def unsplit(self) -> int:
+        """The smallest cut: what is stored crosses, nothing is pushed down."""
+        return -len(self.input_stages)
+
+    def stage(self, position: int) -> StageProfile:
+        """The stage that ends at ``position`` (input stages end at positions <= 0)."""
+        if position > 0:
+            return self.stages[position - 1]
+        return self.input_stages[len(self.input_stages) - 1 + position]
+
+    def cut_bytes(self, cut: int) -> float:
+        """Bytes per sample that cross ``cut``."""
+        return self.input.stored_bytes if cut == self.unsplit else self.stage(cut).out_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """Network path from the storage tier to the compute tier."""
+
+    bandwidth_bytes_per_s: float
+    rtt_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_finite("link.bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, positive=True)
+        require_finite("link.rtt_s", self.rtt_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageTier:
+    """The near-data servers as one resource.
+
+    Attributes:
+        concurrency: Requests that run at once.
+        load: Factor on compute seconds, 1.0 when idle.
+        seconds_per_byte: Phase (``read``, ``encode``) to seconds per byte.
+    """
+
+    memory_bytes: float = math.inf
+    concurrency: int = 1
+    micro_batch: int = DEFAULT_MICRO_BATCH
+    load: float = 1.0
+    seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeTier:
+    """The training node.
+
+    Attributes:
+        micro_batch: Samples the frozen stages see at once here; None judges memory at the training batch, as the
+            papers do.
+        seconds_per_byte: Phase (``decode``) to seconds per byte.
+    """
+
+    memory_bytes: float = math.inf
+    micro_batch: int | None = None
+    seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Links, memory, concurrency and load."""
+
+    link: Link
+    storage: StorageTier = field(default_factory=StorageTier)
+    compute: ComputeTier = field(default_factory=ComputeTier)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What the job does: training batch, samples an epoch."""
+
+    batch_size: int
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_samples"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+# ---------------------------------------------------------------------------------- what is decided
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Stages [start, stop) of the chain, as positions, on one tier."""
+
+    tier: Tier
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """Which tier runs which stretch, for a share of the samples."""
+
+    segments: tuple[Segment, ...]
+    share: float = 1.0
+
+    @property
+    def cut(self) -> int:
+        """The position at which samples leave the storage tier."""
+        first = self.segments[0]
+        return first.stop if first.tier is Tier.STORAGE else first.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Predicted seconds and bytes of one epoch, by resource."""
+
+    epoch_s: float
+    storage_s: float
+    network_s: float
+    compute_s: float
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutRow:
+    """One line of a plan's table: what an epoch would cost at this cut.
+
+    Attributes:
+        cost: None where the cut is not a candidate of any kind.
+        feasible: Whether it fits both tiers' memory and may be used at all.
+        why_not: Empty when feasible.
+    """
+
+    cut: int
+    name: str
+    feasible: bool
+    why_not: str
+    cost: Cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A decision, as data. Nothing after it decides again.
+
+    Attributes:
+        policy: Name of the policy that decided.
+        feasible: False when the policy's choice does not fit; ``why`` then says what is short.
+        predicted: Cost of the plan under the one cost model, None when infeasible.
+        table: Every cut considered.
+        why: One sentence a person can check against the table.
+    """
+
+    policy: str
+    feasible: bool
+    routes: tuple[Route, ...]
+    predicted: Cost | None
+    table: tuple[CutRow, ...]
+    why: str
+
+    @property
+    def cut(self) -> int:
+        """The cut of the route with the largest share."""
+        return max(self.routes, key=lambda route: route.share).cut
