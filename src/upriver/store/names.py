@@ -1,0 +1,53 @@
+"""What may name an object: a relative path inside a store, never a URL and never a way out."""
+
+from __future__ import annotations
+
+from upriver.errors import ConfigError
+
+MAX_NAME_BYTES = 1024
+"""The longest key that S3 allows."""
+
+
+def check_name(path: str) -> str:
+    """Check an object's name once, at the border.
+
+    Args:
+        path: Segments joined by ``/``, relative to the store's root.
+
+    Returns:
+        The same name.
+
+    Raises:
+        ConfigError: If the name is empty, too long, absolute, a URL, or has an empty, ``.`` or ``..`` segment
+            or a control character.
+    """
+    why_not = _why_not(path)
+    if why_not:
+        raise ConfigError(
+            f"object name {path[:200]!r} {why_not}; a name is relative, like 'train/shard-000.tar'"
+        )
+    return path
+
+
+def _why_not(path: str) -> str:
+    if not path:
+        return "is empty"
+    if "://" in path:
+        return "looks like a URL"
+    if any(ord(char) < 32 or ord(char) == 127 for char in path):
+        return "has a control character"
+    try:
+        if len(path.encode()) > MAX_NAME_BYTES:
+            return f"is longer than {MAX_NAME_BYTES} bytes"
+    except UnicodeEncodeError:
+        return "is not valid Unicode"
+    for segment in path.split("/"):
+        if segment in ("", ".", ".."):
+            return f"has the segment {segment!r}"
+    return ""
+
+
+def check_prefix(prefix: str) -> str:
+    """Check what a listing starts from: empty for everything, or a name; one trailing ``/`` is dropped."""
+    prefix = prefix.removesuffix("/")
+    return check_name(prefix) if prefix else ""

@@ -1,0 +1,127 @@
+"""An S3-compatible store from a URI, the operator's options and the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from obstore.store import S3Store
+
+from upriver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig  # exist for the type checker only
+
+CONNECT_TIMEOUT_S = 5.0
+"""Two lost SYN packets (1 s and 2 s on Linux) fit into it."""
+
+READ_TIMEOUT_S = 15.0
+"""Silence after which a body counts as stalled and is asked for again."""
+
+TIMEOUT_S = 300.0
+"""One whole attempt. Generous, since a stall is noticed sooner: 500 MB of weights take 200 s at 20 Mbit/s."""
+
+MAX_RETRIES = 6
+"""With backoff from 0.1 s to 5 s a store that refuses connections is given up after about 15 s."""
+
+_TEXT = {
+    "endpoint": "endpoint",
+    "region": "region",
+    "access_key_id": "access_key_id",
+    "secret_access_key": "secret_access_key",
+    "session_token": "session_token",
+}
+_FLAGS = {"virtual_hosted_style": "virtual_hosted_style_request", "anonymous": "skip_signature"}
+_NUMBERS = {
+    "connect_timeout_s": CONNECT_TIMEOUT_S,
+    "read_timeout_s": READ_TIMEOUT_S,
+    "timeout_s": TIMEOUT_S,
+    "max_retries": float(MAX_RETRIES),
+}
+_SECRET_OPTIONS = ("access_key_id", "secret_access_key", "session_token")
+_SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+
+def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
+    """Open a bucket. What ``options`` leaves out comes from the usual ``AWS_…`` variables.
+
+    Args:
+        bucket: The bucket's name.
+        prefix: Put in front of every name; empty for none.
+        options: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key``, ``session_token``,
+            ``virtual_hosted_style`` and ``anonymous`` (``true`` or ``false``), ``connect_timeout_s``,
+            ``read_timeout_s``, ``timeout_s``, ``max_retries``.
+
+    Raises:
+        ConfigError: If an option is unknown or its value is not what it takes. Values are never repeated.
+    """
+    unknown = sorted(set(options) - set(_TEXT) - set(_FLAGS) - set(_NUMBERS))
+    if unknown:
+        allowed = ", ".join(sorted({*_TEXT, *_FLAGS, *_NUMBERS}))
+        raise ConfigError(f"unknown s3 store option {unknown[0]!r}; allowed: {allowed}")
+    config: dict[str, Any] = {key: options[name] for name, key in _TEXT.items() if name in options}
+    config |= {key: _flag(name, options[name]) for name, key in _FLAGS.items() if name in options}
+    numbers = {name: _number(name, options.get(name, str(default))) for name, default in _NUMBERS.items()}
+    store: S3Store = S3Store(
+        bucket,
+        prefix=prefix or None,
+        client_options=_client_options(numbers, _endpoint(options)),
+        retry_config=_retry_config(numbers),
+        **config,
+    )
+    return store
+
+
+def secrets_of(options: Mapping[str, str]) -> tuple[str, ...]:
+    """Values that no error message may repeat: from the options and the environment."""
+    values = [options.get(name, "") for name in _SECRET_OPTIONS]
+    values += [os.environ.get(name, "") for name in _SECRET_VARIABLES]
+    return tuple(value for value in values if value)
+
+
+def _endpoint(options: Mapping[str, str]) -> str:
+    variables = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    return options.get("endpoint", variables)
+
+
+def _client_options(numbers: Mapping[str, float], endpoint: str) -> ClientConfig:
+    return {
+        "allow_http": endpoint.startswith("http://"),  # a plain endpoint is the operator's own choice
+        "connect_timeout": timedelta(seconds=numbers["connect_timeout_s"]),
+        "read_timeout": timedelta(seconds=numbers["read_timeout_s"]),
+        "timeout": timedelta(seconds=numbers["timeout_s"]),
+    }
+
+
+def _retry_config(numbers: Mapping[str, float]) -> RetryConfig:
+    return {
+        "max_retries": int(numbers["max_retries"]),
+        # Counted from the first attempt: not longer than one attempt would mean no retry at all.
+        "retry_timeout": timedelta(seconds=2 * numbers["timeout_s"]),
+        "backoff": {
+            "init_backoff": timedelta(seconds=0.1),
+            "max_backoff": timedelta(seconds=5),
+            "base": 2,
+        },
+    }
+
+
+def _flag(name: str, value: str) -> bool:
+    if value not in ("true", "false"):
+        raise ConfigError(f"s3 store option {name} must be 'true' or 'false', got {value!r}")
+    return value == "true"
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = float("nan")
+    smallest = 0.0 if name == "max_retries" else 0.001
+    if not smallest <= number <= 86400:
+        raise ConfigError(
+            f"s3 store option {name} must be a number from {smallest:g} to 86400, got {value!r}"
+        )
+    return number

@@ -1,0 +1,312 @@
+"""One small interface over file, memory and S3-compatible stores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import BaseError, PreconditionError
+from obstore.store import LocalStore, MemoryStore, S3Store
+
+from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
+from upriver.store import local
+from upriver.store.names import check_name, check_prefix
+from upriver.store.s3 import open_s3, secrets_of
+
+MULTIPART_BYTES = 64 * 2**20
+"""Objects up to this size travel in one request, as AWS advises below 100 MB; larger ones in parts of it."""
+
+_memory: dict[str, MemoryStore] = {}
+_memory_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectInfo:
+    """What a store says of an object.
+
+    Attributes:
+        path: Its name, relative to the store.
+        size: Bytes.
+        etag: Changes whenever the object does; empty where the store has none.
+    """
+
+    path: str
+    size: int
+    etag: str
+
+
+class Store:
+    """Objects by name, in one store that the operator configured.
+
+    Every name is relative and checked; every error names the object and the store. A put is atomic: the whole
+    new object is there afterwards, or what was there before.
+
+    Attributes:
+        name: What clients and servers call this store.
+        uri: Where it is on this side; holds no credentials.
+    """
+
+    def __init__(
+        self,
+        backend: LocalStore | MemoryStore | S3Store,
+        *,
+        name: str,
+        uri: str,
+        root: Path | None = None,
+        secrets: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name
+        self.uri = uri
+        self._backend = backend
+        self._root = root
+        self._secrets = secrets
+
+    @classmethod
+    def open(cls, uri: str, *, name: str = "default", options: Mapping[str, str] | None = None) -> Store:
+        """Open ``file:///absolute/path``, ``memory://name`` or ``s3://bucket/prefix``.
+
+        Memory stores of one URI share their content within a process.
+
+        Args:
+            uri: Where the objects are.
+            name: What clients and servers call it.
+            options: For S3 only, see :func:`upriver.store.s3.open_s3`.
+
+        Raises:
+            ConfigError: If the URI or an option is not understood.
+            StoreError: If a file store's directory does not exist.
+        """
+        parts = urlsplit(uri)
+        if "@" in parts.netloc:
+            raise ConfigError("a store URI holds no credentials; give them as options or in the environment")
+        if parts.query or parts.fragment:
+            raise ConfigError(f"a store URI has no query and no fragment, got {uri!r}")
+        if options and parts.scheme != "s3":
+            raise ConfigError(f"store {uri!r} takes no options, got {', '.join(sorted(options))}")
+        if parts.scheme == "file":
+            root = _file_root(uri)
+            return cls(LocalStore(prefix=root), name=name, uri=root.as_uri(), root=root)
+        if parts.scheme == "memory":
+            return cls(_memory_store(uri.rstrip("/")), name=name, uri=uri)
+        if parts.scheme == "s3" and parts.netloc:
+            prefix = check_prefix(unquote(parts.path).lstrip("/"))
+            try:
+                backend = open_s3(parts.netloc, prefix, options or {})
+            except BaseError as exc:
+                raise ConfigError(f"cannot open store {uri!r}: {_first_line(exc)}") from None
+            return cls(backend, name=name, uri=uri, secrets=secrets_of(options or {}))
+        raise ConfigError(f"a store URI is file:///PATH, memory://NAME or s3://BUCKET/PREFIX, got {uri!r}")
+
+    def __repr__(self) -> str:
+        return f"Store(name={self.name!r}, uri={self.uri!r})"
+
+    # ------------------------------------------------------------------------------------- reading
+
+    def get(self, path: str, *, etag: str | None = None) -> bytes:
+        """The whole object; with ``etag`` only if it is still that one.
+
+        Raises:
+            ObjectNotFound: If there is no such object.
+            ObjectChanged: If its ETag is another one.
+            StoreError: If the store cannot be read.
+        """
+        with self._errors("read", path):
+            return obstore.get(self._backend, self._checked(path), options=_options(etag)).bytes().to_bytes()
+
+    async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
+        """:meth:`get` for an event loop."""
+        with self._errors("read", path):
+            answer = await obstore.get_async(self._backend, self._checked(path), options=_options(etag))
+            return (await answer.bytes_async()).to_bytes()
+
+    def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
+        """Bytes [start, stop) of an object; with ``etag`` only if it is still that one.
+
+        Raises:
+            ObjectNotFound: If there is no such object.
+            ObjectChanged: If its ETag is another one.
+            StoreError: If the object ends before ``stop``, or the store cannot be read.
+        """
+        if _is_empty_range(start, stop):
+            return b""
+        with self._errors("read", path):
+            options = _options(etag, (start, stop))
+            data = obstore.get(self._backend, self._checked(path), options=options).bytes().to_bytes()
+        return self._whole(data, path, start, stop)
+
+    async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
+        """:meth:`get_range` for an event loop."""
+        if _is_empty_range(start, stop):
+            return b""
+        with self._errors("read", path):
+            options = _options(etag, (start, stop))
+            answer = await obstore.get_async(self._backend, self._checked(path), options=options)
+            data = (await answer.bytes_async()).to_bytes()
+        return self._whole(data, path, start, stop)
+
+    def head(self, path: str) -> ObjectInfo:
+        """Size and ETag of an object.
+
+        Raises:
+            ObjectNotFound: If there is no such object.
+            StoreError: If the store cannot be read.
+        """
+        with self._errors("read", path):
+            return _info(path, obstore.head(self._backend, self._checked(path)))
+
+    async def head_async(self, path: str) -> ObjectInfo:
+        """:meth:`head` for an event loop."""
+        with self._errors("read", path):
+            return _info(path, await obstore.head_async(self._backend, self._checked(path)))
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such an object."""
+        try:
+            self.head(path)
+        except ObjectNotFound:
+            return False
+        return True
+
+    async def exists_async(self, path: str) -> bool:
+        """:meth:`exists` for an event loop."""
+        try:
+            await self.head_async(path)
+        except ObjectNotFound:
+            return False
+        return True
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object under ``prefix``, a directory or one object's own name; in no promised order.
+
+        Raises:
+            StoreError: If the store cannot be read, or a symbolic link leads out of a file store.
+        """
+        prefix = check_prefix(prefix)
+        with self._errors("list", prefix):
+            if self._root is not None:
+                for name, status in local.walk(self._root, prefix):
+                    yield ObjectInfo(path=name, size=status.st_size, etag=local.etag_of(status))
+                return
+            found = False
+            for chunk in obstore.list(self._backend, prefix or None, chunk_size=1000):
+                for meta in chunk:
+                    found = True
+                    yield _info(meta["path"], meta)
+        if prefix and not found and self.exists(prefix):
+            yield self.head(prefix)
+
+    # ------------------------------------------------------------------------------------- writing
+
+    def put(self, path: str, data: bytes | bytearray | memoryview) -> None:
+        """Write a whole object, replacing what was there.
+
+        Raises:
+            StoreError: If it could not be written; what was there before is still there.
+        """
+        with self._errors("write", path):
+            parts = len(data) > MULTIPART_BYTES
+            obstore.put(
+                self._backend, self._checked(path), data, use_multipart=parts, chunk_size=MULTIPART_BYTES
+            )
+
+    async def put_async(self, path: str, data: bytes | bytearray | memoryview) -> None:
+        """:meth:`put` for an event loop."""
+        with self._errors("write", path):
+            parts = len(data) > MULTIPART_BYTES
+            await obstore.put_async(
+                self._backend, self._checked(path), data, use_multipart=parts, chunk_size=MULTIPART_BYTES
+            )
+
+    def delete(self, path: str) -> None:
+        """Remove an object; no error where a store cannot tell whether it was there.
+
+        Raises:
+            StoreError: If it could not be removed.
+        """
+        with self._errors("delete", path):
+            obstore.delete(self._backend, self._checked(path))
+
+    # ------------------------------------------------------------------------------------ checking
+
+    def _checked(self, path: str) -> str:
+        check_name(path)
+        if self._root is not None:
+            local.inside(self._root, path)
+        return path
+
+    def _whole(self, data: bytes, path: str, start: int, stop: int) -> bytes:
+        if len(data) != stop - start:
+            raise StoreError(
+                f"object {path!r} in store {self.name!r} ended early: bytes {start} to {stop} asked for, "
+                f"{len(data)} got"
+            )
+        return data
+
+    @contextmanager
+    def _errors(self, verb: str, path: str) -> Iterator[None]:
+        """Turn what obstore raises into our errors, which name object and store and repeat no credentials."""
+        try:
+            yield
+        except UpriverError:
+            raise
+        except FileNotFoundError:
+            raise ObjectNotFound(f"no object {path!r} in store {self.name!r} ({self.uri})") from None
+        except PreconditionError:
+            raise ObjectChanged(
+                f"object {path!r} in store {self.name!r} is no longer the one that was indexed; index again"
+            ) from None
+        except (BaseError, OSError, ValueError) as exc:
+            reason = _first_line(exc)
+            for secret in self._secrets:
+                reason = reason.replace(secret, "***")
+            raise StoreError(
+                f"cannot {verb} {path!r} in store {self.name!r} ({self.uri}): {reason}"
+            ) from None
+
+
+def _file_root(uri: str) -> Path:
+    parts = urlsplit(uri)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or not path.startswith("/"):
+        raise ConfigError(f"a file store is file:///ABSOLUTE/PATH, got {uri!r}")
+    root = Path(path).resolve()
+    if not root.is_dir():
+        raise StoreError(f"the directory of store {uri!r} does not exist")
+    return root
+
+
+def _memory_store(uri: str) -> MemoryStore:
+    with _memory_lock:
+        return _memory.setdefault(uri, MemoryStore())
+
+
+def _is_empty_range(start: int, stop: int) -> bool:
+    if not 0 <= start <= stop:
+        raise ConfigError(f"a byte range is 0 <= start <= stop, got {start} to {stop}")
+    return start == stop
+
+
+def _options(etag: str | None, byte_range: tuple[int, int] | None = None) -> Any:
+    options: dict[str, Any] = {}
+    if etag is not None:
+        options["if_match"] = etag
+    if byte_range is not None:
+        options["range"] = byte_range
+    return options
+
+
+def _info(path: str, meta: Mapping[str, Any]) -> ObjectInfo:
+    etag = meta["e_tag"] or ""
+    if etag and not etag.startswith(('"', "W/")):
+        etag = f'"{etag}"'  # some servers leave the quotes out of listings, yet want them in If-Match
+    return ObjectInfo(path=path, size=meta["size"], etag=etag)
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).strip().split("\n", 1)[0][:300]
