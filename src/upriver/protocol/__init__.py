@@ -1,0 +1,72 @@
+"""Frames and messages: what clients and servers say to each other. No sockets here."""
+
+from upriver.protocol.caps import DEFAULT_CAPS, VERSION, Caps
+from upriver.protocol.frames import (
+    PREFIX_NBYTES,
+    DataHeader,
+    End,
+    FrameKind,
+    Message,
+    Prefix,
+    build_batch,
+    encode,
+    encode_data,
+    frame_head,
+    parse_data_header,
+    parse_message,
+    parse_prefix,
+)
+from upriver.protocol.messages import (
+    DatasetRef,
+    Info,
+    RunRequest,
+    check_version,
+    decode_info,
+    decode_json,
+    error_body,
+    error_from,
+    valid_digest,
+)
+from upriver.protocol.programs import PROGRAM_HEAD_NBYTES, program_head, split_program_head
+from upriver.protocol.reading import FrameDecoder, Readable, read_frame
+from upriver.protocol.tensors import DTYPES, Layout, aligned, aligned_empty, build_tensors, lay_out
+
+__all__ = [
+    "DEFAULT_CAPS",
+    "DTYPES",
+    "PREFIX_NBYTES",
+    "PROGRAM_HEAD_NBYTES",
+    "VERSION",
+    "Caps",
+    "DataHeader",
+    "DatasetRef",
+    "End",
+    "FrameDecoder",
+    "FrameKind",
+    "Info",
+    "Layout",
+    "Message",
+    "Prefix",
+    "Readable",
+    "RunRequest",
+    "aligned",
+    "aligned_empty",
+    "build_batch",
+    "build_tensors",
+    "check_version",
+    "decode_info",
+    "decode_json",
+    "encode",
+    "encode_data",
+    "error_body",
+    "error_from",
+    "frame_head",
+    "lay_out",
+    "parse_data_header",
+    "parse_message",
+    "parse_prefix",
+    "program_head",
+    "read_frame",
+    "split_program_head",
+    "valid_digest",
+]

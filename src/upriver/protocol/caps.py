@@ -1,0 +1,40 @@
+"""What a receiver takes at most: checked before anything is allocated."""
+
+from __future__ import annotations
+
+import msgspec
+
+VERSION = 1
+"""Version of the protocol. Another version is refused, never guessed at."""
+
+MAX_INTEGER = 2**48
+"""Largest size, stride, offset or position in a header: beyond any memory, far from 64-bit overflow."""
+
+
+class Caps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Upper limits of one frame and of one request.
+
+    The defaults leave room for the largest cut of the networks tried (vgg19 after its first stage: 12.8 MB a
+    sample, 205 MB for a micro-batch of 16) and little more.
+
+    Attributes:
+        header_bytes: JSON header of one frame.
+        payload_bytes: Payload of one frame; also the bytes a tensor may stand for (a stride of 0 repeats
+            bytes).
+        tensors: Tensors in one frame; before the model there is one a sample.
+        dims: Dimensions of one tensor.
+        micro_batches: Micro-batches of one request.
+        samples: Samples of one request.
+        program_bytes: Graph and weights of one uploaded program.
+    """
+
+    header_bytes: int = 1 << 20
+    payload_bytes: int = 1 << 30
+    tensors: int = 1024
+    dims: int = 16
+    micro_batches: int = 1024
+    samples: int = 16384
+    program_bytes: int = 4 << 30
+
+
+DEFAULT_CAPS = Caps()

@@ -1,0 +1,224 @@
+"""What travels besides tensors: requests, timings, errors, and a server's description of itself."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from upriver.errors import BadSample, Overloaded, ProtocolError, UpriverError
+from upriver.protocol.caps import MAX_INTEGER, VERSION, Caps
+from upriver.types import Timings
+
+DIGEST_PATTERN = r"^[0-9a-f]{64}$"
+"""A sha256 in hex: the only way to name a program or a dataset."""
+
+STORE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+"""Names of stores. Only the operator's configuration maps one to a URI."""
+
+Digest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN)]
+StoreName = Annotated[str, msgspec.Meta(pattern=STORE_PATTERN)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+Position = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+_T = TypeVar("_T")
+
+
+class DatasetRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A dataset in one of the server's stores; where in the store is the operator's business."""
+
+    store: StoreName
+    digest: Digest
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Run stages [start, stop) of a chain on these inputs.
+
+    With a ``dataset`` the inputs are its samples, and ``start`` is the start of its chain. Without one,
+    ``start`` is at least 0 and the body goes on after this frame with one data frame for each entry of
+    ``micro_batches``, with the same ids, standing at ``start``. Either way one data frame and one stats frame
+    come back for each entry, in order.
+
+    Attributes:
+        program: Digest of the program; needed when ``stop`` or ``start`` is above 0.
+        micro_batches: Sample ids, at most ``micro_batch`` in each.
+        stop: Where the answers stand.
+        on_bad_sample: ``fail`` ends the answer with an error; ``skip`` pads the row and lists the id as
+            skipped.
+    """
+
+    micro_batches: tuple[tuple[Index, ...], ...]
+    start: Position
+    stop: Position
+    micro_batch: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    program: Digest | None = None
+    dataset: DatasetRef | None = None
+    seed: Seed = 0
+    epoch: Seed = 0
+    on_bad_sample: Literal["fail", "skip"] = "fail"
+    protocol: int = VERSION
+
+    def check(self, caps: Caps) -> None:
+        """Check what one field says of another.
+
+        Raises:
+            ProtocolError: If the request cannot be meant as it stands.
+        """
+        check_version(self.protocol)
+        if self.stop < self.start:
+            raise ProtocolError(f"stop must be at least start, got [{self.start}, {self.stop})")
+        if self.dataset is None and self.start < 0:
+            raise ProtocolError(f"start must be at least 0 without a dataset, got {self.start}")
+        if self.program is None and self.stop > 0 and self.stop > self.start:
+            raise ProtocolError(f"stages up to {self.stop} need a program, got none")
+        if not 1 <= len(self.micro_batches) <= caps.micro_batches:
+            raise ProtocolError(
+                f"a request has 1 to {caps.micro_batches} micro-batches, got {len(self.micro_batches)}"
+            )
+        for ids in self.micro_batches:
+            if not 1 <= len(ids) <= self.micro_batch:
+                raise ProtocolError(f"a micro-batch has 1 to {self.micro_batch} samples, got {len(ids)}")
+        total = sum(len(ids) for ids in self.micro_batches)
+        if total > caps.samples:
+            raise ProtocolError(f"a request has at most {caps.samples} samples, got {total}")
+
+
+class Info(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says of itself (``GET /v1/info``).
+
+    Attributes:
+        version: Version of the package.
+        fingerprint: What decides the low bits there.
+        stores: Names of its stores; never their URIs.
+        micro_batch: The size it suggests where a job has measured nothing.
+        worker_network: True where workers could not be cut off from the network.
+    """
+
+    version: str
+    fingerprint: dict[str, str]
+    stores: tuple[str, ...]
+    micro_batch: int
+    caps: Caps
+    device: str
+    workers: int
+    threads: int
+    worker_network: bool = False
+    protocol: int = VERSION
+
+
+class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Header of a stats frame: the `Timings` of one micro-batch."""
+
+    phases: dict[str, float]
+    stages: dict[int, float]
+
+    def timings(self) -> Timings:
+        """The same as the noun.
+
+        Raises:
+            ProtocolError: If a time is negative or not finite.
+        """
+        for name, seconds in [*self.phases.items(), *self.stages.items()]:
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ProtocolError(f"seconds of {name!r} must be finite and >= 0, got {seconds}")
+        return Timings(phases=self.phases, stages=self.stages)
+
+
+def check_version(got: int) -> None:
+    """Refuse another version, naming both.
+
+    Raises:
+        ProtocolError: If ``got`` is not ours.
+    """
+    if got != VERSION:
+        raise ProtocolError(
+            f"this side speaks protocol version {VERSION}, the other side {got}: upgrade the older one"
+        )
+
+
+def decode_json(data: bytes | memoryview, kind: type[_T], what: str) -> _T:
+    """``data`` as ``kind``.
+
+    Raises:
+        ProtocolError: If it is not JSON, or not of that form.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{what}: {error}") from None
+
+
+def decode_info(data: bytes) -> Info:
+    """A server's ``/v1/info`` answer.
+
+    Raises:
+        ProtocolError: If it speaks another version (looked at first: the rest may have another form), or is
+            malformed.
+    """
+    check_version(decode_json(data, _Versioned, "info").protocol)
+    return decode_json(data, Info, "info")
+
+
+class _Versioned(msgspec.Struct):
+    protocol: int
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def error_body(error: UpriverError) -> dict[str, dict[str, Any]]:
+    """The JSON form of an error: ``{"error": {"code", "message", ...}}``."""
+    body: dict[str, Any] = {"code": error.code, "message": str(error)}
+    if isinstance(error, BadSample):
+        body |= {"sample": error.sample, "object": error.object_name, "reason": error.reason}
+    if isinstance(error, Overloaded):
+        body["retry_after_s"] = error.retry_after_s
+    return {"error": body}
+
+
+def error_from(body: Mapping[str, Any]) -> UpriverError:
+    """The error that `error_body` described, as an instance of its own class.
+
+    A code this side does not know gives an `UpriverError` with that code; a body of another form a
+    `ProtocolError`.
+    """
+    try:
+        fields = msgspec.convert(body, _ErrorBody).error
+    except msgspec.ValidationError as unknown:
+        return ProtocolError(f"an error of unknown form: {unknown}")
+    if fields.code == BadSample.code:
+        return BadSample(sample=fields.sample, object_name=fields.object, reason=fields.reason)
+    if fields.code == Overloaded.code:
+        return Overloaded(fields.message, retry_after_s=fields.retry_after_s)
+    known = {kind.code: kind for kind in _kinds(UpriverError)}
+    error = known.get(fields.code, UpriverError)(fields.message)
+    error.code = fields.code
+    return error
+
+
+class _ErrorFields(msgspec.Struct):
+    code: str
+    message: str
+    sample: int = -1
+    object: str = ""
+    reason: str = ""
+    retry_after_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 1.0
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorFields
+
+
+def _kinds(root: type[UpriverError]) -> Iterator[type[UpriverError]]:
+    yield root
+    for kind in root.__subclasses__():
+        yield from _kinds(kind)
+
+
+def valid_digest(text: str) -> bool:
+    """Whether ``text`` is a sha256 in hex."""
+    return re.fullmatch(DIGEST_PATTERN.strip("^$"), text) is not None

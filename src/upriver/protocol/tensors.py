@@ -1,0 +1,298 @@
+"""Tensors to bytes and back, bit for bit: values, strides, alignment and shared storage all survive.
+
+A payload is a row of *regions*, one for each storage, each at a multiple of 64 bytes. A region holds the
+range of the source storage that its tensors use, widened down to a multiple of 64 bytes from the storage's
+start; it begins with ``skew`` bytes of padding, the source storage's own distance from a 64-byte boundary. So
+``data_ptr() % 64`` is the same on both sides, which matters: kernels choose their path, and with it the low
+bits, by alignment and strides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import xxhash
+
+from upriver.errors import ProtocolError
+from upriver.protocol.caps import MAX_INTEGER, Caps
+
+ALIGNMENT = 64
+"""A cache line, and the widest vector of any CPU PyTorch has kernels for."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "complex64": torch.complex64,
+    "complex128": torch.complex128,
+}
+"""The dtypes that may cross."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PADDING = memoryview(bytes(2 * ALIGNMENT))
+
+
+class StorageHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One region of the payload: ``skew`` bytes of padding, then ``nbytes`` of data."""
+
+    nbytes: int
+    skew: int
+
+
+class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor: a strided view of a region; strides and offset count elements, as in PyTorch."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: int
+    offset: int
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to a multiple of 64."""
+    return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def aligned_empty(nbytes: int) -> torch.Tensor:
+    """A fresh uint8 tensor of ``nbytes`` bytes that starts on a 64-byte boundary."""
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    skew = buffer.data_ptr() % ALIGNMENT
+    if skew:  # not seen on Linux, where PyTorch aligns to 64 by itself
+        buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        skew = buffer.data_ptr() % ALIGNMENT
+        start = (ALIGNMENT - skew) % ALIGNMENT
+        buffer = buffer[start : start + nbytes]
+    return buffer
+
+
+def region_starts(storages: Sequence[StorageHeader]) -> tuple[list[int], int]:
+    """Where each region starts in the payload, and how long the payload is."""
+    starts, end = [], 0
+    for storage in storages:
+        start = aligned(end)
+        starts.append(start)
+        end = start + storage.skew + storage.nbytes
+    return starts, end
+
+
+# ------------------------------------------------------------------------------------------ sending
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How some tensors lie in a payload. The parts are views of the tensors' own memory: nothing is copied.
+
+    Attributes:
+        parts: Bytes of the payload in order, padding included.
+        nbytes: Their sum.
+    """
+
+    tensors: tuple[TensorHeader, ...]
+    storages: tuple[StorageHeader, ...]
+    parts: tuple[memoryview, ...]
+    nbytes: int
+
+    def checksum(self) -> str:
+        """``xxh3_64`` of the payload, in hex."""
+        digest = xxhash.xxh3_64()
+        for part in self.parts:
+            digest.update(part)
+        return digest.hexdigest()
+
+    def write_into(self, buffer: memoryview) -> None:
+        """Copy the payload to the start of ``buffer``.
+
+        Raises:
+            ProtocolError: If it does not fit.
+        """
+        if len(buffer) < self.nbytes:
+            raise ProtocolError(f"a payload of {self.nbytes} bytes does not fit {len(buffer)} bytes")
+        end = 0
+        for part in self.parts:
+            buffer[end : end + len(part)] = part
+            end += len(part)
+
+
+def lay_out(tensors: Sequence[torch.Tensor]) -> Layout:
+    """Plan a payload for ``tensors``; each storage is sent once, and only the range that is used.
+
+    Raises:
+        ProtocolError: If a tensor is sparse, without memory, or of a dtype that may not cross.
+    """
+    plain = [_plain(tensor) for tensor in tensors]
+    used: dict[object, _Used] = {}
+    for index, tensor in enumerate(plain):
+        used.setdefault(_key(tensor, index), _Used(tensor, len(used))).widen(tensor)
+    storages = tuple(each.header() for each in used.values())
+    headers = [used[_key(tensor, index)].tensor_header(tensor) for index, tensor in enumerate(plain)]
+    parts = tuple(_parts(list(used.values()), storages))
+    return Layout(tensors=tuple(headers), storages=storages, parts=parts, nbytes=region_starts(storages)[1])
+
+
+def _key(tensor: torch.Tensor, index: int) -> object:
+    """What tensors have in common that share storage; an empty tensor shares nothing."""
+    storage = tensor.untyped_storage()
+    return (storage.device, storage.data_ptr(), storage.nbytes()) if tensor.numel() else index
+
+
+class _Used:
+    """The range of one source storage that the tensors on it use."""
+
+    def __init__(self, tensor: torch.Tensor, index: int) -> None:
+        self.storage = tensor.untyped_storage()
+        self.index = index
+        self.start = self.stop = 0
+        self.fresh = True
+
+    def widen(self, tensor: torch.Tensor) -> None:
+        if not tensor.numel():
+            return
+        low = int(tensor.storage_offset()) * tensor.itemsize
+        high = low + (_last_element(tensor.shape, tensor.stride()) + 1) * tensor.itemsize
+        low -= low % ALIGNMENT
+        self.start = low if self.fresh else min(self.start, low)
+        self.stop = max(self.stop, high)
+        self.fresh = False
+
+    def header(self) -> StorageHeader:
+        nbytes = self.stop - self.start
+        return StorageHeader(nbytes=nbytes, skew=self.storage.data_ptr() % ALIGNMENT if nbytes else 0)
+
+    def tensor_header(self, tensor: torch.Tensor) -> TensorHeader:
+        offset = int(tensor.storage_offset()) - self.start // tensor.itemsize if tensor.numel() else 0
+        return TensorHeader(
+            dtype=_NAMES[tensor.dtype],
+            shape=tuple(tensor.shape),
+            strides=tuple(tensor.stride()),
+            storage=self.index,
+            offset=offset,
+        )
+
+    def bytes(self) -> memoryview:
+        """The used range, as a view (an accelerator's memory is copied to the host first)."""
+        raw = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        raw = raw.set_(self.storage, self.start, (self.stop - self.start,), (1,))
+        return raw.cpu().numpy().data
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise ProtocolError(
+            f"only dense tensors with memory can be sent, got {tensor.layout} on {tensor.device}"
+        )
+    if tensor.dtype not in _NAMES:
+        raise ProtocolError(f"dtype {tensor.dtype} cannot be sent; allowed are {', '.join(DTYPES)}")
+    if tensor.data_ptr() % tensor.itemsize:
+        raise ProtocolError(f"a tensor of {tensor.dtype} must lie at a multiple of {tensor.itemsize} bytes")
+    # Lazy conjugation and negation are flags, not bytes: make them bytes.
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _parts(used: Sequence[_Used], storages: Sequence[StorageHeader]) -> Iterator[memoryview]:
+    end = 0
+    for each, header in zip(used, storages, strict=True):
+        padding = aligned(end) - end + header.skew
+        if padding:
+            yield _PADDING[:padding]
+        if header.nbytes:
+            yield each.bytes()
+        end = aligned(end) + header.skew + header.nbytes
+
+
+# ---------------------------------------------------------------------------------------- receiving
+
+
+def check_headers(
+    tensors: Sequence[TensorHeader], storages: Sequence[StorageHeader], payload_nbytes: int, caps: Caps
+) -> None:
+    """Check what a header says of its payload, before any of it is read.
+
+    Raises:
+        ProtocolError: If anything is out of bounds; the message says what, and what was allowed.
+    """
+    if len(tensors) > caps.tensors:
+        raise ProtocolError(f"a frame may carry {caps.tensors} tensors, got {len(tensors)}")
+    if len(storages) > len(tensors):
+        raise ProtocolError(f"{len(storages)} storages for {len(tensors)} tensors")
+    for storage in storages:
+        _within("storage size", storage.nbytes, caps.payload_bytes)
+        _within("storage skew", storage.skew, ALIGNMENT - 1)
+    expected = region_starts(storages)[1]
+    if expected != payload_nbytes:
+        raise ProtocolError(f"the storages take {expected} bytes but the payload has {payload_nbytes}")
+    for tensor in tensors:
+        _check_tensor(tensor, storages, caps)
+
+
+def build_tensors(
+    tensors: Sequence[TensorHeader], storages: Sequence[StorageHeader], payload: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Views of ``payload`` (uint8, 64-byte aligned) as the headers, already checked, say.
+
+    Raises:
+        ProtocolError: If a bool holds anything but 0 and 1.
+    """
+    whole, first = payload.untyped_storage(), payload.storage_offset()
+    regions = []
+    for start, storage in zip(region_starts(storages)[0], storages, strict=True):
+        begin = first + start + storage.skew
+        region = whole[begin : begin + storage.nbytes]
+        if not isinstance(region, torch.UntypedStorage):  # a slice of a storage is a storage
+            raise ProtocolError("the payload has no storage to view")
+        regions.append(region)
+    return tuple(_view(tensor, regions[tensor.storage]) for tensor in tensors)
+
+
+def _view(header: TensorHeader, region: torch.UntypedStorage) -> torch.Tensor:
+    view = torch.empty(0, dtype=DTYPES[header.dtype])
+    view.set_(region, header.offset, header.shape, header.strides)
+    if header.dtype == "bool" and view.numel():
+        raw = torch.empty(0, dtype=torch.uint8)
+        raw.set_(region, header.offset, header.shape, header.strides)
+        if int(raw.max()) > 1:
+            raise ProtocolError("a bool tensor may hold 0 and 1 only")
+    return view
+
+
+def _check_tensor(tensor: TensorHeader, storages: Sequence[StorageHeader], caps: Caps) -> None:
+    if tensor.dtype not in DTYPES:
+        raise ProtocolError(f"unknown dtype {tensor.dtype[:40]!r}; allowed are {', '.join(DTYPES)}")
+    _within("number of dimensions", len(tensor.shape), caps.dims)
+    if len(tensor.shape) != len(tensor.strides):
+        raise ProtocolError(f"{len(tensor.shape)} sizes but {len(tensor.strides)} strides")
+    for size, stride in zip(tensor.shape, tensor.strides, strict=True):
+        _within("size", size, MAX_INTEGER)
+        _within("stride", stride, MAX_INTEGER)
+    _within("storage index", tensor.storage, len(storages) - 1)
+    _within("offset", tensor.offset, MAX_INTEGER)
+    itemsize = DTYPES[tensor.dtype].itemsize
+    # Kernels use aligned instructions: on a complex number elsewhere they are a segmentation fault.
+    if storages[tensor.storage].skew % itemsize:
+        raise ProtocolError(f"{tensor.dtype} must lie at a multiple of {itemsize} bytes")
+    # A stride of 0 stands for more bytes than it holds, and a size of 0 hides the other sizes: cap the
+    # product.
+    _within("tensor bytes", math.prod(max(size, 1) for size in tensor.shape) * itemsize, caps.payload_bytes)
+    elements = 0 if 0 in tensor.shape else _last_element(tensor.shape, tensor.strides) + 1
+    stop = (tensor.offset + elements) * itemsize
+    _within("end of the tensor in its storage", stop, storages[tensor.storage].nbytes)
+
+
+def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _within(name: str, value: int, most: int) -> None:
+    if not 0 <= value <= most:
+        raise ProtocolError(f"{name} must lie in 0..{most}, got {value}")
