@@ -1,0 +1,96 @@
+"""Programs in a store: a graph under ``programs/<digest>/`` and its weights under ``weights/``."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import torch
+
+from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound
+from upriver.program.graph import Graph
+from upriver.program.program import Program
+from upriver.store import Store
+
+DEFAULT_PREFIX = ".upriver"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def check_digest(digest: str) -> str:
+    """A digest is 64 hexadecimal characters, so that a name can never become a path.
+
+    Raises:
+        ProgramError: If it is anything else.
+    """
+    if not _DIGEST.fullmatch(digest):
+        raise ProgramError(f"a digest is 64 hexadecimal characters, got {digest[:80]!r}")
+    return digest
+
+
+def graph_path(prefix: str, digest: str) -> str:
+    """Where a program's graph lies."""
+    return f"{prefix}/programs/{check_digest(digest)}/graph.json"
+
+
+def weights_path(prefix: str, weights_digest: str) -> str:
+    """Where a weights file lies."""
+    return f"{prefix}/weights/{check_digest(weights_digest)}.safetensors"
+
+
+class _Names(msgspec.Struct):
+    weights_digest: str
+
+
+def weights_digest_of(graph_bytes: bytes | memoryview) -> str:
+    """The weights file that a graph names.
+
+    Raises:
+        ProgramError: If the bytes are no graph.
+    """
+    try:
+        return check_digest(msgspec.json.decode(graph_bytes, type=_Names).weights_digest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProgramError(f"graph.json: {error}") from None
+
+
+def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> None:
+    """Put a program into a store: weights first, so that a graph that can be read is complete.
+
+    Raises:
+        StoreError: If the store refuses; a graph without its weights is never left behind.
+    """
+    if store.exists(graph_path(prefix, program.digest)):
+        return
+    path = weights_path(prefix, program.weights_digest)
+    if not store.exists(path):
+        store.put(path, program.weights_bytes)
+    store.put(graph_path(prefix, program.digest), program.graph_bytes)
+
+
+def load(
+    store: Store, digest: str, *, prefix: str = DEFAULT_PREFIX, device: str | torch.device = "cpu"
+) -> Program:
+    """Read a program from a store and check it.
+
+    Raises:
+        ProgramNotFound: If the store has none of that digest.
+        ProgramError: If it is not what its name says.
+    """
+    try:
+        graph = store.get(graph_path(prefix, digest))
+        weights = store.get(weights_path(prefix, weights_digest_of(graph)))
+    except ObjectNotFound as error:
+        raise ProgramNotFound(f"no program {digest} in store {store.name!r}: {error}") from None
+    return Program.from_bytes(graph, weights, device=device, digest=digest)
+
+
+__all__ = [
+    "DEFAULT_PREFIX",
+    "Graph",
+    "check_digest",
+    "graph_path",
+    "load",
+    "publish",
+    "weights_digest_of",
+    "weights_path",
+]

@@ -1,0 +1,193 @@
+"""The freeze point, found from ``requires_grad`` as users already write it.
+
+A *frozen unit* is a maximal module all of whose parameters are frozen. It runs whole, in eval: BatchNorm by
+its running statistics, Dropout and stochastic depth off. Parameter-free modules before the last frozen unit
+belong to the prefix, those after it to the tail. The boundary is the end of the last frozen unit that
+finishes before any trainable parameter is near.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import nn
+
+from upriver.errors import ConfigError, FrozenChanged, ModelError
+from upriver.program.trace import Call, Shape, Trace, finished_before, parameters_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreezePoint:
+    """Where the frozen prefix ends.
+
+    Attributes:
+        boundary: Name of the module that ends the prefix; None when nothing can be cut off.
+        why_not: Why there is none.
+    """
+
+    boundary: str | None
+    why_not: str = ""
+
+
+def freeze_to(model: nn.Module, last: str) -> None:
+    """Freeze every parameter up to and including module ``last``, in the order of registration.
+
+    Raises:
+        ConfigError: If the model has no such module; the message offers names.
+    """
+    modules = dict(model.named_modules())
+    if last not in modules or not last:
+        offered = ", ".join([name for name in modules if name][:12])
+        raise ConfigError(f"the model has no module {last!r}; it has {offered}, …")
+    inside = set(modules[last].modules())
+    reached = False
+    for module in modules.values():
+        if module in inside:
+            reached = True
+        elif reached:
+            break
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(False)
+
+
+def frozen_units(model: nn.Module) -> list[str]:
+    """Names of the maximal modules all of whose parameters are frozen (and that have any)."""
+    units: list[str] = []
+
+    def visit(path: str, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        if parameters and not any(p.requires_grad for p in parameters):
+            units.append(path)
+            return
+        for name, child in module.named_children():
+            visit(f"{path}.{name}" if path else name, child)
+
+    visit("", model)
+    return units
+
+
+def check_trainable(model: nn.Module) -> None:
+    """A model to fine-tune has something frozen and something to train.
+
+    Raises:
+        ModelError: If it has not.
+    """
+    flags = [p.requires_grad for p in model.parameters()]
+    if not flags:
+        raise ModelError("the model has no parameters")
+    if all(flags):
+        raise ModelError(
+            "nothing is frozen: set requires_grad_(False) on the layers that are not to be trained"
+        )
+    if not any(flags):
+        raise ModelError("everything is frozen: leave requires_grad on for the layers that are to be trained")
+
+
+def find(model: nn.Module, calls: Trace) -> FreezePoint:
+    """The end of the frozen prefix, in the order in which the model's modules ran.
+
+    Raises:
+        ModelError: If nothing or everything is frozen.
+    """
+    check_trainable(model)
+    owners = parameters_of(model)
+    trainable = {
+        path for path, m in owners.items() if any(p.requires_grad for p in m.parameters(recurse=False))
+    }
+    first = min((call.enter for call in calls.calls if call.path in trainable), default=None)
+    if first is None:
+        return FreezePoint(boundary=None, why_not="no module with trainable parameters was called")
+    before = [call for call in calls.calls if call.exit < first]
+    units = set(frozen_units(model))
+    candidates = [call for call in before if call.path in units]
+    for call in reversed(candidates):
+        if _one_tensor(call) and len(calls.of(call.path)) == 1:
+            return FreezePoint(boundary=call.path)
+    if not candidates:
+        owner = next(call.path for call in calls.calls if call.enter == first)
+        where = repr(owner) if owner else "the model itself"
+        return FreezePoint(
+            boundary=None, why_not=f"no frozen module finishes before {where}, which is trained, begins"
+        )
+    return FreezePoint(boundary=None, why_not="no frozen module gives a single tensor and is called once")
+
+
+def _one_tensor(call: Call) -> bool:
+    return isinstance(call.result, Shape) and any(call.result.slope)
+
+
+def eval_modules(model: nn.Module, calls: Trace, boundary: str | None) -> list[str]:
+    """What runs in eval whatever ``train()`` says: frozen units, and parameter-free modules of the prefix."""
+    units = frozen_units(model)
+    if boundary is None:
+        return units
+    prefix = finished_before(calls, boundary)
+    free = [path for path in sorted(prefix) if not any(True for _ in model.get_submodule(path).parameters())]
+    return units + free
+
+
+def keep_in_eval(model: nn.Module, units: list[str]) -> None:
+    """Put these modules back into eval, as after ``model.train()``."""
+    for path in units:
+        unit = model.get_submodule(path)
+        if unit.training:
+            unit.eval()
+
+
+class FrozenGuard:
+    """Notices frozen parameters and buffers that change after a job has started.
+
+    Versions are compared at every iteration: in-place changes move them. Writes through ``.data`` do not, so
+    a digest of the values is compared once an epoch.
+    """
+
+    def __init__(self, model: nn.Module, units: list[str], boundary_order: set[str] | None = None) -> None:
+        """Remember the state of the frozen units of ``model``.
+
+        Args:
+            boundary_order: Only these units (those in the prefix); None takes all.
+        """
+        self._model = model
+        self._units = [unit for unit in units if boundary_order is None or unit in boundary_order]
+        self._versions = self._read_versions()
+        self._digest = self._read_digest()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for unit in self._units:
+            module = self._model.get_submodule(unit)
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                found[f"{unit}.{name}" if unit else name] = tensor
+        return found
+
+    def _read_versions(self) -> dict[str, tuple[int, int, bool]]:
+        return {name: (t._version, t.data_ptr(), t.requires_grad) for name, t in self._tensors().items()}
+
+    def _read_digest(self) -> dict[str, int]:
+        return {name: _fold(tensor) for name, tensor in self._tensors().items()}
+
+    def check_versions(self) -> None:
+        """Raise :class:`FrozenChanged` if a frozen tensor was written in place, replaced or unfrozen."""
+        now = self._read_versions()
+        if now != self._versions:
+            self._fail(name for name in self._versions if now.get(name) != self._versions[name])
+
+    def check_values(self) -> None:
+        """Raise :class:`FrozenChanged` if the values of a frozen tensor are others than at the start."""
+        now = self._read_digest()
+        if now != self._digest:
+            self._fail(name for name in self._digest if now.get(name) != self._digest[name])
+
+    def _fail(self, names: object) -> None:
+        changed = ", ".join(list(names)[:3])  # type: ignore[call-overload]
+        raise FrozenChanged(
+            f"frozen parameters changed after the job had started: {changed}; the features would no longer "
+            "be those of this model. Start a new job after changing them"
+        )
+
+
+def _fold(tensor: torch.Tensor) -> int:
+    data = tensor.detach().cpu().contiguous()
+    return xxhash.xxh3_64_intdigest(data.reshape(-1).view(torch.uint8).numpy().data) if data.numel() else 0
