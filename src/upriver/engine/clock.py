@@ -1,0 +1,38 @@
+"""Where the seconds of a micro-batch went."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from upriver.types import Timings
+
+
+class Clock:
+    """Collects seconds by phase and by stage while a micro-batch is worked on."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self.stages: dict[int, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add what the block takes to a phase (``queue``, ``read``, ``input``, ``forward``, ``encode``)."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - began)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Add seconds to a phase."""
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+    def stage(self, position: int, seconds: float) -> None:
+        """Add seconds to the stage that ends at ``position``."""
+        self.stages[position] = self.stages.get(position, 0.0) + seconds
+
+    def timings(self) -> Timings:
+        """What was collected so far."""
+        return Timings(phases=dict(self.phases), stages=dict(self.stages))
