@@ -1,0 +1,128 @@
+"""Read stored samples: neighbours in one ranged GET, under If-Match on the indexed ETag."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from upriver.pipeline import Dataset, SampleRef
+
+GAP_BYTES = 8 * 2**10
+"""Unneeded bytes worth fetching to save a GET. Between two samples of a shard lie padding, headers and the
+class
+member: 2 KiB, 5 KiB with PAX extensions; a small member more still fits."""
+
+MAX_GET_BYTES = 8 * 2**20
+"""Longest GET that joins samples: a micro-batch of 16 photographs is one, and a lost one costs little to
+repeat."""
+
+CONCURRENCY = 8
+"""GETs in flight for one call. Swift on one machine reached its best rate at 16 over all clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """One ranged GET, and which of the samples asked for lie in it.
+
+    Attributes:
+        object: Name of the object.
+        etag: What its ETag must be.
+        start: First byte.
+        stop: One past the last byte.
+        members: Index of a sample among those asked for, and its bytes [start, stop) of the object.
+    """
+
+    object: str
+    etag: str
+    start: int
+    stop: int
+    members: tuple[tuple[int, int, int], ...]
+
+
+def plan_gets(refs: Sequence[SampleRef]) -> list[Get]:
+    """Join samples that lie together in an object into few GETs; each is in exactly one."""
+    order = sorted(
+        range(len(refs)), key=lambda at: (refs[at].object, refs[at].etag, refs[at].start, refs[at].stop)
+    )
+    gets: list[Get] = []
+    group: list[int] = []
+    stop = 0
+    for at in order:
+        ref = refs[at]
+        if group and not _joins(refs[group[0]], stop, ref):
+            gets.append(_get(refs, group, stop))
+            group = []
+        stop = max(stop, ref.stop) if group else ref.stop
+        group.append(at)
+    if group:
+        gets.append(_get(refs, group, stop))
+    return gets
+
+
+def read_samples(dataset: Dataset, ids: Sequence[int]) -> list[memoryview]:
+    """The stored bytes of samples, in the order asked for; an id may come more than once.
+
+    Args:
+        dataset: Says where they are, and in which store.
+        ids: Rows of its index.
+
+    Returns:
+        Read-only views; neighbours share the buffer they were fetched into.
+
+    Raises:
+        ObjectChanged: If an object is not the one that was indexed.
+        ObjectNotFound: If an object is gone.
+        StoreError: If the store cannot be read, or an object ended early.
+        ConfigError: If an id is not a row of the index.
+    """
+    gets = plan_gets(dataset.locate(ids))
+    if len(gets) <= 1:
+        bodies = [_fetch(dataset, get) for get in gets]
+    else:
+        with ThreadPoolExecutor(min(CONCURRENCY, len(gets))) as pool:
+            bodies = list(pool.map(lambda get: _fetch(dataset, get), gets))
+    return _spread(gets, bodies, len(ids))
+
+
+async def read_samples_async(dataset: Dataset, ids: Sequence[int]) -> list[memoryview]:
+    """:func:`read_samples` for an event loop."""
+    gets = plan_gets(dataset.locate(ids))
+    slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def fetch(get: Get) -> bytes:
+        async with slots:
+            return await dataset.store.get_range_async(get.object, get.start, get.stop, etag=get.etag)
+
+    tasks = [asyncio.ensure_future(fetch(get)) for get in gets]
+    try:
+        bodies = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()  # after an error or a disconnect nobody waits for the rest
+    return _spread(gets, bodies, len(ids))
+
+
+def _joins(first: SampleRef, stop: int, ref: SampleRef) -> bool:
+    same = (ref.object, ref.etag) == (first.object, first.etag)
+    return same and ref.start - stop <= GAP_BYTES and max(stop, ref.stop) - first.start <= MAX_GET_BYTES
+
+
+def _get(refs: Sequence[SampleRef], group: Sequence[int], stop: int) -> Get:
+    first = refs[group[0]]
+    members = tuple((at, refs[at].start, refs[at].stop) for at in group)
+    return Get(first.object, first.etag, first.start, stop, members)
+
+
+def _fetch(dataset: Dataset, get: Get) -> bytes:
+    return dataset.store.get_range(get.object, get.start, get.stop, etag=get.etag)
+
+
+def _spread(gets: Sequence[Get], bodies: Sequence[bytes], count: int) -> list[memoryview]:
+    views = [memoryview(b"")] * count
+    for get, body in zip(gets, bodies, strict=True):
+        whole = memoryview(body)
+        for at, start, stop in get.members:
+            views[at] = whole[start - get.start : stop - get.start]
+    return views

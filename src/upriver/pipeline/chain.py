@@ -1,0 +1,127 @@
+"""The input part of a chain: stages in order, any stretch of which can run anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from upriver.errors import ConfigError, DatasetError
+from upriver.pipeline.draw import Draw
+from upriver.pipeline.stages import InputStage, Spec, stage_from_json
+
+MAX_STAGES = 64
+"""More than any chain has a use for; a cap on what is read from a store."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputChain:
+    """What happens to a stored sample before the model takes it.
+
+    With ``m`` stages the stored bytes stand at position ``-m`` and the finished sample at 0; the stage at
+    index ``i`` ends at ``i + 1 - m``.
+
+    Attributes:
+        stages: In order; the first takes the stored bytes.
+
+    Raises:
+        ConfigError: If a stage cannot take what the one before it gives.
+    """
+
+    stages: tuple[InputStage, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if not 1 <= len(self.stages) <= MAX_STAGES:
+            raise ConfigError(f"an input chain has 1..{MAX_STAGES} stages, got {len(self.stages)}")
+        given = "bytes"
+        for index, stage in enumerate(self.stages):
+            if not isinstance(stage, InputStage):
+                raise ConfigError(f"stage {index} must be an input stage, got {type(stage).__name__}")
+            if given not in (stage.takes, "any") or (given == "any" and stage.takes == "bytes"):
+                raise ConfigError(f"stage {index} ({stage.name}) takes {stage.takes}, but gets {given}")
+            given = stage.gives
+
+    @property
+    def start(self) -> int:
+        """The position of the stored bytes."""
+        return -len(self.stages)
+
+    def stage_at(self, position: int) -> InputStage:
+        """The stage that ends at ``position``."""
+        if not self.start < position <= 0:
+            raise ConfigError(f"input stages end at positions {self.start + 1}..0, got {position}")
+        return self.stages[position - 1]
+
+    def run(
+        self,
+        value: torch.Tensor,
+        *,
+        sample: int,
+        epoch: int,
+        seed: int,
+        start: int,
+        stop: int,
+        seconds: dict[int, float] | None = None,
+    ) -> torch.Tensor:
+        """Run the stages from one position to another on one sample.
+
+        However a stretch is divided, and wherever its parts run, the result is the same.
+
+        Args:
+            value: The sample as it stands at ``start``; never changed.
+            sample: Its row in the dataset's index.
+            epoch: Which epoch, for random stages.
+            seed: The job's seed.
+            start: Position of ``value``.
+            stop: Position to reach.
+            seconds: Where given, what each stage took is added at the position it ends at.
+
+        Raises:
+            SampleError: If the sample cannot pass a stage.
+            ConfigError: If the positions are not ``self.start <= start <= stop <= 0``.
+        """
+        if not self.start <= start <= stop <= 0:
+            raise ConfigError(f"positions must be {self.start} <= start <= stop <= 0, got {start} to {stop}")
+        for index in range(start - self.start, stop - self.start):
+            began = time.perf_counter()
+            draw = Draw(seed=seed, epoch=epoch, sample=sample, stage=index)
+            value = self.stages[index].apply(value, draw)
+            if seconds is not None:
+                position = self.start + index + 1
+                seconds[position] = seconds.get(position, 0.0) + time.perf_counter() - began
+        return value
+
+    def output_spec(self) -> Spec | None:
+        """Type and shape of a finished sample, or None where only the samples tell."""
+        spec: Spec | None = None
+        for stage in self.stages:
+            spec = stage.spec(spec)
+        return spec
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The chain as plain data."""
+        return [stage.to_json() for stage in self.stages]
+
+    @classmethod
+    def from_json(cls, data: object) -> InputChain:
+        """Read a chain back, strictly.
+
+        Raises:
+            DatasetError: If a stage or field is unknown, or a field is missing.
+            ConfigError: If a value is not allowed, or stages do not fit together.
+        """
+        if not isinstance(data, Sequence) or isinstance(data, str) or len(data) > MAX_STAGES:
+            raise DatasetError(f"the input stages must be a list of at most {MAX_STAGES}")
+        return cls(tuple(stage_from_json(stage) for stage in data))
+
+
+def stored_tensor(blob: bytes | memoryview) -> torch.Tensor:
+    """A stored sample as the value that a chain starts from: a fresh uint8 tensor of shape (n,)."""
+    out = torch.empty(len(blob), dtype=torch.uint8)
+    out.numpy()[...] = np.frombuffer(blob, dtype=np.uint8)
+    return out

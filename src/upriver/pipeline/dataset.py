@@ -1,0 +1,220 @@
+"""A dataset: an index over stored samples and the input stages declared for them, named by its digest."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import torch
+
+from upriver.errors import ConfigError, DatasetError
+from upriver.pipeline import manifest as files
+from upriver.pipeline.chain import InputChain
+from upriver.pipeline.manifest import Manifest
+from upriver.pipeline.stages import InputStage, LoadTensor
+from upriver.store import Store, check_name
+
+DEFAULT_PREFIX = ".upriver"
+"""Where upriver keeps its own objects in a store, unless the operator says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRef:
+    """Where one sample is stored: bytes [start, stop) of an object, and its ETag when it was indexed."""
+
+    object: str
+    etag: str
+    start: int
+    stop: int
+
+
+class Dataset:
+    """Stored samples, in a fixed order, and what is to be done with each before a model takes it.
+
+    Immutable. Rows of the index are the sample ids.
+
+    Attributes:
+        store: Holds the samples, and the dataset's own files once it is published.
+        prefix: Where in the store upriver keeps its own objects.
+        digest: SHA-256 of ``chain.json``, which covers everything else.
+        chain: The input stages.
+        classes: Names of the targets.
+        targets: int64 of shape (len,).
+    """
+
+    def __init__(self, store: Store, chain_bytes: bytes, index_bytes: bytes, *, prefix: str) -> None:
+        """Take the dataset's two files; see :meth:`open` and :func:`upriver.pipeline.index`."""
+        self.digest: str = hashlib.sha256(chain_bytes).hexdigest()
+        manifest = files.decode_manifest(chain_bytes, self.digest)
+        table = files.decode_index(index_bytes, manifest)
+        self.store = store
+        self.prefix = prefix
+        self.chain: InputChain = manifest.chain()
+        self.classes: tuple[str, ...] = manifest.classes
+        self._manifest = manifest
+        self._chain_bytes = chain_bytes
+        self._index_bytes = index_bytes
+        self._starts, self._stops = table["start"].to_numpy(), table["stop"].to_numpy()
+        self._table = table.select(["object", "etag", "name"]).combine_chunks()
+        self.targets: torch.Tensor = torch.tensor(table["target"].to_numpy(), dtype=torch.int64)
+        _check_objects(self._table)
+
+    def __len__(self) -> int:
+        return self._manifest.count
+
+    def __repr__(self) -> str:
+        return (
+            f"Dataset({self.digest[:12]}, {len(self)} samples, {len(self.classes)} classes, {self.store!r})"
+        )
+
+    @property
+    def stored_bytes(self) -> float:
+        """Mean size of a stored sample."""
+        return float((self._stops - self._starts).mean())
+
+    @property
+    def layout(self) -> str:
+        """``webdataset`` or ``folders``."""
+        return self._manifest.layout
+
+    @property
+    def format(self) -> str:
+        """``image``, ``npy`` or ``safetensors``."""
+        return self._manifest.format
+
+    def names(self, ids: Sequence[int]) -> list[str]:
+        """The samples' names: the key in a shard, the path in folders.
+
+        Raises:
+            ConfigError: If an id is not a row of the index.
+        """
+        return self._text("name", self._rows(ids))
+
+    def locate(self, ids: Sequence[int]) -> list[SampleRef]:
+        """Where the samples are stored, in the order asked for.
+
+        Raises:
+            ConfigError: If an id is not a row of the index.
+        """
+        rows = self._rows(ids)
+        places = zip(
+            self._text("object", rows),
+            self._text("etag", rows),
+            self._starts[rows].tolist(),
+            self._stops[rows].tolist(),
+            strict=True,
+        )
+        return [
+            SampleRef(object=name, etag=etag, start=start, stop=stop) for name, etag, start, stop in places
+        ]
+
+    def with_stages(self, stages: Sequence[InputStage]) -> Dataset:
+        """The same samples with other input stages: another dataset, not published yet."""
+        chain = InputChain(tuple(stages))
+        check_reads(chain, self.format)
+        manifest = msgspec.structs.replace(self._manifest, stages=chain.to_json())
+        return Dataset(self.store, files.encode_manifest(manifest), self._index_bytes, prefix=self.prefix)
+
+    def with_store(self, store: Store) -> Dataset:
+        """The same dataset, read through another way to the same store."""
+        other = copy.copy(self)
+        other.store = store
+        return other
+
+    def publish(self) -> None:
+        """Write the dataset's files; ``chain.json`` last, so that a dataset that can be opened is whole.
+
+        Raises:
+            StoreError: If the store cannot be written.
+        """
+        index_path, chain_path = dataset_paths(self.prefix, self.digest)
+        self.store.put(index_path, self._index_bytes)
+        self.store.put(chain_path, self._chain_bytes)
+
+    @classmethod
+    def open(cls, store: Store, digest: str, *, prefix: str = DEFAULT_PREFIX) -> Dataset:
+        """Read a published dataset and check it against its digest.
+
+        Raises:
+            ObjectNotFound: If no such dataset was published here.
+            DatasetError: If its files are damaged, too large, or hold what they may not.
+        """
+        index_path, chain_path = dataset_paths(prefix, digest)
+        _check_chain_size(digest, store.head(chain_path).size)
+        chain_bytes = store.get(chain_path)
+        _check_index_size(digest, store.head(index_path).size, files.decode_manifest(chain_bytes, digest))
+        return cls(store, chain_bytes, store.get(index_path), prefix=prefix)
+
+    @classmethod
+    async def open_async(cls, store: Store, digest: str, *, prefix: str = DEFAULT_PREFIX) -> Dataset:
+        """:meth:`open` for an event loop."""
+        index_path, chain_path = dataset_paths(prefix, digest)
+        _check_chain_size(digest, (await store.head_async(chain_path)).size)
+        chain_bytes = await store.get_async(chain_path)
+        index_size = (await store.head_async(index_path)).size
+        _check_index_size(digest, index_size, files.decode_manifest(chain_bytes, digest))
+        return cls(store, chain_bytes, await store.get_async(index_path), prefix=prefix)
+
+    def _rows(self, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        rows = np.asarray(ids, dtype=np.int64).reshape(-1)
+        outside = rows[(rows < 0) | (rows >= len(self))]
+        if len(outside):
+            raise ConfigError(f"sample ids lie in 0..{len(self) - 1}, got {outside[0]}")
+        return rows
+
+    def _text(self, column: str, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[str]:
+        texts: list[str] = self._table[column].take(pa.array(rows)).to_pylist()
+        return texts
+
+
+def dataset_paths(prefix: str, digest: str) -> tuple[str, str]:
+    """Names of a dataset's ``index.parquet`` and ``chain.json``.
+
+    Raises:
+        DatasetError: If ``digest`` is not one.
+        ConfigError: If ``prefix`` is no name.
+    """
+    place = f"{check_name(prefix)}/datasets/{files.check_digest(digest)}"
+    return f"{place}/index.parquet", f"{place}/chain.json"
+
+
+def check_reads(chain: InputChain, format: str) -> None:
+    """Check that a chain's first stage reads what is stored.
+
+    Raises:
+        ConfigError: If it reads another format.
+    """
+    first = chain.stages[0]
+    reads = first.format if isinstance(first, LoadTensor) else "image"
+    if reads != format:
+        raise ConfigError(f"the samples are stored as {format}; the first stage ({first.name}) reads {reads}")
+
+
+def _check_chain_size(digest: str, size: int) -> None:
+    if size > files.MAX_CHAIN_BYTES:
+        raise DatasetError(
+            f"chain.json of dataset {digest} has {size} bytes; at most {files.MAX_CHAIN_BYTES} are allowed"
+        )
+
+
+def _check_index_size(digest: str, size: int, manifest: Manifest) -> None:
+    if size != manifest.index.bytes:
+        raise DatasetError(
+            f"index.parquet of dataset {digest} is damaged: {size} bytes, {manifest.index.bytes} published"
+        )
+
+
+def _check_objects(table: pa.Table) -> None:
+    """Names in an index are as little to be trusted as any others."""
+    for name in table["object"].unique().to_pylist():
+        try:
+            check_name(name)
+        except ConfigError as exc:
+            raise DatasetError(f"index.parquet: {exc}") from None
+    if "" in table["etag"].unique().to_pylist():
+        raise DatasetError("index.parquet: column 'etag' has an empty cell")

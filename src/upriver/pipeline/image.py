@@ -1,0 +1,145 @@
+"""Stored image to pixels, and pixels to another size: all that Pillow does here.
+
+The three formats are opened by their own classes rather than through ``Image.open``: nothing else can be
+opened, and no global limit or warning of Pillow decides what a sample is. The same bytes give the same pixels
+wherever Pillow and its libraries are the same; the fingerprint covers them.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import torch
+from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from upriver.pipeline.errors import SampleError
+
+MAX_PIXELS = 64 * 2**20
+"""Default cap: above what full-frame cameras give (61 megapixels), below Pillow's own warning (89
+megapixels)."""
+
+PIXEL_CEILING = 178_956_970
+"""The most any cap may be set to: where Pillow itself refuses an image, 0.5 GB of RGB."""
+
+_EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_ORIENTATION_TAG = 0x0112
+_SHORT = 3
+
+
+class _Jpeg(JpegImageFile):
+    """A JPEG whose EXIF data are not read for its resolution: damaged ones would make Pillow warn."""
+
+    def _read_dpi_from_exif(self) -> None:
+        pass
+
+
+def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.Tensor:
+    """Decode a JPEG, PNG or WebP (its first frame) into RGB.
+
+    Args:
+        data: The stored file.
+        max_pixels: Cap on width times height, checked before anything is decoded.
+        orient: Whether to turn the image as its EXIF orientation says.
+
+    Returns:
+        uint8 of shape (height, width, 3).
+
+    Raises:
+        SampleError: If it is no such image, has too many pixels, or is truncated or corrupt.
+    """
+    try:
+        image = _open(data, max_pixels)
+        _check_size(image.width, image.height, max_pixels)
+        if image.mode not in _EIGHT_BIT:
+            raise SampleError(f"pixels of mode {image.mode!r}; 8 bits a channel are supported")
+        image.load()
+        turn = _TURNS.get(_orientation(image.info.get("exif", b""))) if orient else None
+        image.info.pop("transparency", None)  # is dropped anyway, and Pillow warns when it drops some
+        rgb = image.convert("RGB")
+        return to_tensor(rgb if turn is None else rgb.transpose(turn))
+    except SampleError:
+        raise
+    except MemoryError:
+        raise SampleError("not enough memory to decode the image") from None
+    except Exception as exc:  # Pillow raises nearly anything on crafted bytes
+        raise SampleError(f"not a whole image: {exc or type(exc).__name__}".split("\n", 1)[0]) from None
+
+
+def resize(value: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Resize uint8 (height, width, 3) pixels by Pillow's bilinear filter, which averages when it shrinks."""
+    if value.shape[:2] == (height, width):
+        return value
+    image = Image.fromarray(value.contiguous().numpy())
+    return to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def to_tensor(image: Image.Image) -> torch.Tensor:
+    """RGB image to a fresh uint8 tensor of shape (height, width, 3)."""
+    out = torch.empty((image.height, image.width, 3), dtype=torch.uint8)
+    out.numpy()[...] = np.asarray(image)
+    return out
+
+
+def _open(data: bytes | memoryview, max_pixels: int) -> JpegImageFile | PngImageFile | WebPImageFile:
+    head = bytes(data[:30])
+    if head.startswith(b"\xff\xd8\xff"):
+        return _Jpeg(io.BytesIO(data))
+    if head.startswith(b"\x89PNG\r\n\x1a\n"):
+        return PngImageFile(io.BytesIO(data))
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        _check_size(*_webp_size(head), max_pixels)  # opening one already allocates its canvas
+        return WebPImageFile(io.BytesIO(data))
+    what = f"starts with {head[:8]!r}" if head else "is empty"
+    raise SampleError(f"not a JPEG, PNG or WebP image: it {what}")
+
+
+def _webp_size(head: bytes) -> tuple[int, int]:
+    """Width and height from the first chunk of a WebP file (RFC 9649, sections 2.5 to 2.7)."""
+    if len(head) < 30:
+        raise SampleError("not a whole image: the WebP header is cut off")
+    chunk = head[12:16]
+    if chunk == b"VP8X":
+        return 1 + int.from_bytes(head[24:27], "little"), 1 + int.from_bytes(head[27:30], "little")
+    if chunk == b"VP8L":
+        bits = int.from_bytes(head[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    width, height = struct.unpack("<HH", head[26:30])
+    return width & 0x3FFF, height & 0x3FFF
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise SampleError(f"{width} x {height} = {width * height} pixels; at most {max_pixels} are allowed")
+
+
+def _orientation(exif: bytes) -> int:
+    """The orientation in EXIF data; 1 (upright) where there is none or it is damaged."""
+    tiff = exif.removeprefix(b"Exif\x00\x00")
+    order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        (directory,) = struct.unpack_from(order + "I", tiff, 4)
+        (entries,) = struct.unpack_from(order + "H", tiff, directory)
+        for index in range(entries):
+            at = directory + 2 + 12 * index
+            tag, kind, _count, value = struct.unpack_from(order + "HHIH", tiff, at)
+            if tag == _ORIENTATION_TAG and kind == _SHORT:
+                return int(value)
+    except struct.error:
+        pass
+    return 1

@@ -1,0 +1,113 @@
+"""Stored tensors: ``.npy`` without pickle, and ``.safetensors`` with one tensor.
+
+Both are parsed by hand, since what a file claims must agree with its length before anything of that size is
+allocated.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from upriver.pipeline.errors import SampleError
+
+_MAX_HEADER_BYTES = 2**20
+_NPY_DTYPES = {
+    "<f8": torch.float64,
+    "<f4": torch.float32,
+    "<f2": torch.float16,
+    "<i8": torch.int64,
+    "<i4": torch.int32,
+    "<i2": torch.int16,
+    "|i1": torch.int8,
+    "|u1": torch.uint8,
+    "|b1": torch.bool,
+}
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def read_npy(data: bytes | memoryview) -> torch.Tensor:
+    """A ``.npy`` file as a fresh, contiguous tensor.
+
+    Raises:
+        SampleError: If it is no such file, holds Python objects or another dtype that is not on the list, or
+            its length is not what its header says.
+    """
+    stream = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, fortran_order, dtype = readers[version](stream)
+    except Exception as exc:  # the header is a Python literal: parsing a crafted one can fail in many ways
+        raise SampleError(f"not a .npy file: {exc or type(exc).__name__}".split("\n", 1)[0]) from None
+    if dtype.str not in _NPY_DTYPES:
+        raise SampleError(f".npy dtype {dtype.str!r}; allowed: {', '.join(_NPY_DTYPES)}")
+    body = memoryview(data)[stream.tell() :]
+    stored = _fresh(body, _NPY_DTYPES[dtype.str], shape[::-1] if fortran_order else shape)
+    return stored.permute(*reversed(range(stored.dim()))).contiguous() if fortran_order else stored
+
+
+def read_safetensors(data: bytes | memoryview) -> torch.Tensor:
+    """The one tensor of a ``.safetensors`` file, or the one named ``tensor``, as a fresh tensor.
+
+    Raises:
+        SampleError: If it is no such file, holds several tensors and none named ``tensor``, or its offsets,
+            shape and dtype do not agree.
+    """
+    view = memoryview(data)
+    size = int.from_bytes(view[:8], "little")
+    if len(view) < 8 or size > min(len(view) - 8, _MAX_HEADER_BYTES):
+        raise SampleError(f"not a .safetensors file: {len(view)} bytes with a header of {size}")
+    try:
+        header = json.loads(bytes(view[8 : 8 + size]))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        entry = (
+            tensors["tensor"] if "tensor" in tensors or len(tensors) != 1 else next(iter(tensors.values()))
+        )
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not all(type(number) is int for number in (start, stop, *shape)):
+            raise TypeError("offsets and shape must be integers")
+    except KeyError as exc:
+        raise SampleError(
+            f".safetensors must hold one tensor, or one named 'tensor'; no {exc} here"
+        ) from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as exc:
+        raise SampleError(f"not a .safetensors file: {exc}".split("\n", 1)[0]) from None
+    if dtype not in _SAFETENSORS_DTYPES:
+        raise SampleError(f".safetensors dtype {dtype!r}; allowed: {', '.join(_SAFETENSORS_DTYPES)}")
+    body = view[8 + size :]
+    if not 0 <= start <= stop <= len(body):
+        raise SampleError(f".safetensors offsets {start} to {stop} leave its {len(body)} bytes of data")
+    return _fresh(body[start:stop], _SAFETENSORS_DTYPES[dtype], shape)
+
+
+def _fresh(body: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor that owns its memory, which torch aligns to 64 bytes."""
+    if any(size < 1 for size in shape):
+        raise SampleError(f"a tensor of shape {tuple(shape)}; every size must be at least 1")
+    needed = math.prod(shape) * dtype.itemsize
+    if needed != len(body):
+        raise SampleError(
+            f"a {dtype} tensor of shape {tuple(shape)} takes {needed} bytes, {len(body)} are stored"
+        )
+    out = torch.empty(needed, dtype=torch.uint8)
+    out.numpy()[...] = np.frombuffer(body, dtype=np.uint8)
+    if dtype is torch.bool and int(out.max()) > 1:
+        raise SampleError("a bool tensor with bytes other than 0 and 1")
+    return out.view(dtype).view(tuple(shape))
