@@ -1,0 +1,105 @@
+"""What decides the low bits of an answer on this machine, in this process.
+
+Two tiers with equal fingerprints may still differ (cache sizes choose blockings), so ``exact="bitwise"`` also
+needs a canary; two with different ones are not even asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from pathlib import Path
+
+import numpy as np
+import PIL
+import torch
+from PIL import features
+
+ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+)
+"""Variables that choose kernels, and with them low bits."""
+
+
+def fingerprint(device: str | torch.device = "cpu") -> dict[str, str]:
+    """Versions, instruction set, accelerator and flags, each as text; equal on both sides or not exact.
+
+    Args:
+        device: Where model stages run.
+    """
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        **_image_libraries(),
+        **_math_libraries(),
+        **_cpu(),
+        **_accelerator(torch.device(device)),
+        **_flags(),
+        **{name.lower(): os.environ.get(name, "") for name in ENVIRONMENT},
+    }
+
+
+def _image_libraries() -> dict[str, str]:
+    turbo = features.version_feature("libjpeg_turbo")
+    return {
+        "pillow": PIL.__version__,
+        "libjpeg": f"turbo {turbo}" if turbo else str(features.version_codec("jpg")),
+    }
+
+
+def _math_libraries() -> dict[str, str]:
+    build = torch.__config__.show()
+    onednn = re.search(r"(?:MKL-DNN|oneDNN) v([\w.]+)", build)
+    mkl = re.search(r"Math Kernel Library Version ([\w. -]+?) (?:Product|for)", build)
+    return {
+        "onednn": onednn.group(1) if onednn and torch.backends.mkldnn.enabled else "",
+        "mkl": mkl.group(1) if mkl else "",
+    }
+
+
+def _cpu() -> dict[str, str]:
+    return {
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_flags": _cpu_flags_digest(),
+    }
+
+
+def _cpu_flags_digest(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Digest of them all: oneDNN looks at more instruction sets than PyTorch's own capability tells."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    flags = " ".join(sorted(found.partition(":")[2].split()))
+    return hashlib.sha256(flags.encode()).hexdigest()[:16] if flags else ""
+
+
+def _accelerator(device: torch.device) -> dict[str, str]:
+    if device.type != "cuda":
+        return {"accelerator": "" if device.type == "cpu" else device.type, "cuda": "", "cudnn": ""}
+    return {
+        "accelerator": torch.cuda.get_device_name(device),
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+    }
+
+
+def _flags() -> dict[str, str]:
+    # The fused fast path of attention is no part: frozen stages always run with it off.
+    return {
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "tf32": str(torch.backends.cudnn.allow_tf32),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
+        "mkldnn": str(torch.backends.mkldnn.enabled),
+    }

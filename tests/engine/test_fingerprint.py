@@ -1,0 +1,42 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from upriver.engine.fingerprint import fingerprint
+
+
+def in_another_process(**environment):
+    code = "import json; from upriver.engine.fingerprint import fingerprint; print(json.dumps(fingerprint()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_equal_in_another_process_and_named_in_text():
+    here = fingerprint()
+    assert here == in_another_process()
+    assert here["torch"] == torch.__version__
+    assert all(isinstance(value, str) for value in here.values())
+
+
+@pytest.mark.parametrize("environment", [{"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"ATEN_CPU_CAPABILITY": "default"}])
+def test_a_choice_of_kernels_shows(environment):
+    assert fingerprint() != in_another_process(**environment)
+
+
+def test_a_flag_shows():
+    before = fingerprint()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert fingerprint() != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
