@@ -1,0 +1,207 @@
+"""HTTP/1.1 connections that another thread can break off, and what goes wrong on them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from upriver.errors import (
+    ConfigError,
+    NotAuthorized,
+    Overloaded,
+    ProtocolError,
+    ServerUnavailable,
+    UpriverError,
+)
+from upriver.protocol import error_from
+from upriver.types import require_finite
+
+ERROR_BODY_BYTES = 64 * 1024
+"""Longest error body read; ours have a few hundred bytes."""
+
+SEND_BYTES = 1 << 20
+"""Sent at once: a socket's timeout covers one send, however much it is given."""
+
+BROKEN = (OSError, http.client.HTTPException)
+"""What sockets, TLS and http.client raise when the other side is not there, stops, or talks nonsense."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """How long to wait for a server.
+
+    Attributes:
+        connect_s: For a connection. 5 s: a round trip around the world takes 0.3 s, a lost first packet costs
+            1 s and a second one 3 s.
+        read_s: For the next bytes of an answer. 120 s: a micro-batch of the slowest network measured takes 11
+            s on one core, and some others may be queued before it. That a silent server is alive is seen much
+            sooner by the pool, which asks /livez.
+    """
+
+    connect_s: float = 5.0
+    read_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        require_finite("connect_s", self.connect_s, positive=True)
+        require_finite("read_s", self.read_s, positive=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is, taken apart once."""
+
+    url: str
+    host: str
+    port: int
+    path: str
+    tls: ssl.SSLContext | None
+
+    @classmethod
+    def parse(cls, url: str, tls: ssl.SSLContext | None) -> Address:
+        """Check an address; ``tls`` is used for https.
+
+        Raises:
+            ConfigError: If it is none.
+        """
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            raise ConfigError(f"the port of {url!r} must lie in 0..65535") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"a server is http://HOST:PORT or https://HOST:PORT, got {url!r}")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ConfigError(
+                "a server's address has no credentials, query or fragment; the token goes apart"
+            )
+        secure = parts.scheme == "https"
+        return cls(
+            url=url.rstrip("/"),
+            host=parts.hostname,
+            port=port or (443 if secure else 80),
+            path=parts.path.rstrip("/"),
+            tls=(tls or ssl.create_default_context()) if secure else None,
+        )
+
+    def connection(self) -> Connection:
+        """A connection that is not yet open."""
+        if self.tls is None:
+            return Connection(http.client.HTTPConnection(self.host, self.port))
+        return Connection(http.client.HTTPSConnection(self.host, self.port, context=self.tls))
+
+
+class Connection:
+    """An `http.client` connection that another thread can break off."""
+
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self._connection = connection
+        self._socket: socket.socket | None = None
+        self.broken_off = False
+
+    def open(self, timeouts: Timeouts, timeout_s: float | None) -> None:
+        """Connect if need be; set the timeout of the next answer."""
+        if self._connection.sock is None:
+            self._connection.timeout = min(timeouts.connect_s, timeout_s or timeouts.connect_s)
+            self._connection.connect()
+        self._socket = self._connection.sock
+        self._socket.settimeout(timeout_s or timeouts.read_s)
+        if self.broken_off:  # while it was connecting
+            raise ConnectionAbortedError("broken off")
+
+    def ask(
+        self, method: str, path: str, body: Sequence[bytes | memoryview], headers: Mapping[str, str]
+    ) -> http.client.HTTPResponse:
+        """Send a request and wait for the head of its answer."""
+        connection = self._connection
+        connection.putrequest(method, path, skip_accept_encoding=True)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        views = [memoryview(part).cast("B") for part in body]
+        if views:
+            connection.putheader("Content-Type", "application/octet-stream")
+            connection.putheader("Content-Length", str(sum(len(view) for view in views)))
+        connection.endheaders()
+        # A server that refuses a body may answer and close before it has read all of it: its answer says why.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            for view in views:
+                for start in range(0, len(view), SEND_BYTES):
+                    connection.send(view[start : start + SEND_BYTES])
+        return connection.getresponse()
+
+    def break_off(self) -> None:
+        """Wake whoever reads or writes; the descriptor is closed by its owner."""
+        self.broken_off = True
+        if self._socket is not None:
+            with suppress(OSError):
+                # Not SSLSocket's own, which takes its state away from under the reader.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close, from the thread that owns it."""
+        self._connection.close()
+
+
+class Holder:
+    """Lets one thread break off the connection that another one uses for an answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self.closed = False
+
+    def hold(self, connection: Connection) -> None:
+        """Take the connection that is about to be used."""
+        with self._lock:
+            self._connection = connection
+            if self.closed:
+                connection.broken_off = True
+
+    def release(self) -> None:
+        """The connection is about to serve someone else."""
+        with self._lock:
+            self._connection = None
+
+    def close(self) -> None:
+        """Break off what is held, now or later."""
+        with self._lock:
+            self.closed = True
+            if self._connection is not None:
+                self._connection.break_off()
+
+
+def read_to_end(response: http.client.HTTPResponse) -> None:
+    """Read what is left, if it is little: the connection can then take another request."""
+    with suppress(*BROKEN):
+        response.read(ERROR_BODY_BYTES)
+
+
+def error_of(response: http.client.HTTPResponse, url: str) -> UpriverError:
+    """The error that an answer with an error status carries."""
+    retry_after_s = _seconds(response.getheader("Retry-After"))
+    with suppress(ValueError, RecursionError):
+        body = json.loads(response.read(ERROR_BODY_BYTES))
+        if isinstance(body, dict) and "error" in body:
+            error = error_from(body)
+            if isinstance(error, Overloaded) and retry_after_s is not None:
+                error.retry_after_s = retry_after_s
+            return error
+    said = f"{url} answered {response.status} {response.reason}"
+    if response.status in (401, 403):
+        return NotAuthorized(said)
+    if response.status in (429, 503):
+        return Overloaded(said, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
+    if response.status >= 500:
+        return ServerUnavailable(said)
+    return ProtocolError(f"{said}: is it an upriver server of this version?")
+
+
+def _seconds(text: str | None) -> float | None:
+    """Retry-After in seconds; its other form, a date, is not used by our servers."""
+    return float(text) if text and text.isascii() and text.isdigit() else None

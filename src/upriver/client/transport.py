@@ -1,0 +1,454 @@
+"""Talking to one near-data server: HTTP/1.1 from the standard library, in the caller's threads.
+
+Payloads are read right into the memory that the tensors then use (`upriver.protocol.read_frame`); nothing
+joins or copies chunks in between. Whatever goes wrong on the way is `ServerUnavailable`; what the server
+itself says comes back as the error it raised.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from upriver.client.connection import BROKEN, Address, Connection, Holder, Timeouts, error_of, read_to_end
+from upriver.client.link import LinkMeter
+from upriver.errors import ProtocolError, ServerUnavailable, UpriverError
+from upriver.protocol import (
+    DEFAULT_CAPS,
+    Caps,
+    End,
+    Info,
+    Message,
+    RunRequest,
+    decode_info,
+    encode,
+    program_head,
+    read_frame,
+)
+from upriver.types import MicroBatch, Timings
+
+INFO_BYTES = 1 << 20
+"""Longest /v1/info read; a real one has some hundred bytes."""
+
+PROBE_BYTES = 64 * 1024
+"""Read at once by a probe: one piece of an emulated link."""
+
+
+class AnswerClosed(UpriverError):
+    """This side closed an answer while it was being read."""
+
+    code = "closed"
+
+
+class ProgramFiles(Protocol):
+    """What is uploaded of a `upriver.program.Program`."""
+
+    @property
+    def digest(self) -> str:
+        """Names the program."""
+
+    @property
+    def graph_bytes(self) -> bytes:
+        """``graph.json``."""
+
+    @property
+    def weights_bytes(self) -> memoryview:
+        """The weights file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """What one probe of the link measured.
+
+    Attributes:
+        num_bytes: Bytes asked for and received.
+        first_byte_s: From the request to the first byte: round trip, and the server's front.
+        seconds: From the first byte to the last.
+    """
+
+    num_bytes: int
+    first_byte_s: float
+    seconds: float
+
+
+class ServerClient:
+    """One server. Thread-safe: each request in flight has a connection of its own, kept for the next one.
+
+    Args:
+        url: ``http://host:port`` or ``https://host:port``, with a path where a proxy adds one.
+        token: Sent as a bearer token.
+        meter: Counts, and on an emulated link paces, what the server sends.
+        timeouts: For connecting and reading.
+        caps: What a frame may hold at most.
+        tls: For https; the system's certificates if None.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        meter: LinkMeter | None = None,
+        timeouts: Timeouts | None = None,
+        caps: Caps = DEFAULT_CAPS,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.meter = meter or LinkMeter()
+        self.timeouts = timeouts or Timeouts()
+        self._caps = caps
+        self._address = Address.parse(url, tls)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """The address, as it appears in reports."""
+        return self._address.url
+
+    def __repr__(self) -> str:
+        return f"ServerClient({self.url!r})"
+
+    # ------------------------------------------------------------------------------ short questions
+
+    def alive(self, *, timeout_s: float | None = None) -> bool:
+        """Whether the server's front answers (``GET /livez``).
+
+        Raises:
+            ServerUnavailable: If it cannot be reached, or says nothing in time.
+        """
+        return self._status("GET", "/livez", timeout_s=timeout_s) == 200
+
+    def ready(self, *, timeout_s: float | None = None) -> bool:
+        """Whether the server takes requests (``GET /readyz``).
+
+        Raises:
+            ServerUnavailable: If it cannot be reached, or says nothing in time.
+        """
+        return self._status("GET", "/readyz", timeout_s=timeout_s) == 200
+
+    def info(self) -> Info:
+        """What the server says of itself.
+
+        Raises:
+            ProtocolError: If it speaks another version of the protocol, or is no such server.
+            NotAuthorized: If the token is not accepted.
+            ServerUnavailable: If it cannot be reached.
+        """
+        with self._exchange("GET", "/v1/info") as response:
+            self._expect_ok(response)
+            try:
+                return decode_info(response.read(INFO_BYTES))
+            except ProtocolError as error:
+                raise ProtocolError(f"{self.url}: {error}") from None
+
+    def has_program(self, digest: str) -> bool:
+        """Whether the server can get at a program.
+
+        Raises:
+            UpriverError: As for `info`.
+        """
+        with self._exchange("HEAD", f"/v1/programs/{digest}") as response:
+            if response.status == 404:
+                return False
+            self._expect_ok(response)
+            return True
+
+    def put_program(self, program: ProgramFiles) -> None:
+        """Give the server a program, which it puts into its store.
+
+        Raises:
+            UpriverError: As for `info`; `ProgramError` if the server does not accept the program.
+        """
+        graph, weights = program.graph_bytes, program.weights_bytes
+        body: list[bytes | memoryview] = [program_head(len(graph)), graph, weights]
+        with self._exchange("PUT", f"/v1/programs/{program.digest}", body) as response:
+            self._expect_ok(response)
+
+    def probe(self, num_bytes: int) -> Probe:
+        """Move ``num_bytes`` over the link and take the time.
+
+        Raises:
+            UpriverError: As for `info`.
+        """
+        asked = time.monotonic()
+        with self._exchange("GET", f"/v1/probe?bytes={num_bytes}") as response:
+            self._expect_ok(response)
+            source, buffer = _Source(response, self.url), memoryview(bytearray(PROBE_BYTES))
+            received, first_byte = 0, 0.0
+            with _Crossing(self.meter) as crossing:
+                while received < num_bytes:
+                    crossing(got := source.readinto(buffer[: num_bytes - received]))
+                    first_byte = first_byte or time.monotonic()
+                    received += got
+        now = time.monotonic()
+        first_byte = first_byte or now
+        return Probe(num_bytes=received, first_byte_s=first_byte - asked, seconds=now - first_byte)
+
+    # ---------------------------------------------------------------------------------------- work
+
+    def run(self, request: RunRequest, batches: Sequence[MicroBatch] = ()) -> RunAnswer:
+        """Run stages on the server; an iterator of micro-batches with their timings, in the order asked.
+
+        Nothing is sent before the first one is asked for. Closing it early closes the connection, upon which
+        the server drops the rest.
+
+        Args:
+            request: What to run on what.
+            batches: The inputs, where the request names no dataset.
+
+        Raises:
+            ServerUnavailable: While iterating: if the server cannot be reached, stops, or breaks off.
+            ProtocolError: While iterating: if the answer is not what was asked for.
+            UpriverError: While iterating: whatever went wrong there.
+        """
+        return RunAnswer(self, request, batches)
+
+    def abort(self) -> None:
+        """Break all connections off: whoever reads gets ServerUnavailable. Further requests work."""
+        with self._lock:
+            busy, idle = list(self._busy), self._idle
+            self._idle = []
+        for connection in busy:
+            connection.break_off()
+        for connection in idle:
+            connection.close()
+
+    def close(self) -> None:
+        """Abort, and refuse further requests."""
+        self._closed = True
+        self.abort()
+
+    def __enter__(self) -> ServerClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------- connections
+
+    def _status(self, method: str, path: str, *, timeout_s: float | None) -> int:
+        with self._exchange(method, path, timeout_s=timeout_s) as response:
+            return response.status
+
+    @contextmanager
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: Sequence[bytes | memoryview] = (),
+        *,
+        timeout_s: float | None = None,
+        on_connection: Holder | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """One request and its answer, on a connection that is kept if the answer was read to its end."""
+        connection, response = self._send(method, path, body, timeout_s, on_connection)
+        try:
+            yield response
+            read_to_end(response)
+        except BROKEN as error:
+            raise self._unavailable(error) from error
+        finally:
+            if on_connection is not None:
+                on_connection.release()
+            self._give_back(connection, reusable=response.isclosed())
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Sequence[bytes | memoryview],
+        timeout_s: float | None,
+        holder: Holder | None,
+    ) -> tuple[Connection, http.client.HTTPResponse]:
+        while True:
+            connection, fresh = self._borrow()
+            try:
+                if holder is not None:
+                    holder.hold(connection)
+                connection.open(self.timeouts, timeout_s)
+                return connection, connection.ask(method, self._address.path + path, body, self._headers)
+            except BROKEN as error:
+                self._give_back(connection, reusable=False)
+                # A kept connection may have been closed at the other end meanwhile: that says nothing about
+                # the server, and every request may be repeated.
+                if fresh or isinstance(error, TimeoutError) or connection.broken_off:
+                    raise self._unavailable(error) from error
+            except BaseException:
+                self._give_back(connection, reusable=False)
+                raise
+
+    def _borrow(self) -> tuple[Connection, bool]:
+        with self._lock:
+            if self._closed:
+                raise ServerUnavailable(f"{self.url}: this client was closed")
+            fresh = not self._idle
+            connection = self._address.connection() if fresh else self._idle.pop()
+            self._busy.add(connection)
+        return connection, fresh
+
+    def _give_back(self, connection: Connection, *, reusable: bool) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            if reusable and not connection.broken_off and not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _unavailable(self, error: BaseException) -> ServerUnavailable:
+        if isinstance(error, TimeoutError):
+            what = "no answer in time"
+        elif isinstance(error, http.client.IncompleteRead):
+            what = "broke off in the middle of its answer"
+        else:
+            what = str(error) or type(error).__name__
+        return ServerUnavailable(f"{self.url}: {what}")
+
+    # -------------------------------------------------------------------------------------- errors
+
+    def _expect_ok(self, response: http.client.HTTPResponse) -> None:
+        if not 200 <= response.status < 300:
+            raise error_of(response, self.url)
+
+
+class RunAnswer:
+    """The answer to one run request: an iterator; `close` may be called from any thread, at any time."""
+
+    def __init__(self, client: ServerClient, request: RunRequest, batches: Sequence[MicroBatch] = ()) -> None:
+        self._holder = Holder()
+        self._frames = self._read(client, request, batches)
+
+    def __iter__(self) -> RunAnswer:
+        return self
+
+    def __next__(self) -> tuple[MicroBatch, Timings]:
+        if self._holder.closed:
+            raise AnswerClosed("the answer was closed before it was read")
+        try:
+            return next(self._frames)
+        except ServerUnavailable as error:
+            if self._holder.closed:
+                raise AnswerClosed("the answer was closed while it was read") from error
+            raise
+
+    def close(self) -> None:
+        """Break off; a thread that is reading the answer gets AnswerClosed."""
+        self._holder.close()
+        # Elsewhere another thread is inside the generator, and leaves it by itself now.
+        with suppress(ValueError):
+            self._frames.close()
+
+    def __enter__(self) -> RunAnswer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(
+        self, client: ServerClient, request: RunRequest, batches: Sequence[MicroBatch]
+    ) -> Generator[tuple[MicroBatch, Timings], None, None]:
+        messages: list[Message] = [request, *batches]
+        body = [part for message in messages for part in encode(message)]
+        with client._exchange("POST", "/v1/run", body, on_connection=self._holder) as response:
+            client._expect_ok(response)
+            reader = _FrameReader(response, client)
+            for ids in request.micro_batches:
+                yield reader.micro_batch(ids, request)
+            reader.end()
+
+
+class _FrameReader:
+    """Takes an answer apart, and accepts nothing but what was asked for."""
+
+    def __init__(self, response: http.client.HTTPResponse, client: ServerClient) -> None:
+        self._source = _Source(response, client.url)
+        self._client = client
+
+    def micro_batch(self, ids: Sequence[int], request: RunRequest) -> tuple[MicroBatch, Timings]:
+        batch = self._frame()
+        if not isinstance(batch, MicroBatch):
+            raise self._unexpected(batch, "a micro-batch")
+        if batch.ids != tuple(ids) or batch.position != request.stop:
+            raise ProtocolError(
+                f"{self._client.url}: asked for samples {_brief(ids)} at position {request.stop}, "
+                f"got {_brief(batch.ids)} at {batch.position}"
+            )
+        if not set(batch.skipped) <= (set(ids) if request.on_bad_sample == "skip" else set()):
+            raise ProtocolError(f"{self._client.url}: skipped samples {_brief(batch.skipped)} unasked")
+        timings = self._frame()
+        if not isinstance(timings, Timings):
+            raise self._unexpected(timings, "the timings of a micro-batch")
+        return batch, timings
+
+    def end(self) -> None:
+        message = self._frame()
+        if not isinstance(message, End):
+            raise self._unexpected(message, "the end")
+
+    def _frame(self) -> Message:
+        try:
+            with _Crossing(self._client.meter) as crossing:
+                message = read_frame(self._source, self._client._caps, on_bytes=crossing)
+        except ProtocolError as error:
+            raise ProtocolError(f"{self._client.url}: {error}") from None
+        if isinstance(message, UpriverError):
+            raise message
+        return message
+
+    def _unexpected(self, message: Message, expected: str) -> ProtocolError:
+        return ProtocolError(f"{self._client.url}: expected {expected}, got {type(message).__name__}")
+
+
+class _Source:
+    """An answer's body as the blocking stream that `read_frame` wants; its end is never expected."""
+
+    def __init__(self, response: http.client.HTTPResponse, url: str) -> None:
+        self._response = response
+        self._url = url
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        got = self._response.readinto(buffer)
+        if not got and len(buffer):
+            raise ServerUnavailable(f"{self._url}: broke off in the middle of its answer")
+        return got
+
+
+class _Crossing:
+    """Accounts what arrives; the link is busy from the first bytes on, not while the server computes."""
+
+    def __init__(self, meter: LinkMeter) -> None:
+        self._meter = meter
+        self._transfer = meter.transfer()
+        self._under_way = False
+
+    def __enter__(self) -> _Crossing:
+        return self
+
+    def __call__(self, num_bytes: int) -> None:
+        if not self._under_way:
+            self._under_way = True
+            self._transfer.__enter__()
+        self._meter.account(num_bytes, "answers")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._under_way:
+            self._transfer.__exit__(None, None, None)
+
+
+def _brief(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids[:4])) + (f", … ({len(ids)})" if len(ids) > 4 else "")

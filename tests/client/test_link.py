@@ -1,0 +1,168 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+from upriver.client.link import PIECE_BYTES, LinkMeter, MeteredStore
+from upriver.errors import ConfigError, ObjectNotFound
+from upriver.store import Store
+
+
+def test_counts_by_kind():
+    meter = LinkMeter()
+    meter.account(3 * PIECE_BYTES + 1, "answers")
+    meter.account(7, "direct")
+    assert meter.bytes_by_kind == {"answers": 3 * PIECE_BYTES + 1, "direct": 7}
+    assert meter.total_bytes == 3 * PIECE_BYTES + 8
+
+
+def test_counts_from_many_threads():
+    meter = LinkMeter()
+    threads = [
+        threading.Thread(target=lambda: [meter.account(3, "direct") for _ in range(1000)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meter.total_bytes == 4 * 1000 * 3
+
+
+def test_rate_is_one_bucket_for_all_streams():
+    rate = 2_000_000
+    meter = LinkMeter(rate)
+    per_stream = 200_000
+    start = time.monotonic()
+    threads = [
+        threading.Thread(target=meter.account, args=(per_stream, kind)) for kind in ("answers", "direct")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # A lower bound holds on a machine of any speed; the burst is what may pass unpaced.
+    assert time.monotonic() - start >= (2 * per_stream - PIECE_BYTES) / rate
+
+
+def test_streams_share_the_link():
+    """A short transfer does not wait for the whole of a long one that began before it."""
+    meter = LinkMeter(1_000_000)
+    ended = []
+    long = threading.Thread(target=lambda: (meter.account(20 * PIECE_BYTES, "direct"), ended.append("long")))
+    long.start()
+    while not meter.total_bytes:
+        time.sleep(0.001)
+    meter.account(PIECE_BYTES, "answers")
+    ended.append("short")
+    long.join()
+    assert ended == ["short", "long"]
+
+
+def test_idle_link_saves_up_no_more_than_its_burst():
+    meter = LinkMeter(1_000_000, burst_bytes=1000)
+    time.sleep(0.05)  # 50,000 bytes' worth
+    start = time.monotonic()
+    meter.account(31_000, "direct")
+    assert time.monotonic() - start >= 0.03
+
+
+def test_observed_bandwidth_counts_busy_time_only():
+    rate = 4_000_000.0
+    meter = LinkMeter(rate, burst_bytes=0)
+    assert meter.observed_bandwidth() is None
+    for _ in range(3):
+        with meter.transfer():
+            meter.account(200_000, "answers")
+        time.sleep(0.1)  # the server computes: the link is not to blame
+    observed = meter.observed_bandwidth()
+    assert observed is not None
+    assert observed <= rate * 1.001  # never faster than the link
+    assert observed > 600_000 / (3 * 0.05 + 3 * 0.1)  # as it would be with the pauses counted
+
+
+def test_overlapping_transfers_count_once():
+    rate = 4_000_000.0
+    meter = LinkMeter(rate, burst_bytes=0)
+
+    def move() -> None:
+        with meter.transfer():
+            meter.account(400_000, "answers")
+
+    threads = [threading.Thread(target=move) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    observed = meter.observed_bandwidth()
+    assert observed is not None
+    # Added up thread by thread, the time would be four times as long and the rate a quarter.
+    assert rate / 2 < observed <= rate * 1.001
+
+
+def test_observed_bandwidth_forgets():
+    meter = LinkMeter()
+    meter._busy_s, meter._checkpoints[0] = 0.0, (0.0, 0)
+    with meter.transfer():
+        for _ in range(20):
+            meter._busy_s += 1.0  # twenty slow seconds at a byte each
+            meter.account(1, "direct")
+        for _ in range(20):
+            meter._busy_s += 1.0
+            meter.account(1000, "direct")
+        observed = meter.observed_bandwidth()
+    assert observed is not None and observed > 900
+
+
+@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
+def test_bad_rate(rate):
+    with pytest.raises(ConfigError, match="rate_bytes_per_s"):
+        LinkMeter(rate)
+
+
+def test_bad_account():
+    with pytest.raises(ConfigError, match="answers"):
+        LinkMeter().account(1, "sideways")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="-1"):
+        LinkMeter().account(-1, "direct")
+
+
+def test_metered_store(tmp_path):
+    store = Store.open(tmp_path.as_uri(), name="photos")
+    store.put("a/b.bin", b"0123456789")
+    meter = LinkMeter()
+    metered = MeteredStore(store, meter)
+    assert (metered.name, metered.uri) == ("photos", store.uri)
+    assert metered.get("a/b.bin") == b"0123456789"
+    assert metered.get_range("a/b.bin", 2, 5) == b"234"
+    assert metered.head("a/b.bin").size == 10
+    assert [info.path for info in metered.list()] == ["a/b.bin"]
+    assert meter.bytes_by_kind == {"answers": 0, "direct": 13}
+    assert asyncio.run(metered.get_async("a/b.bin")) == b"0123456789"
+    assert asyncio.run(metered.get_range_async("a/b.bin", 0, 4)) == b"0123"
+    assert meter.total_bytes == 27
+    with pytest.raises(ObjectNotFound, match="missing"):
+        metered.get("missing")
+    assert meter.total_bytes == 27
+
+
+def test_throttled_async_reads_do_not_block_the_loop(tmp_path):
+    store = Store.open(tmp_path.as_uri())
+    store.put("x", bytes(200_000))
+    metered = MeteredStore(store, LinkMeter(1_000_000))
+
+    async def main() -> list[str]:
+        order: list[str] = []
+
+        async def read() -> None:
+            await metered.get_async("x")
+            order.append("read")
+
+        async def tick() -> None:
+            await asyncio.sleep(0.01)
+            order.append("tick")
+
+        await asyncio.gather(read(), tick())
+        return order
+
+    assert asyncio.run(main()) == ["tick", "read"]
