@@ -1,0 +1,132 @@
+"""As much of S3 as a store asks for, over real HTTP: objects, ranges, If-Match, listings; and faults."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+
+class S3Server(ThreadingHTTPServer):
+    """One bucket in memory.
+
+    Attributes:
+        objects: Path (bucket included) to content.
+        requests: Method, path and Range of every request.
+        faults: What happens to the next requests, first come first served: a status, or ``cut`` for a body
+            that breaks off half way.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.objects: dict[str, bytes] = {}
+        self.requests: list[tuple[str, str, str]] = []
+        self.faults: list[int | str] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def __enter__(self) -> S3Server:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: S3Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _fault(self) -> int | str | None:
+        with self.server.lock:
+            self.server.requests.append((self.command, self.path, self.headers.get("Range", "")))
+            return self.server.faults.pop(0) if self.server.faults else None
+
+    def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        length = {} if headers and "Content-Length" in headers else {"Content-Length": str(len(body))}
+        for name, value in ((headers or {}) | length).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        fault = self._fault()
+        if isinstance(fault, int):
+            return self._answer(fault)
+        self.server.objects[_path(self.path)] = body
+        self._answer(200, headers={"ETag": _etag(body)})
+
+    def do_DELETE(self) -> None:
+        self._fault()
+        self.server.objects.pop(_path(self.path), None)
+        self._answer(204)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        fault = self._fault()
+        if isinstance(fault, int):
+            return self._answer(
+                fault, f"<Error><Message>key {self.headers.get('Authorization')}</Message></Error>".encode()
+            )
+        query = parse_qs(urlsplit(self.path).query)
+        if "list-type" in query:
+            return self._answer(200, self._listing(query.get("prefix", [""])[0]))
+        body = self.server.objects.get(_path(self.path))
+        if body is None:
+            return self._answer(404)
+        if self.headers.get("If-Match") not in (None, _etag(body)):
+            return self._answer(412)
+        self._send(body, cut=fault == "cut")
+
+    def _send(self, body: bytes, *, cut: bool) -> None:
+        headers = {"ETag": _etag(body), "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        status, part = 200, body
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked:
+            start, stop = int(asked[1]), min(int(asked[2] or len(body) - 1) + 1, len(body))
+            if start >= len(body):
+                return self._answer(416)
+            status, part = 206, body[start:stop]
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
+        headers["Content-Length"] = str(len(part))
+        if self.command == "HEAD":
+            part = b""
+        if cut:
+            part = part[: len(part) // 2]
+            self.close_connection = True
+        self._answer(status, part, headers)
+
+    def _listing(self, prefix: str) -> bytes:
+        bucket = _path(self.path)
+        items = "".join(
+            f"<Contents><Key>{escape(path[len(bucket) + 1 :])}</Key><Size>{len(body)}</Size>"
+            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{escape(_etag(body))}</ETag></Contents>"
+            for path, body in sorted(self.server.objects.items())
+            if path.startswith(f"{bucket}/{prefix}")
+        )
+        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>".encode()
+
+
+def _path(target: str) -> str:
+    return unquote(urlsplit(target).path).strip("/")
+
+
+def _etag(body: bytes) -> str:
+    return f'"{hashlib.md5(body).hexdigest()}"'

@@ -1,0 +1,260 @@
+"""One contract over every kind of store, and what only a file store must do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError
+from upriver.store import Store
+
+from .s3_server import S3Server
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "file":
+        yield Store.open(tmp_path.as_uri(), name="here")
+    elif request.param == "memory":
+        yield Store.open(f"memory://{tmp_path.name}", name="here")
+    else:
+        with S3Server() as server:
+            options = {"endpoint": server.url, "access_key_id": "KEY", "secret_access_key": "SECRET"}
+            yield Store.open("s3://bucket/some/prefix", name="here", options=options)
+
+
+def test_what_is_put_can_be_read_whole_and_in_ranges(store: Store) -> None:
+    store.put("a/b.bin", b"0123456789")
+    assert store.get("a/b.bin") == b"0123456789"
+    assert store.get_range("a/b.bin", 2, 5) == b"234"
+    assert store.get_range("a/b.bin", 3, 3) == b""
+    info = store.head("a/b.bin")
+    assert (info.path, info.size) == ("a/b.bin", 10)
+    assert info.etag
+    assert store.get("a/b.bin", etag=info.etag) == b"0123456789"
+    assert store.get_range("a/b.bin", 9, 10, etag=info.etag) == b"9"
+
+
+def test_the_async_half_does_the_same(store: Store) -> None:
+    async def run() -> None:
+        await store.put_async("a/b.bin", bytearray(b"0123456789"))
+        assert await store.get_async("a/b.bin") == b"0123456789"
+        assert await store.get_range_async("a/b.bin", 2, 5) == b"234"
+        assert await store.get_range_async("a/b.bin", 0, 0) == b""
+        info = await store.head_async("a/b.bin")
+        assert info == store.head("a/b.bin")
+        assert await store.exists_async("a/b.bin")
+        assert not await store.exists_async("a/c.bin")
+        await store.put_async("a/b.bin", b"another")
+        with pytest.raises(ObjectChanged, match=r"a/b\.bin.*here"):
+            await store.get_range_async("a/b.bin", 0, 2, etag=info.etag)
+        with pytest.raises(ObjectChanged):
+            await store.get_async("a/b.bin", etag=info.etag)
+        with pytest.raises(ObjectNotFound, match=r"a/c\.bin.*here"):
+            await store.get_async("a/c.bin")
+        with pytest.raises(StoreError, match=r"a/b\.bin.*ended early"):
+            await store.get_range_async("a/b.bin", 2, 50)
+
+    asyncio.run(run())
+
+
+def test_a_changed_object_is_noticed(store: Store) -> None:
+    store.put("a", b"first")
+    etag = store.head("a").etag
+    store.put("a", b"second")
+    assert store.head("a").etag != etag
+    with pytest.raises(ObjectChanged, match="'a' in store 'here'"):
+        store.get_range("a", 0, 3, etag=etag)
+    with pytest.raises(ObjectChanged):
+        store.get("a", etag=etag)
+
+
+def test_a_missing_object_is_named(store: Store) -> None:
+    for read in (store.get, store.head, lambda path: store.get_range(path, 0, 1)):
+        with pytest.raises(ObjectNotFound, match=r"'not/there' in store 'here'"):
+            read("not/there")
+    assert not store.exists("not/there")
+
+
+def test_a_range_past_the_end_is_an_error_not_fewer_bytes(store: Store) -> None:
+    store.put("a", b"12345")
+    for start, stop in ((3, 9), (5, 6), (30, 39)):
+        with pytest.raises(StoreError, match=r"'a'.*here"):
+            store.get_range("a", start, stop)
+    for start, stop in ((-1, 2), (3, 2)):
+        with pytest.raises(ConfigError, match="byte range"):
+            store.get_range("a", start, stop)
+
+
+def test_listing_knows_what_is_there_and_agrees_with_head(store: Store) -> None:
+    names = ["x/1", "x/y/2", "xy/3", "z"]
+    for name in names:
+        store.put(name, name.encode())
+    assert sorted(info.path for info in store.list()) == names
+    assert sorted(info.path for info in store.list("x")) == ["x/1", "x/y/2"]
+    assert sorted(info.path for info in store.list("x/")) == ["x/1", "x/y/2"]
+    assert [info.path for info in store.list("x/1")] == ["x/1"]
+    assert list(store.list("nothing")) == []
+    assert all(info == store.head(info.path) for info in store.list())
+
+
+def test_deleting(store: Store) -> None:
+    store.put("a", b"1")
+    store.delete("a")
+    assert not store.exists("a")
+
+
+def test_awkward_names_are_only_names(store: Store) -> None:
+    for name in ("with space/é%2F+&?.txt", "a:b*c.bin", "ünï/日本"):
+        store.put(name, name.encode())
+        assert store.get(name) == name.encode()
+        assert [info.path for info in store.list(name)] == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/etc/passwd",
+        "../x",
+        "a/../../x",
+        "a//b",
+        "a/./b",
+        "a/",
+        "http://h/x",
+        "a\nb",
+        "\x00",
+        "x" * 1025,
+        "\udcff",
+    ],
+)
+def test_a_name_cannot_be_a_way_out(store: Store, name: str) -> None:
+    for use in (store.get, store.head, store.delete, store.exists, lambda path: store.put(path, b"")):
+        with pytest.raises(ConfigError, match="object name"):
+            use(name)
+    if name not in ("", "a/"):
+        with pytest.raises(ConfigError, match="object name"):
+            list(store.list(name))
+
+
+def test_memory_stores_of_one_uri_share_their_content() -> None:
+    Store.open("memory://shared").put("a", b"1")
+    assert Store.open("memory://shared/").get("a") == b"1"
+    assert not Store.open("memory://another").exists("a")
+
+
+@pytest.mark.parametrize(
+    ("uri", "problem"),
+    [
+        ("/tmp/x", "file:///PATH"),
+        ("http://host/x", "file:///PATH"),
+        ("s3://", "file:///PATH"),
+        ("file://host/x", "file:///ABSOLUTE"),
+        ("file:relative", "file:///ABSOLUTE"),
+        ("memory://a?b=c", "no query"),
+        ("s3://bucket/../x", "segment"),
+    ],
+)
+def test_an_uri_that_is_none_of_the_three(uri: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Store.open(uri)
+
+
+def test_only_s3_takes_options(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes no options, got region"):
+        Store.open(tmp_path.as_uri(), options={"region": "x"})
+
+
+# ------------------------------------------------------------------------------------- file stores
+
+
+def test_a_missing_directory_is_no_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"not_there.*does not exist"):
+        Store.open((tmp_path / "not_there").as_uri())
+
+
+@pytest.fixture
+def inside(tmp_path: Path) -> Path:
+    (tmp_path / "secret.txt").write_bytes(b"secret")
+    root = tmp_path / "root"
+    (root / "real").mkdir(parents=True)
+    (root / "real" / "a").write_bytes(b"1")
+    return root
+
+
+@pytest.mark.parametrize("link", ["out", "real/out"])
+def test_a_link_out_of_the_root_is_refused(inside: Path, link: str) -> None:
+    (inside / link).symlink_to(inside.parent)
+    store, path = Store.open(inside.as_uri(), name="here"), f"{link}/secret.txt"
+    uses = (
+        store.get,
+        store.head,
+        store.delete,
+        lambda name: store.put(name, b"x"),
+        lambda name: store.get_range(name, 0, 1),
+    )
+    for use in uses:
+        with pytest.raises(StoreError, match="symbolic link that leads out"):
+            use(path)
+    with pytest.raises(StoreError, match="symbolic link that leads out"):
+        asyncio.run(store.get_async(path))
+    with pytest.raises(StoreError, match=f"{link}.*symbolic link that leads out"):
+        list(store.list())
+    assert (inside.parent / "secret.txt").read_bytes() == b"secret"
+
+
+def test_a_linked_file_out_of_the_root_is_refused(inside: Path) -> None:
+    (inside / "file").symlink_to(inside.parent / "secret.txt")
+    with pytest.raises(StoreError, match="symbolic link that leads out"):
+        Store.open(inside.as_uri()).get("file")
+
+
+def test_a_link_within_the_root_is_as_good_as_a_file(inside: Path) -> None:
+    (inside / "linked").symlink_to("real")
+    (inside / "real" / "again").symlink_to(inside)  # leads back up: listing must end
+    store = Store.open(inside.as_uri())
+    assert store.get("linked/a") == b"1"
+    assert [info.path for info in store.list()] == ["linked/a", "real/a"]
+
+
+def test_a_root_that_is_a_link_itself_is_the_operators_choice(inside: Path) -> None:
+    (inside.parent / "link").symlink_to(inside)
+    assert Store.open((inside.parent / "link").as_uri()).get("real/a") == b"1"
+
+
+def test_what_an_upload_left_behind_is_not_an_object(inside: Path) -> None:
+    (inside / "real" / "b#1").write_bytes(b"half")
+    os.mkfifo(inside / "pipe")
+    assert [info.path for info in Store.open(inside.as_uri()).list()] == ["real/a"]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from upriver.errors import StoreError
+from upriver.store import Store
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = Store.open(sys.argv[1], name="here")
+store.put("old", b"before")
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+for name in ("old", "new"):
+    try:
+        store.put(name, bytes(int(sys.argv[2])))
+    except StoreError as exc:
+        print(exc)
+"""
+
+
+@pytest.mark.parametrize("size", [2 * 2**20, 65 * 2**20], ids=["one piece", "in parts"])
+def test_a_put_that_fails_leaves_what_was_there(tmp_path: Path, size: int) -> None:
+    command = [sys.executable, "-c", FULL_DISK, tmp_path.as_uri(), str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "cannot write 'old' in store 'here'" in done.stdout
+    assert "cannot write 'new' in store 'here'" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_bytes() == b"before"
