@@ -69,8 +69,8 @@ def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
         prefix=prefix or None,
         client_options=_client_options(numbers, _endpoint(options)),
         retry_config=_retry_config(numbers),
-        disable_bulk_delete=True,  # objects are deleted one at a time, and not every server knows the bulk
-        form **config,
+        disable_bulk_delete=True,  # objects go one at a time, and not every server knows the bulk form
+        **config,
     )
     return store
 
