@@ -100,6 +100,12 @@ class ProtocolError(UpriverError):
     code = "protocol"
 
 
+class TooLarge(ProtocolError):
+    """A request has more bytes than this server takes."""
+
+    code = "too_large"
+
+
 class NotAuthorized(UpriverError):
     """The request carries no token, or one that does not open this door."""
 

@@ -127,7 +127,7 @@ def test_layout_into_a_buffer_is_the_payload():
     tensors = [torch.arange(10), torch.arange(3, dtype=torch.uint8)]
     layout = lay_out(tensors)
     buffer = bytearray(layout.nbytes)
-    layout.write_into(memoryview(buffer))
+    assert layout.write_into(memoryview(buffer)) == layout.checksum()
     assert bytes(buffer) == b"".join(layout.parts)
     with pytest.raises(ProtocolError, match="does not fit"):
         layout.write_into(memoryview(bytearray(layout.nbytes - 1)))

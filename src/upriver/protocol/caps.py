@@ -25,6 +25,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         dims: Dimensions of one tensor.
         micro_batches: Micro-batches of one request.
         samples: Samples of one request.
+        body_bytes: Body of one run request: it is held until its last byte is there.
         program_bytes: Graph and weights of one uploaded program.
     """
 
@@ -34,6 +35,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dims: int = 16
     micro_batches: int = 1024
     samples: int = 16384
+    body_bytes: int = 512 << 20
     program_bytes: int = 4 << 30
 
 

@@ -37,7 +37,14 @@ from upriver.protocol.messages import (
     error_body,
     error_from,
 )
-from upriver.protocol.tensors import StorageHeader, TensorHeader, build_tensors, check_headers, lay_out
+from upriver.protocol.tensors import (
+    Layout,
+    StorageHeader,
+    TensorHeader,
+    build_tensors,
+    check_headers,
+    lay_out,
+)
 from upriver.types import MicroBatch, Timings
 
 MAGIC = b"UPRV"
@@ -87,18 +94,23 @@ class DataHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 # ------------------------------------------------------------------------------------------ sending
 
 
-def encode_data(batch: MicroBatch) -> tuple[bytes, list[memoryview]]:
-    """A data frame as its head (prefix and header) and the parts of its payload, which are not copied."""
-    layout = lay_out(batch.tensors)
+def data_head(batch: MicroBatch, layout: Layout, checksum: str) -> bytes:
+    """Prefix and header of a data frame whose payload was laid out already."""
     header = DataHeader(
         ids=batch.ids,
         position=batch.position,
         skipped=batch.skipped,
         tensors=layout.tensors,
         storages=layout.storages,
-        checksum=layout.checksum(),
+        checksum=checksum,
     )
-    return frame_head(FrameKind.DATA, msgspec.json.encode(header), layout.nbytes), list(layout.parts)
+    return frame_head(FrameKind.DATA, msgspec.json.encode(header), layout.nbytes)
+
+
+def encode_data(batch: MicroBatch) -> tuple[bytes, list[memoryview]]:
+    """A data frame as its head (prefix and header) and the parts of its payload, which are not copied."""
+    layout = lay_out(batch.tensors)
+    return data_head(batch, layout, layout.checksum()), list(layout.parts)
 
 
 def encode(message: Message) -> list[bytes | memoryview]:

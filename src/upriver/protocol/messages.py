@@ -82,6 +82,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for ids in self.micro_batches:
             if not 1 <= len(ids) <= self.micro_batch:
                 raise ProtocolError(f"a micro-batch has 1 to {self.micro_batch} samples, got {len(ids)}")
+        if self.micro_batch > caps.tensors:  # before the model, each sample is a tensor of its own
+            raise ProtocolError(f"micro_batch must be at most {caps.tensors}, got {self.micro_batch}")
         total = sum(len(ids) for ids in self.micro_batches)
         if total > caps.samples:
             raise ProtocolError(f"a request has at most {caps.samples} samples, got {total}")

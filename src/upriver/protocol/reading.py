@@ -21,10 +21,7 @@ from upriver.protocol.frames import (
     parse_message,
     parse_prefix,
 )
-from upriver.protocol.tensors import aligned_empty
-
-PIECE_BYTES = 256 * 1024
-"""Bytes read at once: the checksum then finds them still in the second-level cache."""
+from upriver.protocol.tensors import PIECE_BYTES, aligned_empty
 
 
 class Readable(Protocol):
