@@ -1,0 +1,88 @@
+"""The command line: one module per command, and one way of ending for all of them.
+
+Heavy imports (torch above all) happen inside the commands, so that ``--help`` and a mistyped option answer at
+once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+from typer.exceptions import TyperException
+
+from upriver import __version__
+from upriver.cli import cuts, demo, index, push, serve, train
+from upriver.errors import UpriverError
+
+EXIT_ERROR, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="upriver",
+    help="Decide where each part of a PyTorch job runs; the answer never changes, only where it is computed.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.command("demo")(demo.demo)
+app.command("index")(index.index)
+app.command("push")(push.push)
+app.command("cuts")(cuts.cuts)
+app.command("serve")(serve.serve)
+app.command("train")(train.train)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=_show_version, help="Show it."),
+) -> None:
+    """Decide where each part of a PyTorch job runs; the answer never changes, only where it is computed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        0 on success, 2 for bad input or an error named on purpose, 130 when interrupted, 1 for anything else.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Whoever ends this process with SIGTERM wants what it started to be stopped too, as for Ctrl-C.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        result = app(arguments, prog_name="upriver", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        return _report(error, debug="--debug" in arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _report(error: Exception, *, debug: bool) -> int:
+    """Say what went wrong, in one line, and with which code to leave."""
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, TyperException):
+        return _say(getattr(error, "format_message", lambda: str(error))(), EXIT_BAD_INPUT)
+    if isinstance(error, UpriverError):
+        return _say(str(error), EXIT_BAD_INPUT)
+    hint = "" if debug else " (an error we did not expect; --debug shows where)"
+    return _say(f"{type(error).__name__}: {error}{hint}", EXIT_ERROR)
+
+
+def _say(message: str, code: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,67 @@
+"""What every command shares: its two options, its output, its progress bar."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from upriver.text import aligned
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def emit(document: object, *, as_json: bool, text: Callable[[], None]) -> None:
+    """Print a command's result: as one JSON document, or for people."""
+    if as_json:
+        print(json.dumps(document), flush=True)
+    else:
+        text()
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """Print names and values, aligned."""
+    width = max(map(len, fields), default=0)
+    for name, value in fields.items():
+        print(f"{name:<{width}}  {value}")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: frozenset[int]) -> None:
+    """Print a table on stdout; columns whose index is in ``left`` hold words, the others numbers."""
+    print(aligned(columns, [[str(cell) for cell in row] for row in rows], left=left))
+
+
+def note(message: str) -> None:
+    """Say something about the work on stderr, where it does not disturb the result."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def progress_bar(*, of_bytes: bool = False) -> Progress:
+    """A progress bar on stderr that leaves nothing behind; none where stderr is no terminal."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn() if of_bytes else MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,45 @@
+"""Reading TOML files strictly: an unknown key, a missing one or a wrong type is an error that names it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from upriver.errors import ConfigError
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+
+def read_toml(path: Path, schema: type[Config]) -> Config:
+    """Read a file into a ``msgspec.Struct`` that forbids unknown fields.
+
+    Raises:
+        ConfigError: If the file cannot be read, is not TOML, or does not follow the schema.
+    """
+    return parse(load_toml(path), schema, where=str(path))
+
+
+def load_toml(path: Path) -> dict[str, object]:
+    """Read a TOML file as plain values.
+
+    Raises:
+        ConfigError: If the file cannot be read or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def parse(values: object, schema: type[Config], *, where: str) -> Config:
+    """Check plain values against a schema; ``where`` is named in the error."""
+    try:
+        return msgspec.convert(values, schema)
+    except msgspec.ValidationError as error:
+        keys = ", ".join(schema.__struct_encode_fields__)
+        raise ConfigError(f"{where}: {error}; the keys are {keys}") from error

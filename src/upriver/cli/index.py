@@ -1,0 +1,71 @@
+"""``upriver index``: write down where every sample of a dataset lies, and which stages prepare it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from upriver.cli.common import DebugOption, JsonOption, emit, print_fields, progress_bar
+from upriver.cli.options import StoreOption, store_options
+from upriver.cli.stages import input_stages
+
+
+class Layout(StrEnum):
+    """How samples lie in a store."""
+
+    AUTO = "auto"
+    WEBDATASET = "webdataset"
+    FOLDERS = "folders"
+
+
+def index(
+    uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix.")],
+    path: Annotated[str, typer.Option(help="Folder of the dataset inside the store.")] = "",
+    layout: Annotated[
+        Layout, typer.Option(help="Tar shards or class folders; found out by itself.")
+    ] = Layout.AUTO,
+    stages: Annotated[
+        str,
+        typer.Option(metavar="train|eval|FILE", help="Input stages: a preset, or a TOML file of [[stage]]."),
+    ] = "eval",
+    size: Annotated[
+        int, typer.Option(min=1, help="Side in pixels of what the presets give the model.")
+    ] = 224,
+    option: StoreOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Index a dataset in a store: class folders or WebDataset shards, of images or of ready tensors."""
+    from upriver.pipeline import index as index_dataset
+    from upriver.store import Store
+
+    chain = input_stages(stages, size=size)
+    store = Store.open(uri, options=store_options(option))
+    with progress_bar(of_bytes=True) as bar:
+        task = bar.add_task("indexing", total=None)
+        dataset = index_dataset(
+            store,
+            path,
+            stages=chain.stages,
+            layout=layout.value,
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    dataset.publish()
+    document = {
+        "digest": dataset.digest,
+        "samples": len(dataset),
+        "classes": list(dataset.classes),
+        "stages": [stage.name for stage in chain.stages],
+        "stored_bytes_per_sample": round(dataset.stored_bytes),
+        "uri": uri,
+        "path": path,
+    }
+    emit(document, as_json=as_json, text=lambda: print_fields({**document, "classes": _few(dataset.classes)}))
+
+
+def _few(names: tuple[str, ...], at_most: int = 10) -> str:
+    """Some names and how many there are."""
+    shown = ", ".join(names[:at_most]) + (", ..." if len(names) > at_most else "")
+    return f"{len(names)} ({shown})"

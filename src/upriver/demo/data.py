@@ -1,0 +1,277 @@
+"""The demo's data: crops of real photographs, stored as a camera would store them.
+
+Question asked of the model: *which scene is this?* The class of a crop is the photograph it was taken from.
+The photographs ship inside the scikit-image and scikit-learn packages and are read from there; nothing is
+fetched.
+
+A photograph is divided into six tiles. Training crops come from four of them and held-out crops from the
+other two, with a gap between, so that no pixel is in both and the held-out accuracy says something. Crops of
+one tile overlap each other, as frames of one camera would. Each crop is enlarged to about one megapixel,
+varied a little as another exposure would be, given sensor noise, and stored as JPEG of 200 to 400 KB: about
+0.1 s of a 20 Mbit/s link.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, count, islice, product
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from upriver.errors import ConfigError, DatasetError
+
+VERSION = 1
+"""Part of the cache's name: raise it with any change that changes the files."""
+
+SCENES = (
+    ("astronaut", "skimage/data/astronaut.png"),
+    ("bricks", "skimage/data/brick.png"),
+    ("cat", "skimage/data/chelsea.png"),
+    ("coffee", "skimage/data/coffee.png"),
+    ("flower", "sklearn/datasets/images/flower.jpg"),
+    ("galaxies", "skimage/data/hubble_deep_field.jpg"),
+    ("grass", "skimage/data/grass.png"),
+    ("retina", "skimage/data/retina.jpg"),
+    ("rocket", "skimage/data/rocket.jpg"),
+    ("tissue", "skimage/data/ihc.png"),
+)
+"""Class name and photograph, inside the installed packages."""
+
+WIDTH, HEIGHT = 1152, 864
+"""One megapixel at 4:3, a camera's smallest usual setting."""
+
+STORED_BYTES = range(200_000, 400_001)
+"""Size of one stored image: what cameras write for a megapixel."""
+
+MEAN_PIXEL = 140.0
+"""What a camera's automatic exposure aims at in a bright view, of 255."""
+
+NOISE = (3.0, 6.0)
+"""Standard deviation of the sensor noise, of 255: a small camera indoors."""
+
+COLUMNS, ROWS = 3, 2
+"""Tiles of a photograph: small enough that both sets see each kind of content, large enough to show it."""
+
+HELDOUT_TILES = frozenset({(0, 2), (1, 0)})
+"""(row, column) of the tiles that held-out crops come from, two opposite corners."""
+
+FIRST_QUALITY = 94
+"""JPEG quality to try first; most crops land in the middle of ``STORED_BYTES`` with it."""
+
+GAP_PIXELS = 4
+"""Left out around a tile, so that no resampling filter mixes pixels of one set into the other."""
+
+SHARD_IMAGES = 48
+"""Images in a tar shard, about 14 MB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoData:
+    """Where the demo's images lie.
+
+    Attributes:
+        root: A directory with the folders ``train`` and ``heldout``, each of tar shards and ``classes.txt``.
+        num_train: Training images.
+        num_heldout: Held-out images.
+    """
+
+    root: Path
+    num_train: int
+    num_heldout: int
+    classes: tuple[str, ...]
+
+
+def cache_dir() -> Path:
+    """The user's cache: ``UPRIVER_CACHE``, or ``upriver`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    if override := os.environ.get("UPRIVER_CACHE"):
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "upriver"
+
+
+def demo_data(
+    *,
+    num_train: int = 288,
+    num_heldout: int = 64,
+    seed: int = 0,
+    cache: Path | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DemoData:
+    """Make the data set, or find it made already.
+
+    Args:
+        num_train: Training images; classes take turns, so that their counts differ by one at most.
+        num_heldout: Held-out images, likewise.
+        seed: Decides every crop, exposure and noise.
+        cache: Directory to keep it in; the user's cache by default.
+        on_progress: Called with images made and images in all.
+
+    Raises:
+        ConfigError: If a number is below one image a class.
+        DatasetError: If a photograph is missing from the installed packages.
+    """
+    for name, number in (("num_train", num_train), ("num_heldout", num_heldout)):
+        if number < len(SCENES):
+            raise ConfigError(f"{name} must be at least {len(SCENES)}, one for each scene, got {number}")
+    data = DemoData(
+        root=(cache or cache_dir()) / f"demo-v{VERSION}-{num_train}-{num_heldout}-{seed}",
+        num_train=num_train,
+        num_heldout=num_heldout,
+        classes=tuple(sorted(name for name, _ in SCENES)),
+    )
+    if not data.root.exists():
+        _make(data, seed=seed, on_progress=on_progress or (lambda done, total: None))
+    return data
+
+
+# ------------------------------------------------------------------------------------------- one image
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shot:
+    """One image to be made: its photograph, its tile, and the seed of everything random about it."""
+
+    number: int
+    scene: str
+    path: str
+    tile: tuple[int, int]
+    seed: tuple[int, ...]
+
+
+@lru_cache(maxsize=len(SCENES))
+def _photograph(path: str) -> Image.Image:
+    """Read a photograph out of an installed package, without importing the package."""
+    package, _, inside = path.partition("/")
+    spec = importlib.util.find_spec(package)
+    file = Path((spec and spec.origin) or "").parent / inside
+    if not file.is_file():
+        raise DatasetError(f"the demo's photograph {path} is missing; install upriver[demo]")
+    with Image.open(file) as image:
+        return image.convert("RGB")
+
+
+def _tile(image: Image.Image, tile: tuple[int, int]) -> Image.Image:
+    """One tile of a photograph; tiles share no pixel."""
+    row, column = tile
+    width, height = image.width / COLUMNS, image.height / ROWS
+    left, top = round(column * width) + GAP_PIXELS, round(row * height) + GAP_PIXELS
+    right, bottom = round((column + 1) * width) - GAP_PIXELS, round((row + 1) * height) - GAP_PIXELS
+    return image.crop((left, top, right, bottom))
+
+
+def _crop(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """A 4:3 crop of random size and place, enlarged to the camera's size."""
+    largest = min(image.width / 4, image.height / 3)
+    unit = largest * rng.uniform(0.7, 1.0)
+    width, height = 4 * unit, 3 * unit
+    left, top = rng.uniform(0, image.width - width), rng.uniform(0, image.height - height)
+    box = (left, top, left + width, top + height)
+    return image.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC, box=box)
+
+
+def _expose(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """Another exposure of the same view: brightness, contrast, colour balance, sensor noise."""
+    pixels = np.asarray(image, dtype=np.float32)
+    mean = pixels.mean(dtype=np.float32)
+    # Automatic exposure keeps a bright sky from saturating; the dark stays dark.
+    gain = np.clip(MEAN_PIXEL / mean, 0.5, 1.0) * rng.uniform(0.85, 1.15) * rng.uniform(0.95, 1.05, size=3)
+    contrast = rng.uniform(0.85, 1.15)
+    varied = ((pixels - mean) * np.float32(contrast) + mean) * gain.astype(np.float32)
+    varied += rng.standard_normal(varied.shape, dtype=np.float32) * np.float32(rng.uniform(*NOISE))
+    return Image.fromarray(np.clip(varied, 0, 255).astype(np.uint8))
+
+
+def _encode(image: Image.Image) -> bytes:
+    """JPEG of a size within ``STORED_BYTES``, by binary search for the quality."""
+    low, high, quality = 1, 100, FIRST_QUALITY
+    while low <= high:
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=quality)
+        if (size := buffer.tell()) in STORED_BYTES:
+            return buffer.getvalue()
+        low, high = (quality + 1, high) if size < STORED_BYTES.start else (low, quality - 1)
+        quality = (low + high) // 2
+    raise DatasetError(f"no JPEG quality gives {STORED_BYTES.start} to {STORED_BYTES.stop} bytes")
+
+
+def _take(shot: _Shot) -> bytes:
+    """Make one image."""
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(shot.seed)))
+    return _encode(_expose(_crop(_tile(_photograph(shot.path), shot.tile), rng), rng))
+
+
+# --------------------------------------------------------------------------------------------- shards
+
+
+def _shots(part: str, number: int, *, seed: int) -> Iterator[_Shot]:
+    """What to make, in the order in which it is stored: classes take turns, and so do each one's tiles."""
+    grid = product(range(ROWS), range(COLUMNS))
+    tiles = [tile for tile in grid if (tile in HELDOUT_TILES) == (part == "heldout")]
+    for index in range(number):
+        scene, path = SCENES[index % len(SCENES)]
+        yield _Shot(
+            number=index,
+            scene=scene,
+            path=path,
+            tile=tiles[index // len(SCENES) % len(tiles)],
+            seed=(VERSION, seed, int(part == "train"), index),
+        )
+
+
+def _make(data: DemoData, *, seed: int, on_progress: Callable[[int, int], None]) -> None:
+    """Write every shard into a directory of its own, which then takes its final name in one step."""
+    data.root.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=data.root.parent, prefix=f".{data.root.name}-"))
+    parts = {"train": data.num_train, "heldout": data.num_heldout}
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+    try:
+        before = 0
+        for part, number in parts.items():
+            shots = list(_shots(part, number, seed=seed))
+            made = zip(shots, pool.map(_take, shots), strict=True)
+            for done in _write_shards(unfinished / part, made, classes=data.classes):
+                on_progress(before + done, sum(parts.values()))
+            before += number
+        try:
+            unfinished.rename(data.root)
+        except OSError:
+            if not data.root.exists():  # else another process was faster, with the same content
+                raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_shards(
+    folder: Path, made: Iterable[tuple[_Shot, bytes]], *, classes: tuple[str, ...]
+) -> Iterator[int]:
+    """Write WebDataset shards (``key.jpg`` and ``key.cls``), yielding the number of images so far."""
+    folder.mkdir()
+    (folder / "classes.txt").write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
+    images = enumerate(made, start=1)
+    for shard in count():
+        first = next(images, None)
+        if first is None:
+            return
+        with tarfile.open(folder / f"{shard:04d}.tar", "w") as tar:
+            for done, (shot, data) in chain([first], islice(images, SHARD_IMAGES - 1)):
+                _add(tar, f"{shot.number:06d}.jpg", data)
+                _add(tar, f"{shot.number:06d}.cls", str(classes.index(shot.scene)).encode())
+                yield done
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """Add a file with fixed times and owners, so that the same seed gives the same shard."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))

@@ -1,0 +1,213 @@
+"""What every command promises: exit codes, one-line errors, one JSON document, a fast --help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from upriver.cli import app, main
+
+COMMANDS = ("demo", "index", "push", "cuts", "serve", "train")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Class folders of tiny images."""
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        folder = tmp_path / "photos" / ("cat" if number % 2 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return tmp_path
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of stderr; stdout must hold nothing."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_help_lists_every_command_and_loads_no_torch() -> None:
+    code = (
+        "import sys, upriver.cli as cli; status = cli.main(['--help']); print('torch' in sys.modules, status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False 0\n")
+    for command in COMMANDS:
+        assert f"\n  {command} " in done.stdout
+
+
+def test_module_and_script_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "upriver", "--version"], capture_output=True, text=True, check=True
+    )
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == done.stdout
+
+
+def test_every_command_takes_json_and_debug() -> None:
+    for command in app.registered_commands:
+        assert command.callback is not None
+        assert {"as_json", "debug"} <= set(command.callback.__annotations__), command.name
+    assert {command.name for command in app.registered_commands} == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["bogus"], "bogus"),
+        (["index"], "uri"),
+        (["index", "ftp://x"], "ftp://x"),
+        (["index", "file:///does/not/exist"], "/does/not/exist"),
+        (["index", "file:///tmp", "--stages", "nonsense"], "nonsense"),
+        (["index", "s3://bucket", "--option", "endpoint"], "endpoint"),
+        (["cuts", "resnet18"], "resnet18"),
+        (["cuts", "torchvision:resnet1818"], "resnet18"),
+        (["cuts", "no.such.module:thing"], "no"),
+        (["cuts", "torchvision:resnet18", "--freeze-to", "layer9"], "layer9"),
+        (["cuts", "torchvision:resnet18", "--micro-batch", "0"], "micro_batch"),
+        (["cuts", "torchvision:resnet18", "--input-shape", "3,x"], "3,x"),
+        (["push", "torchvision:resnet18", "file:///tmp", "--micro-batch", "0"], "micro_batch"),
+        (["serve"], "--store"),
+        (["serve", "--store", "a=file:///a", "--store", "a=file:///b"], "'a'"),
+        (["serve", "--store", "file:///tmp", "--port", "70000"], "70000"),
+        (["serve", "--store", "file:///tmp", "--token-file", "/does/not/exist"], "/does/not/exist"),
+        (["serve", "--store", "file:///tmp", "--config", "/does/not/exist.toml"], "/does/not/exist.toml"),
+        (["serve", "--store", "file:///tmp", "--parent-pipe", "987"], "987"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert named in error_line(capsys)
+
+
+def test_package_that_is_not_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upriver.program.names.importlib.util.find_spec", lambda name: None)
+    assert main(["cuts", "timm:vit_base_patch16_224"]) == 2
+    assert "timm is not installed" in error_line(capsys)
+
+
+def test_unexpected_error_is_one_line_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_models.py").write_text("def model():\n    raise ZeroDivisionError('two\\nlines')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["cuts", "broken_models:model"]) == 1
+    assert "ZeroDivisionError: two lines" in error_line(capsys)
+    assert main(["cuts", "broken_models:model", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interruption_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("upriver.cli.index.store_options", interrupt)
+    assert main(["index", "memory://x"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_unknown_key_in_a_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text('hots = "127.0.0.1"\n[stores]\ndefault = "file:///tmp"\n')
+    assert main(["serve", "--config", str(config)]) == 2
+    line = error_line(capsys)
+    assert "hots" in line
+    assert "host" in line
+    config.write_text("port = ")
+    assert main(["serve", "--config", str(config)]) == 2
+    assert "server.toml" in error_line(capsys)
+
+
+def test_index_publishes_what_it_prints(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["index", photos.as_uri(), "--path", "photos", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["samples"] == 6
+    assert document["classes"] == ["cat", "dog"]
+    assert document["stages"] == ["decode", "resize", "center_crop", "normalize"]
+    published = photos / ".upriver" / "datasets" / document["digest"]
+    assert {path.name for path in published.iterdir()} == {"index.parquet", "chain.json"}
+
+    assert main(["index", photos.as_uri(), "--path", "photos"]) == 0
+    assert document["digest"] in capsys.readouterr().out
+
+
+def test_stages_from_a_file_may_leave_defaults_out(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = photos / "stages.toml"
+    stages.write_text('[[stage]]\nstage = "decode"\n[[stage]]\nstage = "center_crop"\nsize = 16\n')
+    assert main(["index", photos.as_uri(), "--path", "photos", "--stages", str(stages), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stages"] == ["decode", "center_crop"]
+    stages.write_text('[[stage]]\nstage = "sharpen"\n')
+    assert main(["index", photos.as_uri(), "--path", "photos", "--stages", str(stages)]) == 2
+    assert "sharpen" in error_line(capsys)
+
+
+def test_cuts_of_a_users_own_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_models.py").write_text(
+        "from torch import nn\n"
+        "def small():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["cuts", "own_models:small", "--input-shape", "3,8,8", "--micro-batch", "2", "--freeze-to", "1"]
+    assert main([*command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["after"] for row in rows] == ["input", "0", "1", "2", "3"]
+    assert rows[0]["bytes_per_sample"] == 3 * 8 * 8 * 4
+    assert rows[1]["bytes_per_sample"] == 4 * 6 * 6 * 4
+    assert rows[1]["param_bytes_before"] == (4 * 3 * 9 + 4) * 4
+    assert rows[4]["flops_before"] == 2 * (36 * 4 * 27) + 2 * 144 * 5
+    assert [row["legal"] for row in rows] == [True, True, True, False, False]
+    assert "'1'" in rows[3]["why_not"]
+    assert {row["tensors"] for row in rows} == {1}
+
+    assert main(command) == 0
+    assert "freeze point" in capsys.readouterr().out
+
+
+def test_push_publishes_a_program_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    from upriver.program.files import load
+    from upriver.program.names import load_model
+    from upriver.store import Store
+
+    (tmp_path / "pushed_models.py").write_text(
+        "from torch import nn\n"
+        "def small():\n"
+        "    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    store_uri = tmp_path.as_uri()
+    command = ["push", "pushed_models:small", store_uri, "--input-shape", "3", "--micro-batch", "4"]
+    assert main([*command, "--freeze-to", "1", "--json"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert "random weights" in captured.err
+    assert document["stages"] == 2
+    assert (tmp_path / document["graph"]).is_file()
+    assert (tmp_path / document["weights"]).is_file()
+    program = load(Store.open(store_uri), document["digest"])
+    model, spec = load_model("pushed_models:small", input_shape=(3,))
+    inputs = spec.example(4)
+    assert torch.equal(program.run([inputs], 0, 2)[0], model[:2](inputs))

@@ -1,0 +1,133 @@
+"""The demo's data set: sizes, balance, disjoint tiles, and the same bytes from the same seed."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from upriver.demo import data as demo
+from upriver.errors import ConfigError, DatasetError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[demo.DemoData, list[tuple[int, int]]]:
+    calls: list[tuple[int, int]] = []
+    found = demo.demo_data(
+        num_train=21,
+        num_heldout=10,
+        cache=tmp_path_factory.mktemp("cache"),
+        on_progress=lambda done, total: calls.append((done, total)),
+    )
+    return found, calls
+
+
+def members(folder: Path) -> dict[str, bytes]:
+    """Every file in the shards of a folder, by name."""
+    files: dict[str, bytes] = {}
+    for shard in sorted(folder.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            for info in tar:
+                body = tar.extractfile(info)
+                assert body is not None
+                files[info.name] = body.read()
+    return files
+
+
+def test_images_are_what_a_camera_would_store(made: tuple[demo.DemoData, list[tuple[int, int]]]) -> None:
+    data, calls = made
+    assert calls == [(done, 31) for done in range(1, 32)]
+    for part, number in (("train", 21), ("heldout", 10)):
+        images = {name: body for name, body in members(data.root / part).items() if name.endswith(".jpg")}
+        assert len(images) == number
+        for body in images.values():
+            assert len(body) in demo.STORED_BYTES
+            with Image.open(io.BytesIO(body)) as image:
+                assert (image.format, image.size) == ("JPEG", (demo.WIDTH, demo.HEIGHT))
+
+
+def test_classes_are_balanced_and_named(made: tuple[demo.DemoData, list[tuple[int, int]]]) -> None:
+    data, _ = made
+    assert len(data.classes) >= 8
+    for part in ("train", "heldout"):
+        assert (data.root / part / "classes.txt").read_text().splitlines() == list(data.classes)
+        files = members(data.root / part)
+        counts = Counter(int(body) for name, body in files.items() if name.endswith(".cls"))
+        assert set(counts) == set(range(len(data.classes)))
+        assert max(counts.values()) - min(counts.values()) <= 1
+    first = next(body for name, body in members(data.root / "train").items() if name == "000000.cls")
+    assert data.classes[int(first)] == demo.SCENES[0][0]
+
+
+def test_training_and_heldout_crops_share_no_pixel() -> None:
+    def tiles(part: str) -> set[tuple[int, int]]:
+        return {shot.tile for shot in demo._shots(part, 100, seed=0)}
+
+    assert not tiles("train") & tiles("heldout")
+    assert tiles("heldout") == demo.HELDOUT_TILES
+    # In a photograph whose every pixel tells its tile, a tile must hold its own number only.
+    numbered = Image.new("L", (640, 427))
+    for row in range(demo.ROWS):
+        for column in range(demo.COLUMNS):
+            box = (
+                round(column * 640 / demo.COLUMNS),
+                round(row * 427 / demo.ROWS),
+                round((column + 1) * 640 / demo.COLUMNS),
+                round((row + 1) * 427 / demo.ROWS),
+            )
+            numbered.paste(10 * row + column, box)
+    for row, column in tiles("train") | tiles("heldout"):
+        assert demo._tile(numbered, (row, column)).getextrema() == (10 * row + column,) * 2
+
+
+def test_same_seed_same_bytes_and_the_cache_is_used(
+    made: tuple[demo.DemoData, list[tuple[int, int]]], tmp_path: Path
+) -> None:
+    data, _ = made
+    again = demo.demo_data(num_train=21, num_heldout=10, cache=tmp_path)
+    assert members(again.root / "train") == members(data.root / "train")
+    other = demo.demo_data(num_train=21, num_heldout=10, seed=1, cache=tmp_path)
+    assert members(other.root / "train").keys() == members(data.root / "train").keys()
+    assert members(other.root / "train") != members(data.root / "train")
+
+    marker = data.root / "marker"
+    marker.touch()
+    calls: list[int] = []
+    demo.demo_data(
+        num_train=21,
+        num_heldout=10,
+        cache=data.root.parent,
+        on_progress=lambda done, total: calls.append(done),
+    )
+    assert marker.exists()
+    assert not calls
+
+
+def test_interrupted_generation_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        demo.demo_data(num_train=10, num_heldout=10, cache=tmp_path, on_progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="num_heldout must be at least 10"):
+        demo.demo_data(num_train=21, num_heldout=3, cache=tmp_path)
+    monkeypatch.setattr(demo, "SCENES", (*demo.SCENES, ("nothing", "skimage/data/nothing.png")))
+    with pytest.raises(DatasetError, match=r"nothing\.png is missing"):
+        demo.demo_data(num_train=21, num_heldout=21, cache=tmp_path)
+
+
+def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path / "own"))
+    assert demo.cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("UPRIVER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert demo.cache_dir() == tmp_path / "upriver"
