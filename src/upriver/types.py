@@ -1,8 +1,9 @@
 """The nouns: frozen, keyword-only, unit-suffixed, checked once.
 
 Sizes are bytes, times seconds, rates bytes per second. A *position* is a place in the chain: the stored bytes
-of a dataset with ``m`` input stages stand at ``-m``, the model's input at 0, and position ``k`` lies right after
-model stage ``k`` (counted from 1). A *cut* is the position at which what was computed crosses to the next tier.
+of a dataset with ``m`` input stages stand at ``-m``, the model's input at 0, and position ``k`` lies right
+after model stage ``k`` (counted from 1). A *cut* is the position at which what was computed crosses to the
+next tier.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from enum import StrEnum
 import torch
 
 from upriver.errors import ConfigError
+from upriver.text import aligned, bytes_text, seconds_text, shortened, wrapped
 
 DEFAULT_MICRO_BATCH = 16
 """Samples a frozen stage sees at once where nothing is known (HAPI 2025, section 4.4)."""
@@ -50,9 +52,9 @@ class MicroBatch:
     Attributes:
         ids: Rows of the dataset's index, in the order of the epoch; at most the job's micro-batch.
         position: Where in the chain ``tensors`` stand.
-        tensors: At positions >= 0 the tensors live across that cut, each made for a full micro-batch: row ``i``
-            belongs to ``ids[i]``, rows past ``len(ids)`` are padding. At positions < 0 one tensor a sample
-            (stored bytes as uint8 of shape ``(n,)``, or pixels as uint8 ``(height, width, 3)``).
+        tensors: At positions >= 0 the tensors live across that cut, each made for a full micro-batch: row
+            ``i`` belongs to ``ids[i]``, rows past ``len(ids)`` are padding. At positions < 0 one tensor a
+            sample (stored bytes as uint8 of shape ``(n,)``, or pixels as uint8 ``(height, width, 3)``).
         skipped: The members of ``ids`` that could not be read; their rows are padding too.
     """
 
@@ -76,6 +78,17 @@ class Timings:
 
 
 # ------------------------------------------------------------------------------------ what is known
+
+
+def _require_memory(name: str, value: float) -> None:
+    """Memory may be infinite, which means that nobody said how much there is."""
+    if value != math.inf:
+        require_finite(name, value)
+
+
+def _require_rates(name: str, rates: Mapping[str, float]) -> None:
+    for phase, seconds in rates.items():
+        require_finite(f"{name}.{phase}", seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +159,7 @@ class Profile:
         stages: Model stages; ``stages[k - 1]`` is stage ``k``.
         freeze: The freeze point, the largest cut that training allows.
         input_stages: Stages before the model; ``input_stages[-1]`` ends at position 0.
+        model_load_s: Tier to the seconds it takes to load the model there.
     """
 
     model: str
@@ -154,8 +168,10 @@ class Profile:
     stages: tuple[StageProfile, ...]
     tail: TailProfile = field(default_factory=TailProfile)
     input_stages: tuple[StageProfile, ...] = ()
+    model_load_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _require_rates("model_load_s", self.model_load_s)
         if not 0 <= self.freeze <= len(self.stages):
             raise ConfigError(f"freeze must lie in 0..{len(self.stages)}, got {self.freeze}")
 
@@ -194,7 +210,9 @@ class StorageTier:
     Attributes:
         concurrency: Requests that run at once.
         load: Factor on compute seconds, 1.0 when idle.
-        seconds_per_byte: Phase (``read``, ``encode``) to seconds per byte.
+        seconds_per_byte: Phase (``read``, ``move``, ``encode``) to seconds per byte.
+        reuse_model: Whether a model stays loaded between requests.
+        request_samples: Samples a request asks for (128: HAPI 2025, section 5.1).
     """
 
     memory_bytes: float = math.inf
@@ -202,6 +220,15 @@ class StorageTier:
     micro_batch: int = DEFAULT_MICRO_BATCH
     load: float = 1.0
     seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    reuse_model: bool = True
+    request_samples: int = 128
+
+    def __post_init__(self) -> None:
+        _require_memory("storage.memory_bytes", self.memory_bytes)
+        for name in ("concurrency", "micro_batch", "request_samples"):
+            require_finite(f"storage.{name}", getattr(self, name), at_least=1)
+        require_finite("storage.load", self.load, positive=True)
+        _require_rates("storage.seconds_per_byte", self.seconds_per_byte)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,23 +236,39 @@ class ComputeTier:
     """The training node.
 
     Attributes:
-        micro_batch: Samples the frozen stages see at once here; None judges memory at the training batch, as the
-            papers do.
-        seconds_per_byte: Phase (``decode``) to seconds per byte.
+        micro_batch: Samples the frozen stages see at once here; None judges memory at the training batch, as
+            the papers do.
+        seconds_per_byte: Phase (``decode``, ``move``) to seconds per byte.
     """
 
     memory_bytes: float = math.inf
     micro_batch: int | None = None
     seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _require_memory("compute.memory_bytes", self.memory_bytes)
+        if self.micro_batch is not None:
+            require_finite("compute.micro_batch", self.micro_batch, at_least=1)
+        _require_rates("compute.seconds_per_byte", self.seconds_per_byte)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Links, memory, concurrency and load."""
+    """Links, memory, concurrency and load.
+
+    Attributes:
+        stream: When an answer leaves the storage tier: ``micro_batch``, each micro-batch as soon as it is
+            ready; ``request``, once a whole request is done (HAPI's way).
+    """
 
     link: Link
     storage: StorageTier = field(default_factory=StorageTier)
     compute: ComputeTier = field(default_factory=ComputeTier)
+    stream: str = "micro_batch"
+
+    def __post_init__(self) -> None:
+        if self.stream not in ("micro_batch", "request"):
+            raise ConfigError(f"stream must be 'micro_batch' or 'request', got {self.stream!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +312,15 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Predicted seconds and bytes of one epoch, by resource."""
+    """Predicted seconds and bytes of one epoch, by resource.
+
+    Attributes:
+        epoch_s: The whole epoch; less than the sum of the three, since they overlap.
+        storage_s: Seconds for which the storage tier is busy.
+        network_s: Seconds for which the link is busy.
+        compute_s: Seconds for which the compute tier is busy.
+        bytes: What crosses the link.
+    """
 
     epoch_s: float
     storage_s: float
@@ -283,7 +334,9 @@ class CutRow:
     """One line of a plan's table: what an epoch would cost at this cut.
 
     Attributes:
-        cost: None where the cut is not a candidate of any kind.
+        name: The stage that the cut lies right after.
+        bytes_per_sample: What crosses the link for one sample.
+        cost: Predicted for every cut, fitting or not, so that a table can show what more memory would buy.
         feasible: Whether it fits both tiers' memory and may be used at all.
         why_not: Empty when feasible.
     """
@@ -292,6 +345,7 @@ class CutRow:
     name: str
     feasible: bool
     why_not: str
+    bytes_per_sample: float
     cost: Cost
 
 
@@ -304,7 +358,8 @@ class Plan:
         feasible: False when the policy's choice does not fit; ``why`` then says what is short.
         predicted: Cost of the plan under the one cost model, None when infeasible.
         table: Every cut considered.
-        why: One sentence a person can check against the table.
+        why: A sentence or two that a person can check against the table.
+        measured: Cut to the seconds of an epoch that really ran at it; the job fills it in.
     """
 
     policy: str
@@ -313,8 +368,29 @@ class Plan:
     predicted: Cost | None
     table: tuple[CutRow, ...]
     why: str
+    measured: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def cut(self) -> int:
         """The cut of the route with the largest share."""
         return max(self.routes, key=lambda route: route.share).cut
+
+    def __str__(self) -> str:
+        """The table of cuts, the chosen one marked ``>``, what does not fit, and why this cut won."""
+        header = ["", "cut", "after", "B/sample", "B/epoch", "storage s", "network s", "compute s", "epoch s"]
+        if self.measured:
+            header.append("measured s")
+        table = aligned(header, [self._cells(row) for row in self.table], left=frozenset({0, 2}))
+        misfits = [f"x cut {row.cut}: {row.why_not}" for row in self.table if not row.feasible]
+        notes = [wrapped(note) for note in (*misfits, f"{self.policy}: {self.why}")]
+        return "\n".join((table, "", *notes))
+
+    def _cells(self, row: CutRow) -> list[str]:
+        mark = ">" if self.feasible and row.cut in {route.cut for route in self.routes} else ""
+        sizes = (row.bytes_per_sample, row.cost.bytes)
+        times = (row.cost.storage_s, row.cost.network_s, row.cost.compute_s, row.cost.epoch_s)
+        cells = [mark if row.feasible else "x", str(row.cut), shortened(row.name, 22)]
+        cells += [*map(bytes_text, sizes), *map(seconds_text, times)]
+        if self.measured:
+            cells.append(seconds_text(self.measured[row.cut]) if row.cut in self.measured else "-")
+        return cells

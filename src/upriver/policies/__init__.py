@@ -1,1 +1,39 @@
-"""One algorithm per file, equal signatures; siblings never import each other."""
+"""One algorithm per file, equal signatures; siblings never import each other.
+
+A policy is a pure function of (profile, cluster, workload) and always answers a plan; when what it would
+choose does not fit, the plan says so. `choose` is the border where that becomes an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from upriver.errors import ConfigError, NoFeasibleCut
+from upriver.policies import freeze, hapi, nosplit
+from upriver.policies import min as min_
+from upriver.policies._common import Policy
+from upriver.types import Cluster, Plan, Profile, Workload
+
+__all__ = ["POLICIES", "Policy", "choose"]
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {"nosplit": nosplit.plan, "freeze": freeze.plan, "min": min_.plan, "hapi": hapi.plan}
+)
+"""Every policy by its name, the name of its module."""
+
+
+def choose(policy: str, profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
+    """The plan of the named policy.
+
+    Raises:
+        ConfigError: If there is no such policy, or the profile lacks what planning needs.
+        NoFeasibleCut: If what the policy would choose does not fit; names the memory that is short and by how
+            much.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    plan = POLICIES[policy](profile, cluster, workload)
+    if not plan.feasible:
+        raise NoFeasibleCut(f"policy {policy}: {plan.why}")
+    return plan

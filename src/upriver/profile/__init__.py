@@ -1,1 +1,20 @@
 """What each stage costs on each tier: measured, predicted, kept."""
+
+from __future__ import annotations
+
+from upriver.profile.build import build_profile, cluster_from
+from upriver.profile.files import (
+    cluster_from_json,
+    cluster_to_json,
+    profile_from_json,
+    profile_to_json,
+)
+
+__all__ = [
+    "build_profile",
+    "cluster_from",
+    "cluster_from_json",
+    "cluster_to_json",
+    "profile_from_json",
+    "profile_to_json",
+]

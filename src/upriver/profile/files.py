@@ -1,0 +1,166 @@
+"""A profile and a cluster as JSON, ``upriver.profile/1`` and ``upriver.cluster/1``: strict in, complete out.
+
+An unknown field, a missing field, a value of the wrong kind, a negative number or a NaN is an error that
+names the field. The shape is checked here, the values by the nouns themselves. Memory that nobody stated is
+``null``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from upriver.errors import ConfigError
+from upriver.types import Cluster, Profile
+
+_Shape = TypeVar("_Shape", bound="_Strict")
+_Noun = TypeVar("_Noun")
+
+PROFILE_SCHEMA = "upriver.profile/1"
+CLUSTER_SCHEMA = "upriver.cluster/1"
+
+
+class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A JSON object that has exactly the fields written here."""
+
+
+class _Input(_Strict):
+    stored_bytes: float
+    tensor_bytes: float
+
+
+class _Stage(_Strict):
+    name: str
+    kind: str
+    out_bytes: float
+    param_bytes: float
+    flops: float
+    seconds: dict[Literal["storage", "storage.cpu", "compute", "compute.cpu"], tuple[float, float]]
+    peak_bytes: float
+
+
+class _Tail(_Strict):
+    seconds: tuple[float, float]
+    param_bytes: float
+    peak_bytes: float
+
+
+class _Profile(_Strict):
+    schema: Literal["upriver.profile/1"]
+    model: str
+    freeze: int
+    input: _Input
+    stages: list[_Stage]
+    tail: _Tail
+    input_stages: list[_Stage] = []
+    model_load_s: dict[Literal["storage", "compute"], float] = {}
+
+
+class _Link(_Strict):
+    bandwidth_bytes_per_s: float
+    rtt_s: float
+
+
+class _StorageRates(_Strict):
+    encode: float
+    read: float = 0.0
+    move: float = 0.0
+
+
+class _ComputeRates(_Strict):
+    decode: float
+    move: float = 0.0
+
+
+class _Storage(_Strict):
+    memory_bytes: float | None
+    concurrency: int
+    micro_batch: int
+    load: float
+    seconds_per_byte: _StorageRates
+    reuse_model: bool = True
+    request_samples: int = 128
+
+
+class _Compute(_Strict):
+    memory_bytes: float | None
+    seconds_per_byte: _ComputeRates
+    micro_batch: int | None = None
+
+
+class _Cluster(_Strict):
+    schema: Literal["upriver.cluster/1"]
+    link: _Link
+    storage: _Storage
+    compute: _Compute
+    stream: Literal["micro_batch", "request"] = "micro_batch"
+
+
+def profile_from_json(text: str | bytes) -> Profile:
+    """Read a profile.
+
+    Raises:
+        ConfigError: If the text is not such a profile; the message names the field.
+    """
+    file = _read(text, _Profile, PROFILE_SCHEMA)
+    inputs = [(stage, ("cpu",)) for stage in file.input_stages]
+    for stage, elsewhere in inputs + [(stage, ()) for stage in file.stages[: max(file.freeze, 0)]]:
+        _require_seconds(stage, elsewhere)
+    return _noun(msgspec.to_builtins(file), Profile, PROFILE_SCHEMA)
+
+
+def profile_to_json(profile: Profile) -> str:
+    """Write a profile; `profile_from_json` gives an equal one back."""
+    return _write({"schema": PROFILE_SCHEMA, **msgspec.to_builtins(profile)}, _Profile)
+
+
+def cluster_from_json(text: str | bytes) -> Cluster:
+    """Read a cluster.
+
+    Raises:
+        ConfigError: If the text is not such a cluster; the message names the field.
+    """
+    fields = msgspec.to_builtins(_read(text, _Cluster, CLUSTER_SCHEMA))
+    for tier in (fields["storage"], fields["compute"]):
+        if tier["memory_bytes"] is None:
+            tier["memory_bytes"] = math.inf
+    return _noun(fields, Cluster, CLUSTER_SCHEMA)
+
+
+def cluster_to_json(cluster: Cluster) -> str:
+    """Write a cluster; `cluster_from_json` gives an equal one back, rates of 0 aside."""
+    fields = {"schema": CLUSTER_SCHEMA, **msgspec.to_builtins(cluster)}
+    for tier, required in (("storage", "encode"), ("compute", "decode")):
+        fields[tier]["seconds_per_byte"].setdefault(required, 0.0)
+        if fields[tier]["memory_bytes"] == math.inf:
+            fields[tier]["memory_bytes"] = None
+    return _write(fields, _Cluster)
+
+
+def _require_seconds(stage: _Stage, elsewhere: tuple[str, ...]) -> None:
+    for tier in ("storage", "compute"):
+        if not {tier, *(f"{tier}.{part}" for part in elsewhere)} & set(stage.seconds):
+            missing = f"stages[{stage.name}].seconds.{tier} is missing"
+            raise ConfigError(f"not a valid {PROFILE_SCHEMA} file: {missing}")
+
+
+def _read(text: str | bytes, shape: type[_Shape], schema: str) -> _Shape:
+    try:
+        # The standard parser lets a NaN through, so that the error can name the field that holds it.
+        return msgspec.convert(json.loads(text), shape)
+    except ValueError as error:
+        raise ConfigError(f"not a valid {schema} file: {error}") from None
+
+
+def _noun(fields: Any, noun: type[_Noun], schema: str) -> _Noun:
+    try:
+        return msgspec.convert(fields, noun)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"not a valid {schema} file: {error}") from None
+
+
+def _write(fields: Any, shape: type[_Strict]) -> str:
+    return msgspec.json.format(msgspec.json.encode(msgspec.convert(fields, shape)), indent=2).decode()

@@ -1,0 +1,62 @@
+"""A plan for people and for programs.
+
+A plan prints itself (``str(plan)``), so that it explains itself in every layer; this module adds what ran to
+that text and gives the JSON form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from upriver.types import CutRow, Plan, Route, Tier
+
+
+def render(plan: Plan, *, measured: Mapping[int, float] | None = None) -> str:
+    """The table, cut by cut, and why the chosen cut won; plain text of at most 110 columns.
+
+    Args:
+        plan: What was decided.
+        measured: Cut to the seconds of an epoch that really ran at it, where ``plan`` does not hold them
+            already.
+    """
+    return str(plan if measured is None else replace(plan, measured=dict(measured)))
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """The answer of ``upriver plan --json``: only JSON types, times for the whole epoch.
+
+    ``cut`` and ``shares`` are there when every route goes from the storage tier to the compute tier.
+    """
+    answer: dict[str, Any] = {"policy": plan.policy, "feasible": plan.feasible}
+    if all(_storage_to_compute(route) for route in plan.routes):
+        answer["cut"] = plan.cut
+        answer["shares"] = {str(route.cut): route.share for route in plan.routes}
+    answer["routes"] = [_route(route) for route in plan.routes]
+    answer["predicted"] = None if plan.predicted is None else asdict(plan.predicted)
+    answer["table"] = [_row(row) for row in plan.table]
+    return answer
+
+
+def _storage_to_compute(route: Route) -> bool:
+    tiers = [segment.tier for segment in route.segments]
+    return tiers in ([Tier.COMPUTE], [Tier.STORAGE, Tier.COMPUTE])
+
+
+def _route(route: Route) -> dict[str, Any]:
+    segments = [{"tier": str(s.tier), "start": s.start, "stop": s.stop} for s in route.segments]
+    return {"share": route.share, "segments": segments}
+
+
+def _row(row: CutRow) -> dict[str, Any]:
+    return {
+        "cut": row.cut,
+        "feasible": row.feasible,
+        "why_not": row.why_not,
+        "bytes": row.cost.bytes,
+        "storage_s": row.cost.storage_s,
+        "network_s": row.cost.network_s,
+        "compute_s": row.cost.compute_s,
+        "epoch_s": row.cost.epoch_s,
+    }

@@ -1,0 +1,51 @@
+"""Plain text for people: numbers with units, and columns that line up.
+
+Lies below the nouns, so that a plan can print itself in any layer.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Bytes with a decimal unit and three digits, as network and disk sizes are quoted: ``36.9 kB``."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_BYTE_UNITS) - 1:
+        value, unit = value / 1000.0, unit + 1
+    return f"{value:.0f} {_BYTE_UNITS[unit]}" if unit == 0 else f"{value:.3g} {_BYTE_UNITS[unit]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three significant digits and no exponent: ``0.0123``, ``4.56``, ``7890``."""
+    if seconds < 0.0005:
+        return "0" if seconds == 0 else "<0.001"
+    decimals = 3 if seconds < 1 else 2 if seconds < 10 else 1 if seconds < 100 else 0
+    return f"{seconds:.{decimals}f}"
+
+
+def shortened(text: str, width: int) -> str:
+    """``text`` in at most ``width`` characters; what is left out in front shows as two dots."""
+    return text if len(text) <= width else ".." + text[len(text) - width + 2 :]
+
+
+def wrapped(text: str) -> str:
+    """``text`` in lines of at most 110 characters, all but the first indented."""
+    return textwrap.fill(text, width=110, subsequent_indent="  ", break_long_words=False)
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset[int]) -> str:
+    """Columns two spaces apart, right-aligned but for those whose index is in ``left``."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join((line(header), line(["-" * width for width in widths]), *map(line, rows)))

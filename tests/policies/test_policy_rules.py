@@ -1,0 +1,202 @@
+"""Each policy against its own rule, computed again from scratch, and in limits where the answer is plain."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+
+from planning import alexnet, cluster, clusters, profiles, stage, workloads
+from upriver.cost import two_resource_epoch_s
+from upriver.policies import POLICIES
+from upriver.types import (
+    Cluster,
+    ComputeTier,
+    InputProfile,
+    Link,
+    Profile,
+    StorageTier,
+    Workload,
+)
+
+EPOCH = Workload(batch_size=1000, num_samples=10_000)
+
+
+def naive_fits(cut: int, profile: Profile, cluster: Cluster, workload: Workload) -> bool:
+    """Memory by its definition, stage by stage."""
+    positions = range(profile.unsplit + 1, profile.freeze + 1)
+    pushed = [profile.stage(p) for p in positions if p <= cut]
+    kept = [profile.stage(p) for p in positions if p > cut]
+    at_once = cluster.compute.micro_batch or workload.batch_size
+    storage = sum(s.param_bytes for s in pushed)
+    storage += max((s.peak_bytes for s in pushed), default=0) * cluster.storage.micro_batch
+    compute = sum(s.param_bytes for s in kept) + max((s.peak_bytes for s in kept), default=0) * at_once
+    compute += profile.tail.param_bytes + profile.tail.peak_bytes * workload.batch_size
+    return storage <= cluster.storage.memory_bytes and compute <= cluster.compute.memory_bytes
+
+
+def naive_hapi_epoch_s(cut: int, profile: Profile, cluster: Cluster, workload: Workload) -> float:
+    """HAPI's objective by its definition: requests in waves, forward passes in turn."""
+    storage, link = cluster.storage, cluster.link
+    batch = min(workload.batch_size, workload.num_samples)
+    at_once = cluster.compute.micro_batch or workload.batch_size
+    sent = profile.cut_bytes(cut)
+    server_forward = client = 0.0
+    for position in range(profile.unsplit + 1, profile.freeze + 1):
+        seconds = profile.stage(position).seconds
+        if position <= cut:
+            fixed, each = seconds["storage"]
+            server_forward += storage.load * (fixed / storage.micro_batch + each)
+        else:
+            fixed, each = seconds["compute"]
+            client += fixed / at_once + each
+    rates = {"read": 0.0, "move": 0.0, "encode": 0.0, **storage.seconds_per_byte}
+    others = rates["read"] * profile.input.stored_bytes
+    if cut != profile.unsplit:
+        others += rates["encode"] * sent + rates["move"] * (profile.input.tensor_bytes + sent)
+    client += cluster.compute.seconds_per_byte.get("decode", 0.0) * sent
+    client += cluster.compute.seconds_per_byte.get("move", 0.0) * (
+        sent if cut > 0 else profile.input.tensor_bytes
+    )
+    left, waves = batch, 0
+    while left > 0:
+        left -= storage.concurrency * storage.request_samples
+        waves += 1
+    load = profile.model_load_s["storage"] if cut > 0 and not storage.reuse_model else 0.0
+    request = min(storage.request_samples, batch)
+    server = batch * server_forward + waves * (request * others + load)
+    network = batch * sent / link.bandwidth_bytes_per_s + link.rtt_s
+    tail = profile.tail.seconds[0] + profile.tail.seconds[1] * batch
+    return math.ceil(workload.num_samples / batch) * max(batch * client + tail, server + network)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_hapi_is_the_best_by_brute_force(profile: Profile, cluster: Cluster, workload: Workload) -> None:
+    question = (profile, cluster, workload)
+    cuts = [profile.unsplit, *range(1, profile.freeze + 1)]
+    fitting = [cut for cut in cuts if naive_fits(cut, *question)]
+    plan = POLICIES["hapi"](*question)
+    assert plan.feasible == bool(fitting), "never infeasible where some cut fits"
+    if fitting:
+        best = min(naive_hapi_epoch_s(cut, *question) for cut in fitting)
+        assert naive_hapi_epoch_s(plan.cut, *question) == pytest.approx(best, rel=1e-9)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_every_row_says_what_the_definitions_say(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    question = (profile, cluster, workload)
+    for row in POLICIES["nosplit"](*question).table:
+        assert row.feasible == naive_fits(row.cut, *question)
+        expected = naive_hapi_epoch_s(row.cut, *question)
+        assert two_resource_epoch_s(row.cut, *question) == pytest.approx(expected, rel=1e-9)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_the_static_policies_follow_their_rules(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    cuts = {name: POLICIES[name](profile, cluster, workload).cut for name in ("nosplit", "freeze", "min")}
+    assert cuts["nosplit"] == -len(profile.input_stages)
+    if profile.freeze == 0:
+        assert cuts["freeze"] == cuts["min"] == profile.unsplit
+        return
+    sizes = [s.out_bytes for s in profile.stages[: profile.freeze]]
+    assert cuts["freeze"] == profile.freeze
+    assert cuts["min"] == 1 + sizes.index(min(sizes))
+
+
+def test_min_takes_the_earliest_of_equals_and_stays_before_the_freeze_point() -> None:
+    # Stages 16..20 give 16384 bytes and stage 21 gives 4000, but the freeze point is 17.
+    assert POLICIES["min"](alexnet(), cluster(), EPOCH).cut == 16
+
+
+def test_min_never_answers_the_input_even_when_that_is_smaller() -> None:
+    assert POLICIES["min"](alexnet(stored_bytes=10), cluster(), EPOCH).cut == 16
+
+
+def test_ties_go_to_the_earliest_cut() -> None:
+    free = Profile(
+        model="tie",
+        freeze=3,
+        input=InputProfile(stored_bytes=1000, tensor_bytes=1000),
+        stages=tuple(stage(f"s{k}", 1000, storage=0, compute=0) for k in range(3)),
+    )
+    assert POLICIES["hapi"](free, cluster(), EPOCH).cut == 0
+
+
+def test_free_link_and_very_slow_storage_tier_gives_no_split() -> None:
+    slow = alexnet(storage_s=1e4, compute_s=1e-5)
+    assert POLICIES["hapi"](slow, cluster(bandwidth=1e15), EPOCH).cut == 0
+
+
+def test_almost_no_bandwidth_gives_the_smallest_cut() -> None:
+    plan = POLICIES["hapi"](alexnet(), cluster(bandwidth=1000.0), EPOCH)
+    assert plan.cut == POLICIES["min"](alexnet(), cluster(), EPOCH).cut == 16
+
+
+def test_almost_no_bandwidth_and_small_stored_samples_gives_no_split() -> None:
+    assert POLICIES["hapi"](alexnet(stored_bytes=5000), cluster(bandwidth=1000.0), EPOCH).cut == 0
+
+
+def test_equal_tiers_and_a_free_link_share_the_work() -> None:
+    equal = Profile(
+        model="equal",
+        freeze=10,
+        input=InputProfile(stored_bytes=1, tensor_bytes=1),
+        stages=tuple(stage(f"s{k}", 1, storage=1e-3, compute=1e-3) for k in range(10)),
+    )
+    assert POLICIES["hapi"](equal, cluster(bandwidth=1e15), EPOCH).cut == 5
+
+
+def test_hapi_counts_the_overlap() -> None:
+    """Cut 1 has the least sum of times, cut 2 the least maximum."""
+    profile = Profile(
+        model="overlap",
+        freeze=2,
+        input=InputProfile(stored_bytes=10_000_000, tensor_bytes=10_000_000),
+        stages=(stage("a", 100, storage=0.1, compute=9.0), stage("b", 100, storage=5.0, compute=4.8)),
+    )
+    plan = POLICIES["hapi"](profile, cluster(), Workload(batch_size=10, num_samples=100))
+    assert plan.cut == 1  # max(4.8, 0.1) < max(0, 5.1)
+    slower_client = Profile(
+        model="overlap",
+        freeze=2,
+        input=profile.input,
+        stages=(stage("a", 100, storage=0.1, compute=9.0), stage("b", 100, storage=5.0, compute=5.2)),
+    )
+    plan = POLICIES["hapi"](slower_client, cluster(), Workload(batch_size=10, num_samples=100))
+    assert plan.cut == 2  # max(5.2, 0.1) > max(0, 5.1)
+
+
+def test_hapi_leaves_out_cuts_that_do_not_fit_the_client() -> None:
+    question = (alexnet(storage_s=1e4), cluster(bandwidth=1e15), EPOCH)
+    assert POLICIES["hapi"](*question).cut == 0
+    small = Cluster(
+        link=Link(bandwidth_bytes_per_s=1e15), storage=StorageTier(), compute=ComputeTier(memory_bytes=1e9)
+    )
+    plan = POLICIES["hapi"](question[0], small, EPOCH)
+    fits = [row.cut for row in plan.table if row.feasible]
+    assert plan.cut == fits[0] > 0
+    assert "does not fit" in POLICIES["nosplit"](question[0], small, EPOCH).why
+
+
+def test_hapi_moves_the_cut_with_the_bandwidth() -> None:
+    """The less bandwidth, the fewer bytes the chosen cut may ship."""
+    plans = [POLICIES["hapi"](alexnet(), cluster(bandwidth=b), EPOCH) for b in (1e11, 1e9, 1e8, 1e7, 1e5)]
+    sizes = [next(r.bytes_per_sample for r in p.table if r.cut == p.cut) for p in plans]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1]
+
+
+def test_a_thousand_stages_are_planned() -> None:
+    long = Profile(
+        model="long",
+        freeze=1000,
+        input=InputProfile(stored_bytes=1e6, tensor_bytes=1e6),
+        stages=tuple(stage(f"s{k}", 1000 + k) for k in range(1000)),
+    )
+    plan = POLICIES["hapi"](long, cluster(), EPOCH)
+    assert len(plan.table) == 1001 and plan.feasible

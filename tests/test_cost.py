@@ -1,0 +1,313 @@
+"""The cost model against definitions, against a simulated pipeline, and by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from planning import alexnet, cluster, clusters, profiles, stage, workloads
+from upriver.cost import CostModel, candidates, evaluate, route_at, two_resource_epoch_s
+from upriver.errors import ConfigError
+from upriver.types import (
+    Cluster,
+    ComputeTier,
+    InputProfile,
+    Link,
+    Profile,
+    StageProfile,
+    StorageTier,
+    TailProfile,
+    Tier,
+    Workload,
+)
+
+
+def chain(
+    *, storage: float, out_bytes: float, compute: float, tail: tuple[float, float] = (0.0, 0.0)
+) -> Profile:
+    """Two frozen stages: the first costs ``storage`` there, the second ``compute`` here."""
+    return Profile(
+        model="two",
+        freeze=2,
+        input=InputProfile(stored_bytes=5000, tensor_bytes=6000),
+        stages=(stage("a", out_bytes, storage=storage), stage("b", 7, compute=compute)),
+        tail=TailProfile(seconds=tail),
+    )
+
+
+def simulate(profile: Profile, cluster: Cluster, workload: Workload) -> float:
+    """Seconds until the last training step ends, one micro-batch after the other through each resource."""
+    phases = CostModel(profile, cluster, workload).phases(1)
+    size, batch = cluster.storage.micro_batch, workload.batch_size
+    storage_free = link_free = compute_free = 0.0
+    for start in range(0, workload.num_samples, size):
+        storage_free += size * (phases.storage_forward + phases.storage_parallel)
+        link_free = max(link_free, storage_free) + size * phases.network
+        arrived = link_free + cluster.link.rtt_s
+        compute_free = max(compute_free, arrived) + size * (phases.compute_receive + phases.compute_forward)
+        if (start + size) % batch == 0:
+            fixed, each = profile.tail.seconds
+            compute_free += fixed + each * batch
+    return compute_free
+
+
+per_sample = st.floats(0, 0.02, allow_subnormal=False)
+
+
+@given(
+    storage=per_sample,
+    network=per_sample,
+    compute=per_sample,
+    tail=st.tuples(per_sample, per_sample),
+    rtt=per_sample,
+    size=st.integers(1, 6),
+    per_batch=st.integers(1, 5),
+    batches=st.integers(1, 6),
+)
+def test_micro_batch_epoch_is_what_a_simulated_pipeline_takes(
+    storage: float,
+    network: float,
+    compute: float,
+    tail: tuple[float, float],
+    rtt: float,
+    size: int,
+    per_batch: int,
+    batches: int,
+) -> None:
+    profile = chain(storage=storage, out_bytes=network * 1e6, compute=compute, tail=tail)
+    machines = Cluster(
+        link=Link(bandwidth_bytes_per_s=1e6, rtt_s=rtt),
+        storage=StorageTier(micro_batch=size),
+        compute=ComputeTier(micro_batch=size),
+    )
+    workload = Workload(batch_size=size * per_batch, num_samples=size * per_batch * batches)
+    predicted = evaluate(1, profile, machines, workload).epoch_s
+    assert predicted == pytest.approx(simulate(profile, machines, workload), rel=1e-9, abs=1e-12)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_an_epoch_is_never_shorter_than_any_resource_is_busy(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    for cut in candidates(profile):
+        cost = evaluate(cut, profile, cluster, workload)
+        assert cost.epoch_s >= max(cost.storage_s, cost.network_s, cost.compute_s) * (1 - 1e-12)
+        assert cost.bytes == workload.num_samples * profile.cut_bytes(cut)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_streaming_micro_batches_never_busies_storage_for_longer(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    """The same work, whole training batches: what differs is only how it overlaps."""
+    assume(workload.num_samples % workload.batch_size == 0)
+    storage = replace(cluster.storage, concurrency=1, request_samples=1)
+    streamed = replace(cluster, storage=storage, stream="micro_batch")
+    for cut in candidates(profile):
+        ours, theirs = (
+            evaluate(cut, profile, replace(streamed, stream=stream), workload)
+            for stream in ("micro_batch", "request")
+        )
+        assert ours.storage_s == pytest.approx(theirs.storage_s)
+        assert ours.compute_s == pytest.approx(theirs.compute_s)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads, share=st.floats(0.01, 0.99))
+def test_a_mix_is_busy_for_the_shares_of_its_routes(
+    profile: Profile, cluster: Cluster, workload: Workload, share: float
+) -> None:
+    first, last = candidates(profile)[0], candidates(profile)[-1]
+    mix = (route_at(profile, first, share=share), route_at(profile, last, share=1 - share))
+    cost = evaluate(mix, profile, cluster, workload)
+    a, b = (evaluate(cut, profile, cluster, workload) for cut in (first, last))
+    for field in ("storage_s", "network_s", "compute_s", "bytes"):
+        expected = share * getattr(a, field) + (1 - share) * getattr(b, field)
+        assert getattr(cost, field) == pytest.approx(expected)
+    assert cost.epoch_s <= share * a.epoch_s + (1 - share) * b.epoch_s + max(a.epoch_s, b.epoch_s)
+    assert cost.epoch_s >= max(cost.storage_s, cost.network_s, cost.compute_s) * (1 - 1e-12)
+
+
+def test_by_hand() -> None:
+    profile = chain(storage=0.01, out_bytes=2000, compute=0.002, tail=(0.5, 0.001))
+    machines = Cluster(
+        link=Link(bandwidth_bytes_per_s=1e6, rtt_s=0.25),
+        storage=StorageTier(micro_batch=10, seconds_per_byte={"read": 1e-7, "encode": 1e-6}),
+        compute=ComputeTier(micro_batch=10, seconds_per_byte={"decode": 5e-7}),
+    )
+    cost = evaluate(1, profile, machines, Workload(batch_size=100, num_samples=400))
+    assert cost.storage_s == pytest.approx(400 * (0.01 + 5000 * 1e-7 + 2000 * 1e-6))  # 5.0
+    assert cost.network_s == pytest.approx(400 * 0.002)
+    assert cost.compute_s == pytest.approx(400 * (0.002 + 2000 * 5e-7) + 4 * 0.5 + 400 * 0.001)  # 3.6
+    # Storage is the busiest; after its last micro-batch come its hop, its suffix and the last training step.
+    hop, suffix, step = 10 * 0.002 + 0.25, 10 * 0.003, 0.5 + 0.1
+    assert cost.epoch_s == pytest.approx(5.0 + hop + suffix + step)
+    assert cost.bytes == 400 * 2000
+
+
+def test_not_splitting_ships_what_is_stored_and_encodes_nothing() -> None:
+    profile = chain(storage=0.01, out_bytes=2000, compute=0.002)
+    machines = cluster(seconds_per_byte={"encode": 1.0, "move": 1.0, "read": 1e-6})
+    cost = evaluate(0, profile, machines, Workload(batch_size=16, num_samples=32))
+    assert cost.bytes == 32 * 5000
+    assert cost.storage_s == pytest.approx(32 * 5000 * 1e-6), "only the store is read"
+    assert cost.compute_s == pytest.approx(32 * (0.001 + 0.002))
+
+
+def test_input_stages_run_on_storage_below_the_cut_and_on_compute_above_it() -> None:
+    with_inputs = replace(
+        chain(storage=0.01, out_bytes=2000, compute=0.002),
+        input_stages=(stage("decode", 9000, storage=0.1, compute=0.3), stage("crop", 6000, compute=0.5)),
+    )
+    workload = Workload(batch_size=10, num_samples=10)
+    at = {cut: evaluate(cut, with_inputs, cluster(), workload) for cut in (-2, -1, 0, 1, 2)}
+    assert [at[cut].storage_s for cut in (-2, -1, 0, 1)] == pytest.approx([0, 1.0, 1.01, 1.11])
+    assert [at[cut].compute_s for cut in (-2, -1, 0, 1)] == pytest.approx([8.03, 5.03, 0.03, 0.02])
+    assert [at[cut].bytes for cut in (-2, -1, 0, 1, 2)] == [50_000, 90_000, 60_000, 20_000, 70]
+
+
+def test_a_tiers_cpus_work_beside_its_accelerator() -> None:
+    decode = stage("decode", 6000, seconds={"storage.cpu": (0, 0.4), "compute.cpu": (0, 0.3)})
+    both = replace(chain(storage=0.1, out_bytes=2000, compute=0.2), input_stages=(decode,))
+    workload = Workload(batch_size=10, num_samples=100)
+    unsplit = evaluate(-1, both, cluster(), workload)
+    assert unsplit.compute_s == pytest.approx(max(100 * 0.3, 100 * (0.001 + 0.2)))
+    assert unsplit.epoch_s >= 30
+    assert evaluate(1, both, cluster(concurrency=4), workload).storage_s == pytest.approx(
+        100 * (0.1 + 0.4 / 4)
+    )
+
+
+def test_forward_passes_take_turns_and_other_phases_run_at_once() -> None:
+    profile = chain(storage=0.01, out_bytes=2000, compute=0.002)
+    rates = {"read": 1e-6, "encode": 1e-6}
+    workload = Workload(batch_size=512, num_samples=1024)
+    alone, four = (
+        evaluate(1, profile, cluster(concurrency=c, seconds_per_byte=rates), workload).storage_s
+        for c in (1, 4)
+    )
+    assert alone == pytest.approx(1024 * (0.01 + 0.007))
+    assert four == pytest.approx(1024 * (0.01 + 0.007 / 4))
+
+
+def test_load_slows_the_storage_tiers_processor_alone() -> None:
+    profile = chain(storage=0.01, out_bytes=2000, compute=0.002)
+    workload = Workload(batch_size=16, num_samples=16)
+    rates = {"read": 1e-6}
+    idle, busy = (
+        evaluate(1, profile, cluster(load=load, seconds_per_byte=rates), workload) for load in (1.0, 3.0)
+    )
+    assert busy.storage_s == pytest.approx(16 * (0.03 + 0.005))
+    assert (busy.network_s, busy.compute_s) == (idle.network_s, idle.compute_s)
+
+
+def test_requests_beyond_the_concurrency_wait_for_the_wave_before() -> None:
+    """Eight requests of 128, four at a time: two waves, as in the paper's example."""
+    profile = chain(storage=0.0, out_bytes=2000, compute=0.0)
+    machines = cluster(bandwidth=1e15, concurrency=4, seconds_per_byte={"read": 1e-6})
+    eight, four = (
+        two_resource_epoch_s(1, profile, machines, Workload(batch_size=b, num_samples=b)) for b in (1024, 512)
+    )
+    assert four == pytest.approx(128 * 5000 * 1e-6)
+    assert eight == pytest.approx(2 * four)
+
+
+def test_a_model_that_is_not_kept_is_loaded_for_every_request() -> None:
+    profile = replace(chain(storage=0.0, out_bytes=0, compute=0.0), model_load_s={"storage": 3.0})
+    workload = Workload(batch_size=512, num_samples=512)
+    for stream, waves_of_loads in (("request", 2), ("micro_batch", 2)):
+        machines = replace(cluster(concurrency=2, reuse_model=False), stream=stream)
+        assert evaluate(1, profile, machines, workload).storage_s == pytest.approx(3.0 * waves_of_loads)
+        assert evaluate(0, profile, machines, workload).storage_s == 0
+        kept = replace(machines, storage=replace(machines.storage, reuse_model=True))
+        assert evaluate(1, profile, kept, workload).storage_s == 0
+
+
+def test_a_fixed_cost_is_paid_once_a_call_of_a_micro_batch() -> None:
+    profile = replace(
+        chain(storage=0, out_bytes=0, compute=0),
+        stages=(
+            StageProfile(
+                name="a", kind="t", out_bytes=0, seconds={"storage": (1.0, 0.0), "compute": (2.0, 0)}
+            ),
+        ),
+        freeze=1,
+    )
+    workload = Workload(batch_size=64, num_samples=128)
+    machines = cluster(micro_batch=16)
+    assert evaluate(1, profile, machines, workload).storage_s == pytest.approx(8 * 1.0)
+    assert evaluate(0, profile, machines, workload).compute_s == pytest.approx(2 * 2.0), (
+        "a call a training batch"
+    )
+    small = replace(machines, compute=ComputeTier(micro_batch=32))
+    assert evaluate(0, profile, small, workload).compute_s == pytest.approx(4 * 2.0)
+
+
+def test_memory_is_judged_on_both_tiers_and_names_the_bytes() -> None:
+    profile = replace(
+        chain(storage=0, out_bytes=0, compute=0),
+        stages=(
+            stage("a", 1, param_bytes=100, peak_bytes=50),
+            stage("b", 1, param_bytes=200, peak_bytes=70),
+        ),
+        tail=TailProfile(param_bytes=1000, peak_bytes=3),
+    )
+    workload = Workload(batch_size=100, num_samples=100)
+
+    def model(storage: float, compute: float, micro_batch: int | None = None) -> CostModel:
+        machines = Cluster(
+            link=Link(bandwidth_bytes_per_s=1),
+            storage=StorageTier(memory_bytes=storage, micro_batch=10),
+            compute=ComputeTier(memory_bytes=compute, micro_batch=micro_batch),
+        )
+        return CostModel(profile, machines, workload)
+
+    # Storage: parameters and the largest peak x 10. Compute: the same x 100, and 1000 + 3 x 100 for the tail.
+    assert model(600, 8500).shortfalls(0) == {Tier.COMPUTE: 300 + 7000 + 1300 - 8500}
+    assert model(599.5, 8500).shortfalls(1) == {Tier.STORAGE: 0.5}
+    assert model(600, 1300).shortfalls(1) == {Tier.COMPUTE: 7200}
+    assert model(1000, 1300).fits(2) and not model(999, 1300).fits(2)
+    assert model(600, 2300, micro_batch=10).fits(0), "100 + 200 + 70 x 10 + 1300"
+    assert not model(600, 2299, micro_batch=10).fits(0)
+    why = model(999.5, 1299).why_not(2)
+    assert "storage memory is short by 1 bytes (needs 1 kB at micro-batches of 10" in why
+    assert "compute memory is short by 1 bytes (needs 1.3 kB at a training batch of 100" in why
+
+
+def test_routes_say_who_runs_what() -> None:
+    profile = replace(alexnet(), input_stages=(stage("decode", 602112),))
+    assert [(s.tier, s.start, s.stop) for s in route_at(profile, 13).segments] == [
+        (Tier.STORAGE, -1, 13),
+        (Tier.COMPUTE, 13, 21),
+    ]
+    assert [(s.tier, s.start, s.stop) for s in route_at(profile, -1).segments] == [(Tier.COMPUTE, -1, 21)]
+    assert route_at(profile, -1).cut == -1
+
+
+@pytest.mark.parametrize("cut", [-1, 18, 21])
+def test_a_cut_outside_the_chain_or_past_the_freeze_point_is_refused(cut: int) -> None:
+    with pytest.raises(ConfigError, match=r"cut must lie in 0\.\.17 \(the freeze point\), got"):
+        evaluate(cut, alexnet(), cluster(), Workload(batch_size=1, num_samples=1))
+
+
+def test_shares_must_sum_to_one() -> None:
+    profile = alexnet()
+    with pytest.raises(ConfigError, match=r"shares must sum to 1, got \[0.5\]"):
+        evaluate(
+            (route_at(profile, 3, share=0.5),), profile, cluster(), Workload(batch_size=1, num_samples=1)
+        )
+
+
+def test_a_stage_that_was_not_measured_is_named() -> None:
+    unmeasured = StageProfile(name="conv9", kind="conv", out_bytes=1, seconds={"compute": (0, 0)})
+    profile = replace(alexnet(), stages=(unmeasured,), freeze=1)
+    with pytest.raises(ConfigError, match=r"stages\[conv9\].seconds.storage is missing \(known: compute\)"):
+        evaluate(0, profile, cluster(), Workload(batch_size=1, num_samples=1))
+
+
+def test_unknown_memory_rules_nothing_out() -> None:
+    assert math.isinf(StorageTier().memory_bytes)
+    assert CostModel(alexnet(), cluster(), Workload(batch_size=4096, num_samples=4096)).fits(0)
