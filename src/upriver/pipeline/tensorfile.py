@@ -10,6 +10,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch
 from upriver.pipeline.errors import SampleError
 
 _MAX_HEADER_BYTES = 2**20
+_MAX_DIMS = 16
 _NPY_DTYPES = {
     "<f8": torch.float64,
     "<f4": torch.float32,
@@ -75,19 +77,8 @@ def read_safetensors(data: bytes | memoryview) -> torch.Tensor:
     if len(view) < 8 or size > min(len(view) - 8, _MAX_HEADER_BYTES):
         raise SampleError(f"not a .safetensors file: {len(view)} bytes with a header of {size}")
     try:
-        header = json.loads(bytes(view[8 : 8 + size]))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        entry = (
-            tensors["tensor"] if "tensor" in tensors or len(tensors) != 1 else next(iter(tensors.values()))
-        )
-        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not all(type(number) is int for number in (start, stop, *shape)):
-            raise TypeError("offsets and shape must be integers")
-    except KeyError as exc:
-        raise SampleError(
-            f".safetensors must hold one tensor, or one named 'tensor'; no {exc} here"
-        ) from None
-    except (ValueError, TypeError, AttributeError, RecursionError) as exc:
+        dtype, shape, start, stop = _entry(json.loads(bytes(view[8 : 8 + size])))
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as exc:
         raise SampleError(f"not a .safetensors file: {exc}".split("\n", 1)[0]) from None
     if dtype not in _SAFETENSORS_DTYPES:
         raise SampleError(f".safetensors dtype {dtype!r}; allowed: {', '.join(_SAFETENSORS_DTYPES)}")
@@ -97,10 +88,24 @@ def read_safetensors(data: bytes | memoryview) -> torch.Tensor:
     return _fresh(body[start:stop], _SAFETENSORS_DTYPES[dtype], shape)
 
 
+def _entry(header: Any) -> tuple[str, list[int], int, int]:
+    """Type, shape and place of the tensor to take, from a header that may be anything."""
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    if len(tensors) != 1 and "tensor" not in tensors:
+        raise ValueError(f"it must hold one tensor, or one named 'tensor'; it holds {len(tensors)}")
+    entry = tensors["tensor"] if "tensor" in tensors else next(iter(tensors.values()))
+    dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(dtype) is not str or not all(type(number) is int for number in (start, stop, *shape)):
+        raise TypeError("dtype must be a string, shape and offsets whole numbers")
+    return dtype, shape, start, stop
+
+
 def _fresh(body: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor that owns its memory, which torch aligns to 64 bytes."""
-    if any(size < 1 for size in shape):
-        raise SampleError(f"a tensor of shape {tuple(shape)}; every size must be at least 1")
+    if len(shape) > _MAX_DIMS or any(type(size) is not int or size < 1 for size in shape):
+        raise SampleError(
+            f"a tensor of shape {str(tuple(shape))[:100]}; at most {_MAX_DIMS} sizes, each at least 1"
+        )
     needed = math.prod(shape) * dtype.itemsize
     if needed != len(body):
         raise SampleError(
