@@ -1,0 +1,403 @@
+"""One epoch's micro-batches: exactly once, in order, prefetched within a window, whatever dies meanwhile.
+
+Two kinds of threads pull work from one table of slots (see `upriver.client.slots`), under one lock: those
+that send runs of micro-batches to servers, and those that make one micro-batch here, straight from the store.
+The second kind works when there is no server to use, and on what servers failed at again and again; so an
+epoch ends with the same numbers however many servers are left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from upriver.client.pool import Answer, Lease, ServerPool
+from upriver.client.slots import Claim, Delivery, SlotTable, Way, Window
+from upriver.errors import (
+    ConfigError,
+    NotAuthorized,
+    Overloaded,
+    ProgramNotFound,
+    ProtocolError,
+    ServerUnavailable,
+    StoreError,
+    UpriverError,
+    WorkerCrashed,
+)
+from upriver.types import MicroBatch, Timings
+
+if TYPE_CHECKING:
+    from upriver.protocol import RunRequest
+
+LOCAL = "local"
+"""Names the plain way in reports, where a server has its URL."""
+
+CONNECTIONS = 4
+"""Requests in flight. Two keep a server busy while an answer is on the way; four also cover a second
+server."""
+
+PER_REQUEST = 4
+"""Micro-batches a request: enough that a server overlaps reads with compute, few enough that little is
+redone."""
+
+MakeLocally = Callable[[tuple[int, ...]], tuple[MicroBatch, Timings]]
+"""The plain way: sample ids to their micro-batch, made here."""
+
+RequestMaker = Callable[[Sequence[int]], "RunRequest"]
+"""Indices of neighbouring micro-batches to the request for them."""
+
+FAILED = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, WorkerCrashed)
+"""Errors that say something about a server, nothing about the samples: others can do what is missing."""
+
+
+class LoaderClosed(UpriverError):
+    """The loader was closed before its last micro-batch had been taken."""
+
+    code = "closed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderReport:
+    """What has been delivered so far, and from where.
+
+    Attributes:
+        samples: Server URL or "local" to the samples delivered from there, skipped ones included.
+        retried: Micro-batches that had to be asked for again.
+        skipped: Ids of delivered samples that could not be read, in order.
+    """
+
+    samples: Mapping[str, int]
+    retried: int
+    skipped: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remote:
+    """Servers, and how to ask them.
+
+    Attributes:
+        pool: The servers; stays open when a loader is closed.
+        make_request: Called in the threads that send.
+        connections: Requests in flight at once.
+        per_request: Micro-batches in a request at most; fewer where the window is small.
+    """
+
+    pool: ServerPool
+    make_request: RequestMaker
+    connections: int = CONNECTIONS
+    per_request: int = PER_REQUEST
+
+    def __post_init__(self) -> None:
+        for name in ("connections", "per_request"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Loader:
+    """Delivers one epoch's micro-batches exactly once and in order.
+
+    Use it as a context manager, or call `close`. It is also closed when it is collected, for which the
+    callables below must not hold a reference to it.
+
+    Args:
+        micro_batches: Sample ids of every micro-batch of the epoch.
+        first: Index to start at (resume).
+        local: The plain way; called in ``num_workers`` threads.
+        remote: Servers and how to ask them, or None to use the plain way only.
+        window: How far to run ahead.
+        num_workers: Threads of the plain way.
+        expected_bytes: What a micro-batch weighs in memory, by way, before any has arrived.
+        on_timings: Called with index, source and timings of each micro-batch when it is handed out.
+    """
+
+    def __init__(
+        self,
+        micro_batches: Sequence[tuple[int, ...]],
+        *,
+        local: MakeLocally,
+        first: int = 0,
+        remote: Remote | None = None,
+        window: Window | None = None,
+        num_workers: int = 1,
+        expected_bytes: Mapping[Way, int] | None = None,
+        on_timings: Callable[[int, str, Timings], None] | None = None,
+    ) -> None:
+        if num_workers < 1:
+            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
+        window = window or Window()
+        table = SlotTable(len(micro_batches), first=first, window=window, expected_bytes=expected_bytes)
+        self._crew = _Crew(micro_batches, table, local=local, remote=remote)
+        self._on_timings = on_timings
+        self._samples: dict[str, int] = {}
+        self._skipped: list[int] = []
+        self._crew.start(num_workers=num_workers, window=window)
+        # Joining threads is nothing for a garbage collector, which may run in one of them, with a lock held.
+        weakref.finalize(self, _dispose, self._crew).atexit = False
+
+    @property
+    def position(self) -> int:
+        """Index of the micro-batch that is handed out next."""
+        return self._crew.table.taken
+
+    @property
+    def report(self) -> LoaderReport:
+        """What has been delivered so far."""
+        return LoaderReport(
+            samples=dict(self._samples), retried=self._crew.table.retried, skipped=tuple(self._skipped)
+        )
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """The next micro-batch, as soon as it is there.
+
+        Raises:
+            UpriverError: What stands in the next one's place (BadSample, ObjectChanged, …); again on each
+                call.
+            LoaderClosed: After `close`.
+        """
+        try:
+            index, delivery = self._crew.take()
+            batch = delivery.result()
+        except BaseException:  # the end of the epoch too: no thread outlives it
+            self.close()
+            raise
+        self._samples[delivery.source] = self._samples.get(delivery.source, 0) + len(batch.ids)
+        self._skipped.extend(batch.skipped)
+        if self._on_timings is not None:
+            self._on_timings(index, delivery.source, delivery.timings)
+        return batch
+
+    def close(self) -> None:
+        """Break everything off and wait for the threads. May be called again."""
+        self._crew.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Crew:
+    """The loader's threads and what they share; knows nothing of the `Loader`, which can be collected."""
+
+    def __init__(
+        self,
+        micro_batches: Sequence[tuple[int, ...]],
+        table: SlotTable,
+        *,
+        local: MakeLocally,
+        remote: Remote | None,
+    ) -> None:
+        self.table = table
+        self._micro_batches = micro_batches
+        self._local = local
+        self._remote = remote
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._answers: set[Answer] = set()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, *, num_workers: int, window: Window) -> None:
+        """Start the threads."""
+        mains: list[Callable[[], None]] = [self._work_locally] * num_workers
+        if (remote := self._remote) is not None:
+            remote.pool.add_listener(self._wake)
+            # Requests as long as the window would leave nothing to send while the consumer is at work.
+            most = max(1, min(remote.per_request, window.micro_batches // (remote.connections + 1)))
+            mains += [partial(self._work_remotely, remote, most)] * remote.connections
+        for i, main in enumerate(mains):
+            name = f"upriver-loader-{i}"
+            thread = threading.Thread(target=self._guard, args=(main,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        _LIVE.add(self)
+
+    def take(self) -> tuple[int, Delivery]:
+        """Wait for the micro-batch that is due, or the error in its place; StopIteration at the end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or self._stopped or self.table.done or self.table.ready
+            )
+            if self._failure is not None:
+                raise self._failure
+            if self.table.done:
+                raise StopIteration
+            if self._stopped:
+                raise LoaderClosed(f"the loader was closed at micro-batch {self.table.taken}")
+            index = self.table.taken
+            delivery = self.table.take()
+            self._failure = delivery.error
+            self._changed.notify_all()  # the window has moved on
+        return index, delivery
+
+    def close(self) -> None:
+        """Stop and join the threads."""
+        with self._changed:
+            self._stopped = True
+            answers = list(self._answers)
+            self._changed.notify_all()
+        for answer in answers:
+            answer.close()
+        if self._remote is not None:
+            self._remote.pool.remove_listener(self._wake)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        _LIVE.discard(self)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _guard(self, main: Callable[[], None]) -> None:
+        """A fault of our own must reach the consumer, which would wait for ever otherwise."""
+        try:
+            main()
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._stopped = True
+                self._changed.notify_all()
+
+    # --------------------------------------------------------------------------------- servers
+
+    def _work_remotely(self, remote: Remote, most: int) -> None:
+        pool = remote.pool
+        while (work := self._next_request(pool, most)) is not None:
+            lease, claim = work
+            try:
+                with lease:
+                    self._fetch(lease, claim, remote.make_request)
+            except Overloaded:
+                self._release(claim)
+            except FAILED:
+                self._give_up(claim, retry=pool.budget.withdraw())
+            except StoreError as error:
+                # Only the plain kind: a missing or changed object is a fact, and stays one.
+                if type(error) is StoreError:
+                    self._give_up(claim, retry=False)
+                else:
+                    self._put_error(claim, lease.client.url, error)
+            except Exception as error:
+                self._put_error(claim, lease.client.url, error)
+
+    def _next_request(self, pool: ServerPool, most: int) -> tuple[Lease, Claim] | None:
+        """Wait for a run of free micro-batches and a server with room; None when it is over."""
+        with self._changed:
+            while not self._stopped:
+                run = self.table.find(Way.REMOTE, most)
+                if run and (lease := pool.borrow()):
+                    return lease, self.table.claim(Way.REMOTE, run)
+                self._changed.wait()
+        return None
+
+    def _fetch(self, lease: Lease, claim: Claim, make_request: RequestMaker) -> None:
+        """One request: each micro-batch is there for the consumer as soon as it has arrived."""
+        url = lease.client.url
+        answer = lease.client.run(make_request(claim.indices))
+        with self._open(answer):
+            arrived = 0
+            for batch, timings in answer:
+                lease.heard()
+                self._check(batch, claim.indices[arrived : arrived + 1], url)
+                self._put(claim, claim.indices[arrived], Delivery(source=url, batch=batch, timings=timings))
+                arrived += 1
+        if arrived < len(claim.indices):
+            raise ProtocolError(f"{url} answered {arrived} of {len(claim.indices)} micro-batches")
+
+    def _check(self, batch: MicroBatch, expected: tuple[int, ...], url: str) -> None:
+        """A server that answers something else than it was asked for must not get it into an epoch."""
+        if not expected or batch.ids != tuple(self._micro_batches[expected[0]]):
+            raise ProtocolError(f"{url} answered samples {batch.ids} that were not asked for at this place")
+
+    @contextmanager
+    def _open(self, answer: Answer) -> Iterator[None]:
+        """Let `close` break the answer off while it is read."""
+        with self._changed:
+            stopped = self._stopped
+            self._answers.add(answer)
+        try:
+            if stopped:
+                raise LoaderClosed("the loader was closed")
+            yield
+        finally:
+            with self._changed:
+                self._answers.discard(answer)
+            answer.close()
+
+    # ---------------------------------------------------------------------------- the plain way
+
+    def _work_locally(self) -> None:
+        while (claim := self._next_local()) is not None:
+            [index] = claim.indices
+            try:
+                batch, timings = self._local(tuple(self._micro_batches[index]))
+            except Exception as error:
+                self._put_error(claim, LOCAL, error)
+            else:
+                self._put(claim, index, Delivery(source=LOCAL, batch=batch, timings=timings))
+
+    def _next_local(self) -> Claim | None:
+        """Wait for a micro-batch that is to be made here; None when it is over."""
+        with self._changed:
+            while not self._stopped:
+                servers = self._remote is not None and self._remote.pool.usable
+                if run := self.table.find(Way.LOCAL, 1, only_failed=servers):
+                    return self.table.claim(Way.LOCAL, run)
+                self._changed.wait()
+        return None
+
+    # --------------------------------------------------------------------------------- the table
+
+    def _put(self, claim: Claim, index: int, delivery: Delivery) -> None:
+        with self._changed:
+            self.table.deliver(claim, index, delivery)
+            self._changed.notify_all()
+
+    def _put_error(self, claim: Claim, source: str, error: Exception) -> None:
+        """Let the error surface where the first missing micro-batch would have been; free the rest."""
+        with self._changed:
+            for index in self.table.missing(claim)[:1]:
+                self.table.deliver(claim, index, Delivery(source=source, error=error))
+            self.table.release(claim)
+            self._changed.notify_all()
+
+    def _release(self, claim: Claim) -> None:
+        with self._changed:
+            self.table.release(claim)
+            self._changed.notify_all()
+
+    def _give_up(self, claim: Claim, *, retry: bool) -> None:
+        with self._changed:
+            self.table.give_up(claim, retry=retry)
+            self._changed.notify_all()
+
+
+_LIVE: weakref.WeakSet[_Crew] = weakref.WeakSet()
+
+
+def _dispose(crew: _Crew) -> None:
+    """Close a crew whose loader was collected: in another thread, as this one may be holding any lock."""
+    # While the interpreter ends there are no new threads any more; `_close_all` has done it by then.
+    with suppress(RuntimeError):
+        threading.Thread(target=crew.close, name="upriver-loader-close", daemon=True).start()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads in the middle of a tensor operation must not meet the end of the interpreter."""
+    for crew in list(_LIVE):
+        crew.close()

@@ -1,0 +1,242 @@
+"""The table behind the loader: which micro-batches are free, in flight, ready or taken. No threads, no clock.
+
+Everything that makes delivery exact lives here. A micro-batch has a slot from the moment somebody claims it
+until the consumer takes it; a slot belongs to one claim, and what arrives for another claim is dropped. So
+each index is delivered once, and in order, because only the lowest one can be taken.
+
+```
+free ──claim──► in flight ──deliver──► ready ──take──► taken
+  ▲                 │
+  └────release──────┘
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from upriver.errors import ConfigError
+from upriver.types import MicroBatch, Timings
+
+MAX_REMOTE_ATTEMPTS = 3
+"""A micro-batch that failed remotely so often is computed here: it may be what kills the servers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """How far fetching may run ahead of the consumer.
+
+    Attributes:
+        micro_batches: At most so many in flight or ready. About two training batches keep a mix of cuts busy.
+        num_bytes: At most so many bytes of them; one micro-batch is always allowed, whatever its size.
+    """
+
+    micro_batches: int = 64
+    num_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1 or self.num_bytes < 1:
+            raise ConfigError(
+                f"a window holds at least 1 micro-batch and 1 byte, "
+                f"got {self.micro_batches} and {self.num_bytes}"
+            )
+
+
+class Way(StrEnum):
+    """How a micro-batch is made: by a server, or here from the store."""
+
+    REMOTE = "remote"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Delivery:
+    """What came of a micro-batch: itself, or the error that stands in its place."""
+
+    source: str
+    batch: MicroBatch | None = None
+    timings: Timings = field(default_factory=Timings)
+    error: Exception | None = None
+
+    def result(self) -> MicroBatch:
+        """The micro-batch; raises what stands in its place."""
+        if self.batch is None:
+            raise self.error or ValueError("a delivery holds a micro-batch or an error")
+        return self.batch
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it holds: whole storages, each once, since tensors are often views of one buffer."""
+        if self.batch is None:
+            return 0
+        storages = [tensor.untyped_storage() for tensor in self.batch.tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Claim:
+    """A run of micro-batches that one thread works on."""
+
+    way: Way
+    indices: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    claim: Claim
+    num_bytes: int
+    delivery: Delivery | None = None
+
+
+class SlotTable:
+    """Which of ``num_micro_batches`` are free, in flight, ready or taken. Not thread-safe: the loader locks.
+
+    Args:
+        num_micro_batches: Of the whole epoch.
+        first: Where to start; those before count as taken.
+        window: How far to run ahead.
+        expected_bytes: What a micro-batch weighs, by way; corrected by what arrives.
+    """
+
+    def __init__(
+        self,
+        num_micro_batches: int,
+        *,
+        first: int,
+        window: Window,
+        expected_bytes: Mapping[Way, int] | None = None,
+    ) -> None:
+        if not 0 <= first <= num_micro_batches:
+            raise ConfigError(f"first must lie in 0..{num_micro_batches}, got {first}")
+        self.taken = first
+        self.retried = 0
+        self._stop = num_micro_batches
+        self._window = window
+        share = window.num_bytes // window.micro_batches  # where nothing is known
+        self._expected_bytes = {way: (expected_bytes or {}).get(way, share) for way in Way}
+        self._slots: dict[int, _Slot] = {}
+        self._held_bytes = 0
+        self._failures: dict[int, int] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether every micro-batch has been taken."""
+        return self.taken >= self._stop
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in flight (expected) and ready (real)."""
+        return self._held_bytes
+
+    def __len__(self) -> int:
+        """Micro-batches in flight or ready."""
+        return len(self._slots)
+
+    # -------------------------------------------------------------------------------- finding work
+
+    def find(self, way: Way, limit: int, *, only_failed: bool = False) -> tuple[int, ...]:
+        """The run of neighbouring free micro-batches, at most ``limit``, that ``way`` should work on next.
+
+        Args:
+            way: Who asks. Those that failed too often remotely are left to the local way.
+            limit: Longest run.
+            only_failed: Only those that failed too often remotely.
+        """
+        run: list[int] = []
+        for index in self._free(way, only_failed=only_failed):
+            if len(run) == limit or (run and index != run[-1] + 1) or not self._fits(index, len(run), way):
+                break
+            run.append(index)
+        return () if self._worth_waiting(run, limit) else tuple(run)
+
+    def claim(self, way: Way, run: Sequence[int]) -> Claim:
+        """Give a run that `find` returned to one thread."""
+        claim = Claim(way=way, indices=tuple(run))
+        for index in claim.indices:
+            self._slots[index] = _Slot(claim, self._expected_bytes[way])
+            self._held_bytes += self._expected_bytes[way]
+        return claim
+
+    def _free(self, way: Way, *, only_failed: bool) -> Iterator[int]:
+        for index in range(self.taken, min(self._stop, self._window_end)):
+            failed = self._failures.get(index, 0) >= MAX_REMOTE_ATTEMPTS
+            wanted = not failed if way is Way.REMOTE else failed or not only_failed
+            if wanted and index not in self._slots:
+                yield index
+
+    @property
+    def _window_end(self) -> int:
+        return self.taken + self._window.micro_batches
+
+    def _fits(self, index: int, found: int, way: Way) -> bool:
+        """Whether one more stays within the window's bytes; the one that is due always does."""
+        expected = self._expected_bytes[way] * (found + 1)
+        return index == self.taken or self._held_bytes + expected <= self._window.num_bytes
+
+    def _worth_waiting(self, run: Sequence[int], limit: int) -> bool:
+        """Whether a run cut short by the window's end should wait until the window has moved on.
+
+        Otherwise each step of the consumer would start a request for a single micro-batch.
+        """
+        short = 0 < len(run) < limit and run[-1] + 1 == self._window_end < self._stop
+        return short and run[0] != self.taken
+
+    # ------------------------------------------------------------------------------------- changes
+
+    def deliver(self, claim: Claim, index: int, delivery: Delivery) -> bool:
+        """Put a result in its slot; False (and dropped) when the slot is no longer this claim's to fill."""
+        slot = self._slots.get(index)
+        if slot is None or slot.claim is not claim or slot.delivery is not None:
+            return False
+        if delivery.error is not None:
+            self._stop = min(self._stop, index + 1)  # nothing after an error will be delivered
+        num_bytes = delivery.num_bytes
+        self._expected_bytes[claim.way] = max(self._expected_bytes[claim.way], num_bytes)
+        self._held_bytes += num_bytes - slot.num_bytes
+        slot.num_bytes = num_bytes
+        slot.delivery = delivery
+        return True
+
+    def missing(self, claim: Claim) -> tuple[int, ...]:
+        """The claim's micro-batches that have not arrived."""
+        mine = ((index, self._slots.get(index)) for index in claim.indices)
+        return tuple(i for i, slot in mine if slot and slot.claim is claim and slot.delivery is None)
+
+    def release(self, claim: Claim) -> None:
+        """Free what has not arrived, so that others can claim it."""
+        for index in self.missing(claim):
+            self._held_bytes -= self._slots.pop(index).num_bytes
+
+    def give_up(self, claim: Claim, *, retry: bool) -> None:
+        """Free what has not arrived of a remote claim that failed.
+
+        The first one missing is counted as having failed: it is the one the server was at.
+
+        Args:
+            claim: The claim that broke off.
+            retry: Whether servers may try again; otherwise all of it is left to the local way.
+        """
+        missing = self.missing(claim)
+        for index in missing if not retry else missing[:1]:
+            self._failures[index] = self._failures.get(index, 0) + (1 if retry else MAX_REMOTE_ATTEMPTS)
+        self.retried += len(missing)
+        self.release(claim)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the micro-batch that is due has arrived."""
+        slot = self._slots.get(self.taken)
+        return slot is not None and slot.delivery is not None
+
+    def take(self) -> Delivery:
+        """Hand out the micro-batch that is due; only when `ready`."""
+        slot = self._slots[self.taken]
+        if slot.delivery is None:
+            raise KeyError(self.taken)
+        del self._slots[self.taken]
+        self._failures.pop(self.taken, None)
+        self._held_bytes -= slot.num_bytes
+        self.taken += 1
+        return slot.delivery

@@ -1,0 +1,180 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upriver.client.slots import MAX_REMOTE_ATTEMPTS, Delivery, SlotTable, Way, Window
+from upriver.errors import BadSample, ConfigError
+from upriver.types import MicroBatch
+
+
+def delivery(index: int, num_floats: int = 1) -> Delivery:
+    tensors = (torch.full((num_floats,), float(index)),)
+    return Delivery(source="s", batch=MicroBatch(ids=(index,), position=0, tensors=tensors))
+
+
+def table(
+    num: int = 10, *, first: int = 0, micro_batches: int = 10, num_bytes: int = 1 << 20, expected: int = 4
+):
+    window = Window(micro_batches=micro_batches, num_bytes=num_bytes)
+    return SlotTable(num, first=first, window=window, expected_bytes=dict.fromkeys(Way, expected))
+
+
+def test_only_the_one_that_is_due_can_be_taken():
+    slots = table()
+    claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 3))
+    assert claim.indices == (0, 1, 2)
+    assert slots.deliver(claim, 1, delivery(1))
+    assert not slots.ready
+    with pytest.raises(KeyError):
+        slots.take()
+    assert slots.deliver(claim, 0, delivery(0))
+    assert [slots.take().result().ids for _ in range(2)] == [(0,), (1,)]
+    assert not slots.ready
+
+
+def test_what_arrives_twice_or_late_is_dropped():
+    slots = table()
+    first = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 2))
+    assert slots.deliver(first, 0, delivery(0))
+    assert not slots.deliver(first, 0, delivery(0))
+    slots.release(first)
+    again = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 2))
+    assert again.indices == (1, 2)
+    assert not slots.deliver(first, 1, delivery(1)), "the claim was given up"
+    assert slots.deliver(again, 1, delivery(1))
+    slots.take()
+    slots.take()
+    assert not slots.deliver(again, 1, delivery(1)), "taken"
+
+
+def test_release_keeps_what_has_arrived():
+    slots = table()
+    claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 4))
+    slots.deliver(claim, 0, delivery(0))
+    slots.give_up(claim, retry=True)
+    assert slots.retried == 3
+    assert slots.find(Way.REMOTE, 10) == tuple(range(1, 10))
+
+
+def test_window_of_micro_batches():
+    slots = table(micro_batches=4)
+    assert slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 9)).indices == (0, 1, 2, 3)
+    assert slots.find(Way.LOCAL, 1) == ()
+
+
+def test_window_of_bytes_counts_expected_then_real_bytes():
+    slots = table(num_bytes=100, expected=40)
+    claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 10))
+    assert claim.indices == (0, 1)
+    assert slots.held_bytes == 80
+    slots.deliver(claim, 1, delivery(1, num_floats=2))
+    assert slots.held_bytes == 48
+    assert slots.find(Way.REMOTE, 10) == (2,)
+
+
+def test_the_one_that_is_due_fits_any_window():
+    slots = table(num_bytes=1, expected=40)
+    claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 10))
+    assert claim.indices == (0,)
+    slots.deliver(claim, 0, delivery(0))
+    assert slots.find(Way.REMOTE, 10) == ()
+    slots.take()
+    assert slots.find(Way.REMOTE, 10) == (1,)
+
+
+def test_views_of_one_buffer_weigh_once():
+    buffer = torch.zeros(64)
+    batch = MicroBatch(ids=(0,), position=0, tensors=(buffer[:8], buffer[8:16]))
+    assert Delivery(source="s", batch=batch).num_bytes == 256
+
+
+def test_runs_are_not_chopped_by_the_end_of_the_window():
+    slots = table(100, micro_batches=8)
+    claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 8))
+    for index in claim.indices:
+        slots.deliver(claim, index, delivery(index))
+    slots.take()
+    assert slots.find(Way.REMOTE, 4) == (), "waits for three more"
+    for _ in range(3):
+        slots.take()
+    assert slots.find(Way.REMOTE, 4) == (8, 9, 10, 11)
+
+
+def test_short_run_at_the_end_of_the_epoch():
+    slots = table(3, micro_batches=8)
+    slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 1))
+    assert slots.find(Way.REMOTE, 4) == (1, 2)
+
+
+def test_what_failed_too_often_is_left_to_the_local_way():
+    slots = table(4)
+    for _ in range(MAX_REMOTE_ATTEMPTS):
+        claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 2))
+        assert claim.indices == (0, 1)
+        slots.give_up(claim, retry=True)
+    assert slots.find(Way.REMOTE, 2) == (1, 2), "the next one was never at fault"
+    assert slots.find(Way.LOCAL, 2, only_failed=True) == (0,)
+
+
+def test_without_budget_all_that_is_missing_goes_local():
+    slots = table(4)
+    slots.give_up(slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 2)), retry=False)
+    assert slots.find(Way.LOCAL, 4, only_failed=True) == (0, 1)
+    assert slots.find(Way.REMOTE, 4) == (2, 3)
+
+
+def test_nothing_is_begun_after_an_error():
+    slots = table()
+    claim = slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 2))
+    slots.deliver(claim, 1, Delivery(source="s", error=BadSample(sample=1, object_name="o", reason="r")))
+    assert slots.find(Way.LOCAL, 10) == ()
+    slots.deliver(claim, 0, delivery(0))
+    assert slots.take().result().ids == (0,)
+    with pytest.raises(BadSample):
+        slots.take().result()
+    assert slots.done
+
+
+@pytest.mark.parametrize("first", [-1, 11])
+def test_first_must_lie_in_the_epoch(first):
+    with pytest.raises(ConfigError, match=r"0\.\.10"):
+        table(first=first)
+
+
+@pytest.mark.parametrize("bad", [{"micro_batches": 0}, {"num_bytes": 0}])
+def test_empty_windows_are_refused(bad):
+    with pytest.raises(ConfigError, match="at least 1"):
+        Window(**bad)
+
+
+@given(st.data())
+def test_any_sequence_of_events_delivers_each_once_in_order(data):
+    num = data.draw(st.integers(0, 12), label="num")
+    first = data.draw(st.integers(0, num), label="first")
+    window = data.draw(st.integers(1, 6), label="window")
+    most_bytes = data.draw(st.integers(1, 40), label="bytes")
+    slots = table(num, first=first, micro_batches=window, num_bytes=most_bytes)
+    open_claims, taken = [], []
+    for _ in range(400):
+        if slots.done:
+            break
+        way = data.draw(st.sampled_from(Way))
+        event = data.draw(st.sampled_from(["claim", "deliver", "deliver", "give_up", "take", "take"]))
+        if event == "claim" and (run := slots.find(way, data.draw(st.integers(1, 4)))):
+            open_claims.append(slots.claim(way, run))
+        elif event == "deliver" and open_claims:
+            claim = data.draw(st.sampled_from(open_claims))
+            index = data.draw(st.sampled_from(claim.indices))
+            slots.deliver(claim, index, delivery(index))
+        elif event == "give_up" and open_claims:
+            claim = open_claims.pop(data.draw(st.integers(0, len(open_claims) - 1)))
+            slots.give_up(claim, retry=data.draw(st.booleans()))
+        elif event == "take" and slots.ready:
+            taken.append(slots.take().result().ids[0])
+        assert len(slots) <= window
+        assert slots.held_bytes <= most_bytes + 4, "what is due comes on top"
+        unclaimed_due = slots.taken < num and slots.taken not in slots._slots
+        if unclaimed_due:
+            assert slots.find(Way.LOCAL, 1) == (slots.taken,), "what is due can always be begun"
+    assert taken == list(range(first, first + len(taken)))
