@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scripted_transport import BATCH_BYTES, ScriptedServer, Step, make_batch, request_for
 
+from tests.client.scripted_transport import BATCH_BYTES, ScriptedServer, Step, make_batch, request_for
 from upriver.client.loader import LOCAL, Loader, LoaderClosed, Remote
 from upriver.client.pool import ServerPool
 from upriver.client.retry import Backoff, RetryBudget

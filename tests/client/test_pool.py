@@ -3,8 +3,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from scripted_transport import ScriptedServer
 
+from tests.client.scripted_transport import ScriptedServer
 from upriver.client.pool import Health, ServerPool
 from upriver.client.retry import Backoff
 from upriver.errors import (

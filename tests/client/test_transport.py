@@ -6,8 +6,8 @@ import time
 import msgspec
 import pytest
 import torch
-from scripted_http import Exchange, scripted
 
+from tests.client.scripted_http import Exchange, scripted
 from upriver.client.connection import Timeouts
 from upriver.client.link import LinkMeter
 from upriver.client.transport import AnswerClosed, ServerClient
