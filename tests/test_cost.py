@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from planning import alexnet, cluster, clusters, profiles, stage, workloads
+from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
 from upriver.cost import CostModel, candidates, evaluate, route_at, two_resource_epoch_s
 from upriver.errors import ConfigError
 from upriver.types import (

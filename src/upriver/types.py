@@ -382,8 +382,8 @@ class Plan:
             header.append("measured s")
         table = aligned(header, [self._cells(row) for row in self.table], left=frozenset({0, 2}))
         misfits = [f"x cut {row.cut}: {row.why_not}" for row in self.table if not row.feasible]
-        notes = [wrapped(note) for note in (*misfits, f"{self.policy}: {self.why}")]
-        return "\n".join((table, "", *notes))
+        notes = "\n".join(wrapped(note) for note in (*misfits, f"{self.policy}: {self.why}"))
+        return f"{table}\n\n{notes}" if self.table else notes
 
     def _cells(self, row: CutRow) -> list[str]:
         mark = ">" if self.feasible and row.cut in {route.cut for route in self.routes} else ""

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from planning import alexnet, cluster, clusters, profiles, workloads
+from tests.planning import alexnet, cluster, clusters, profiles, workloads
 from upriver.cost import candidates, evaluate
 from upriver.errors import ConfigError, NoFeasibleCut
 from upriver.policies import POLICIES, choose

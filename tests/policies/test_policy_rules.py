@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 
-from planning import alexnet, cluster, clusters, profiles, stage, workloads
+from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
 from upriver.cost import two_resource_epoch_s
 from upriver.policies import POLICIES
 from upriver.types import (

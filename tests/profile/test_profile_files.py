@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from planning import alexnet, clusters, profiles
+from tests.planning import alexnet, clusters, profiles
 from upriver.errors import ConfigError
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json
 from upriver.types import Cluster, Link, Profile

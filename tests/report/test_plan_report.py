@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from planning import alexnet, cluster, clusters, profiles, workloads
+from tests.planning import alexnet, cluster, clusters, profiles, workloads
 from upriver.policies import POLICIES
 from upriver.report.plan import render, to_dict
 from upriver.text import bytes_text, seconds_text, shortened
@@ -119,6 +119,12 @@ def test_every_plan_prints_and_is_json(
     document = json.loads(json.dumps(to_dict(answer), allow_nan=False))
     assert (document["predicted"] is None) == (not answer.feasible)
     assert len(document["table"]) == len(answer.table)
+
+
+def test_a_plan_with_nothing_to_compare_is_its_reason_alone() -> None:
+    bare = replace(plan(), table=(), predicted=None, why="the model could not be captured")
+    assert str(bare) == "hapi: the model could not be captured"
+    assert to_dict(bare)["table"] == []
 
 
 def test_numbers_read_well() -> None:

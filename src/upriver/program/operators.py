@@ -7,6 +7,7 @@ sparse or quantised, anything whose output size depends on data, and every custo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -183,6 +184,17 @@ ALLOWED: frozenset[str] = frozenset(
     f"{name}.{overload}" for name, overloads in _OVERLOADS.items() for overload in overloads.split()
 )
 """Every operator a program may hold."""
+
+
+def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call that would make an allowed operator random: attention with dropout is the only one.
+
+    Raises:
+        ProgramError: If it would.
+    """
+    dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    if name == "scaled_dot_product_attention.default" and dropout != 0.0:
+        raise ProgramError(f"{name} with dropout_p={dropout!r}: a program holds nothing random")
 
 
 def resolve(name: str) -> Any:

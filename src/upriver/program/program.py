@@ -23,7 +23,7 @@ from upriver.program.graph import (
     digest_of,
     references,
 )
-from upriver.program.operators import resolve
+from upriver.program.operators import check_call, resolve
 from upriver.program.trace import no_fast_path
 
 
@@ -34,6 +34,7 @@ class _Step:
 
     def __init__(self, index: int, node: Node) -> None:
         self.operator = resolve(node.op)
+        check_call(node.op, node.args, node.kwargs)
         self.args = node.args
         self.kwargs = node.kwargs
         self.names = [output.name if output is not None else None for output in node.outputs]

@@ -1,0 +1,237 @@
+"""``upriver.connect()``: the door through which a training script finds the near-data servers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from torch import nn
+
+from upriver.client.embedded import EmbeddedServer
+from upriver.client.job import FinetuneJob, JobOptions
+from upriver.client.link import LinkMeter, MeteredStore
+from upriver.client.planner import Planner, example_of
+from upriver.client.servers import Exact
+from upriver.client.transport import ServerClient
+from upriver.engine.engine import OnBadSample
+from upriver.errors import ConfigError, DatasetError
+from upriver.pipeline import Dataset
+from upriver.policies import POLICIES
+from upriver.program.split import split
+from upriver.types import DEFAULT_MICRO_BATCH
+
+log = logging.getLogger("upriver")
+
+WINDOW_BYTES = 1 << 30
+"""Memory that prefetched micro-batches may take: two training batches of 512 at most cuts measured."""
+
+
+class Near:
+    """Servers near the data, and the link to them.
+
+    Args:
+        urls: Addresses of servers; none starts an embedded one, on this machine, when the first job needs it.
+        token: Sent with every request.
+        meter: Counts what crosses the link, and emulates a thinner one if it has a rate.
+        server_cpus: For an embedded server: the CPUs it may use.
+        server_threads: For an embedded server: threads of its compute worker.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str] = (),
+        *,
+        token: str | None = None,
+        meter: LinkMeter | None = None,
+        server_cpus: set[int] | None = None,
+        server_threads: int | None = None,
+    ) -> None:
+        self.meter = meter or LinkMeter()
+        self._urls = tuple(urls)
+        self._token = token
+        self._cpus = server_cpus
+        self._threads = server_threads
+        self._embedded: dict[tuple[str, str], EmbeddedServer] = {}
+        self._jobs: list[FinetuneJob] = []
+        self._lock = threading.Lock()
+
+    def finetune(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        micro_batch: int = DEFAULT_MICRO_BATCH,
+        policy: str = "hapi",
+        cut: int | None = None,
+        exact: Exact = "bitwise",
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        on_bad_sample: OnBadSample = "fail",
+        num_workers: int | None = None,
+        connections: int = 4,
+        per_request: int = 4,
+        window_bytes: int = WINDOW_BYTES,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> FinetuneJob:
+        """Prepare a fine-tuning job: capture and prove the frozen part, measure both tiers, choose the cut.
+
+        Args:
+            model: Frozen parameters (``requires_grad=False``) say where the freeze point is.
+            dataset: What to train on, with its input stages.
+            batch_size: Samples of a training step.
+            micro_batch: Samples that the frozen stages see at once, on every tier.
+            policy: One of ``nosplit``, ``freeze``, ``min``, ``hapi``.
+            cut: Take this cut instead of a policy's.
+            exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance.
+            seed: Decides the order of samples and random input stages.
+            shuffle: A new order each epoch.
+            drop_last: Leave out a last, short batch.
+            on_bad_sample: ``fail`` raises, ``skip`` leaves the sample out and counts it.
+            num_workers: Threads that read and decode here when samples come straight from the store.
+            connections: Requests in flight.
+            per_request: Micro-batches in a request.
+            window_bytes: Memory that prefetched micro-batches may take.
+            on_progress: Told what is being done.
+
+        Raises:
+            ConfigError: If an argument is outside what is allowed.
+            ModelError: If nothing or everything is frozen, or a skipped module has hooks.
+            NoFeasibleCut: If no cut fits the memory.
+        """
+        options = _options(
+            batch_size=batch_size,
+            micro_batch=micro_batch,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            on_bad_sample=on_bad_sample,
+            num_workers=num_workers,
+            connections=connections,
+            per_request=per_request,
+            window_bytes=window_bytes,
+        )
+        if policy not in POLICIES:
+            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        if exact not in ("bitwise", "numeric"):
+            raise ConfigError(f"exact must be bitwise or numeric, got {exact!r}")
+        if len(dataset) == 0:
+            raise DatasetError("the dataset is empty")
+        tell = on_progress or (lambda text: log.info("%s", text))
+        direct = dataset.with_store(MeteredStore(dataset.store, self.meter))
+        parts = split(model, example_of(model, direct, options), on_progress=tell)
+        planner = Planner(self.servers, model, dataset, direct, parts, options, exact=exact, tell=tell)
+        plan, pool = planner.plan(policy, cut)
+        job = FinetuneJob(
+            model, direct, parts, plan, options, pool=pool, link_bytes=lambda: self.meter.total_bytes
+        )
+        self._jobs.append(job)
+        return job
+
+    def servers(self, dataset: Dataset) -> list[ServerClient]:
+        """A client for each server, the embedded one started if it is needed.
+
+        Raises:
+            ServerUnavailable: If an embedded server cannot be started.
+            ConfigError: If the dataset's store cannot be shared with another process.
+        """
+        urls, token = self._urls, self._token
+        if not urls:
+            server = self._embed(dataset)
+            urls, token = (server.url,), self._token
+        return [ServerClient(url, token=token, meter=self.meter) for url in urls]
+
+    def _embed(self, dataset: Dataset) -> EmbeddedServer:
+        store = dataset.store
+        with self._lock:
+            key = (store.name, store.uri)
+            if key not in self._embedded:
+                self._embedded[key] = EmbeddedServer.start(
+                    {store.name: store.uri}, threads=self._threads, cpu=self._cpus, token=self._token
+                )
+            return self._embedded[key]
+
+    def close(self) -> None:
+        """End all jobs and the embedded server. May be called again."""
+        for job in self._jobs:
+            job.close()
+        for server in self._embedded.values():
+            server.close()
+        self._embedded.clear()
+
+    def __enter__(self) -> Near:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def connect(
+    *urls: str,
+    token: str | None = None,
+    meter: LinkMeter | None = None,
+    server_cpus: set[int] | None = None,
+    server_threads: int | None = None,
+) -> Near:
+    """Connect to near-data servers; without an address, to an embedded one.
+
+    Nothing is sent before a job needs it, and a job without a server that answers runs the plain way.
+
+    Args:
+        urls: ``http://host:port`` of each server; all of them reach the same stores.
+        token: Sent with every request.
+        meter: Counts what crosses the link, and emulates a thinner one if it has a rate.
+        server_cpus: For an embedded server: the CPUs it may use.
+        server_threads: For an embedded server: threads of its compute worker.
+
+    Raises:
+        ConfigError: If an address is none.
+    """
+    return Near(urls, token=token, meter=meter, server_cpus=server_cpus, server_threads=server_threads)
+
+
+def _options(
+    *,
+    batch_size: int,
+    micro_batch: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    on_bad_sample: Literal["fail", "skip"],
+    num_workers: int | None,
+    connections: int,
+    per_request: int,
+    window_bytes: int,
+) -> JobOptions:
+    workers = max(2, len(os.sched_getaffinity(0))) if num_workers is None else num_workers
+    counts: Mapping[str, int] = {
+        "batch_size": batch_size,
+        "micro_batch": micro_batch,
+        "num_workers": workers,
+        "connections": connections,
+        "per_request": per_request,
+        "window_bytes": window_bytes,
+    }
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be a whole number in 0..2**63 - 1, got {seed!r}")
+    if on_bad_sample not in ("fail", "skip"):
+        raise ConfigError(f"on_bad_sample must be fail or skip, got {on_bad_sample!r}")
+    return JobOptions(
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        on_bad_sample=on_bad_sample,
+        num_workers=workers,
+        connections=connections,
+        per_request=per_request,
+        window_bytes=window_bytes,
+    )

@@ -1,0 +1,73 @@
+"""The order of an epoch: a pure function of (seed, epoch), divided into micro-batches and steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from upriver.pipeline import Draw
+
+_ORDER_STAGE = 1 << 20
+"""Stage number of the draw that seeds an epoch's order: above any input stage's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochOrder:
+    """Which samples an epoch takes, in which order.
+
+    Micro-batches divide the whole epoch, not each training batch: the same samples meet in a micro-batch
+    wherever a job is resumed.
+
+    Attributes:
+        ids: Rows of the dataset's index.
+        batch_size: Samples of a training step.
+        micro_batch: Samples that the frozen stages see at once.
+    """
+
+    ids: tuple[int, ...]
+    batch_size: int
+    micro_batch: int
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps."""
+        return -(-len(self.ids) // self.batch_size)
+
+    @property
+    def micro_batches(self) -> list[tuple[int, ...]]:
+        """The epoch's micro-batches; the last one may be short."""
+        return [self.ids[i : i + self.micro_batch] for i in range(0, len(self.ids), self.micro_batch)]
+
+    def step(self, step: int) -> tuple[int, int]:
+        """The stretch [start, stop) of the epoch that a training step takes."""
+        start = step * self.batch_size
+        return start, min(start + self.batch_size, len(self.ids))
+
+
+def epoch_order(
+    num_samples: int,
+    *,
+    seed: int,
+    epoch: int,
+    batch_size: int,
+    micro_batch: int,
+    shuffle: bool,
+    drop_last: bool = False,
+) -> EpochOrder:
+    """The order of one epoch.
+
+    Args:
+        num_samples: Samples in the dataset.
+        shuffle: Permute them, with a permutation drawn from (seed, epoch).
+        drop_last: Leave out the samples of a last, short training batch.
+    """
+    if shuffle:
+        draw = Draw(seed=seed, epoch=epoch, sample=0, stage=_ORDER_STAGE)
+        generator = torch.Generator().manual_seed(int(draw.uniforms(1)[0] * 2**53))
+        ids = torch.randperm(num_samples, generator=generator).tolist()
+    else:
+        ids = list(range(num_samples))
+    if drop_last:
+        ids = ids[: num_samples - num_samples % batch_size]
+    return EpochOrder(ids=tuple(ids), batch_size=batch_size, micro_batch=micro_batch)

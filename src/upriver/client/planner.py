@@ -1,0 +1,240 @@
+"""How a job gets its plan: find servers, let them prove themselves, measure, ask a policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from upriver.client.job import JobOptions
+from upriver.client.order import epoch_order
+from upriver.client.planning import (
+    MEASURED_MICRO_BATCHES,
+    LocalMeasurement,
+    make_plan,
+    measure_here,
+    measure_link,
+    measure_tail,
+    unsplit_plan,
+)
+from upriver.client.pool import ServerPool
+from upriver.client.servers import Exact, Gate, Question
+from upriver.client.transport import ServerClient
+from upriver.engine.engine import Engine
+from upriver.engine.read import read_samples
+from upriver.errors import BadSample, ConfigError, DatasetError, UpriverError
+from upriver.pipeline import Dataset
+from upriver.program.split import Split
+from upriver.types import Plan, Route, Segment, Tier, Timings, Workload
+
+log = logging.getLogger("upriver")
+
+JOIN_S = 60.0
+"""How long a job waits for servers that were just measured to be let in."""
+
+
+class Planner:
+    """From a split model to a plan, and the servers that carry it out.
+
+    Args:
+        servers: Gives a client for each server; may start one.
+        dataset: As the user gave it.
+        direct: The same, read over the metered link.
+        tell: Told what is being done.
+    """
+
+    def __init__(
+        self,
+        servers: Callable[[Dataset], list[ServerClient]],
+        model: nn.Module,
+        dataset: Dataset,
+        direct: Dataset,
+        parts: Split,
+        options: JobOptions,
+        *,
+        exact: Exact,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.find_servers, self.model, self.dataset, self.direct = servers, model, dataset, direct
+        self.parts, self.options, self.exact, self.tell = parts, options, exact, tell
+        self.engine = Engine(chain=dataset.chain, program=parts.program, micro_batch=options.micro_batch)
+        self._here: LocalMeasurement | None = None
+
+    def plan(self, policy: str, cut: int | None) -> tuple[Plan, ServerPool | None]:
+        """Decide; the pool is None when no server is needed.
+
+        Raises:
+            ConfigError: If ``cut`` is none that training allows.
+            NoFeasibleCut: If no cut fits the memory.
+        """
+        start, freeze = self.dataset.chain.start, self.parts.freeze
+        if cut is not None and cut != start and not 1 <= cut <= freeze:
+            raise ConfigError(f"cut must be {start} (unsplit) or lie in 1..{freeze}, got {cut}")
+        if self.parts.program is None:
+            log.warning("the model runs unsplit: %s", self.parts.why_not)
+            return self._unsplit(policy, f"the model runs unsplit: {self.parts.why_not}"), None
+        if (policy == "nosplit" and cut is None) or cut == start:
+            return self._unsplit("nosplit", "asked for: everything runs on the compute tier"), None
+        return self._with_servers(policy, cut)
+
+    def _unsplit(self, policy: str, why: str) -> Plan:
+        return unsplit_plan(policy, self.dataset, stop=self.parts.freeze, why=why)
+
+    def _with_servers(self, policy: str, cut: int | None) -> tuple[Plan, ServerPool | None]:
+        try:
+            servers = self.find_servers(self.dataset)
+        except ConfigError:
+            raise
+        except UpriverError as error:
+            log.warning("no near-data server, training straight from the store: %s", error)
+            return self._unsplit(policy, f"no near-data server: {error}"), None
+        gate = self._gate()
+        measured, reasons = self._measure(servers, gate)
+        if not measured:
+            why = f"no server could be used when the job started: {'; '.join(reasons)}"
+            plan = self._fixed(self._unsplit(policy, why), self.parts.freeze if cut is None else cut, why=why)
+            return plan, self._pool(servers, gate, plan.cut)
+        plan = self._choose(policy, measured)
+        if cut is not None:
+            plan = self._fixed(plan, cut, why=f"cut {cut} was asked for")
+        if plan.cut == self.dataset.chain.start:
+            for server in servers:
+                server.close()
+            return plan, None
+        self._recheck([server for server, _ in measured], gate, plan.cut)
+        pool = self._pool(servers, gate, plan.cut)
+        pool.wait_joined(JOIN_S)
+        return plan, pool
+
+    def _measure(
+        self, servers: Sequence[ServerClient], gate: Gate
+    ) -> tuple[list[tuple[ServerClient, list[Timings]]], list[str]]:
+        """Timings of the servers that pass the canary at the freeze point, and why the others do not."""
+        measured: list[tuple[ServerClient, list[Timings]]] = []
+        reasons: list[str] = []
+        for server in servers:
+            try:
+                server.info()
+                if not measured:
+                    self.dataset.publish()
+                self.tell(f"measuring {server.url}")
+                timings = [
+                    gate.measure(server, stop=self.parts.freeze) for _ in range(MEASURED_MICRO_BATCHES)
+                ]
+                measured.append((server, timings))
+            except (BadSample, DatasetError):
+                raise  # the same wherever it is computed
+            except UpriverError as error:
+                reasons.append(str(error))
+                log.warning("server %s is not used for now: %s", server.url, error)
+        return measured, reasons
+
+    def _recheck(self, servers: Sequence[ServerClient], gate: Gate, cut: int) -> None:
+        """The canary at the chosen cut, where that is not the one measured; a server that fails stays out."""
+        gate.cut = cut
+        for server in servers:
+            try:
+                if cut != self.parts.freeze:
+                    self.tell(f"checking cut {cut} on {server.url}")
+                    gate.measure(server, stop=cut)
+                gate.vouch(server)
+            except UpriverError as error:
+                log.warning("server %s is not used for now: %s", server.url, error)
+
+    def _choose(self, policy: str, measured: Sequence[tuple[ServerClient, list[Timings]]]) -> Plan:
+        self.tell("measuring the link")
+        link = measure_link(measured[0][0])
+        here = self._measured_here()
+        tail = measure_tail(self.model, self.parts, here.features.tensors[0])
+        plan, _profile, _cluster = make_plan(
+            policy,
+            name=type(self.model).__name__,
+            dataset=self.dataset,
+            split=self.parts,
+            here=here,
+            there=measured[0][1],
+            link=link,
+            tail=tail,
+            workload=Workload(batch_size=self.options.batch_size, num_samples=len(self.dataset)),
+            num_servers=len(measured),
+        )
+        return plan
+
+    def _fixed(self, plan: Plan, cut: int, *, why: str) -> Plan:
+        """The same plan with another cut; what is known of that cut is kept."""
+        rest = Segment(tier=Tier.COMPUTE, start=cut, stop=self.parts.freeze)
+        pushed = Segment(tier=Tier.STORAGE, start=self.dataset.chain.start, stop=cut)
+        row = next((row for row in plan.table if row.cut == cut), None)
+        return replace(
+            plan,
+            policy="fixed",
+            routes=(Route(segments=(pushed, rest)),),
+            predicted=row.cost if row is not None else None,
+            why=why,
+        )
+
+    def _pool(self, servers: Sequence[ServerClient], gate: Gate, cut: int) -> ServerPool:
+        gate.cut = cut
+        return ServerPool(servers, admit=gate.admit)
+
+    def _gate(self) -> Gate:
+        program = self.parts.program
+        if program is None:
+            raise UpriverError("a model that runs unsplit needs no servers")
+        question = Question(
+            dataset=self.dataset,
+            program=program,
+            seed=self.options.seed,
+            on_bad_sample=self.options.on_bad_sample,
+        )
+        return Gate(
+            question,
+            self.engine,
+            canary=self._canary(),
+            reference=lambda: self._measured_here().features,
+            exact=self.exact,
+        )
+
+    def _canary(self) -> tuple[int, ...]:
+        """The first micro-batch of the first epoch."""
+        options = self.options
+        order = epoch_order(
+            len(self.dataset),
+            seed=options.seed,
+            epoch=0,
+            batch_size=options.batch_size,
+            micro_batch=options.micro_batch,
+            shuffle=options.shuffle,
+        )
+        return order.micro_batches[0]
+
+    def _measured_here(self) -> LocalMeasurement:
+        if self._here is None:
+            self.tell("measuring this side")
+            self._here = measure_here(
+                self.engine,
+                self.direct,
+                self._canary(),
+                freeze=self.parts.freeze,
+                seed=self.options.seed,
+                on_bad_sample=self.options.on_bad_sample,
+            )
+        return self._here
+
+
+def example_of(model: nn.Module, dataset: Dataset, options: JobOptions) -> torch.Tensor:
+    """A micro-batch of the right form, on the model's device."""
+    device = next(model.parameters(), torch.empty(0)).device
+    spec = dataset.chain.output_spec()
+    if spec is None:
+        engine = Engine(chain=dataset.chain, program=None, micro_batch=1)
+        names = [dataset.locate([0])[0].object]
+        first = engine.begin(read_samples(dataset, [0]), [0], object_names=names, stop=0, seed=0, epoch=0)
+        spec = (first.tensors[0].dtype, tuple(first.tensors[0].shape[1:]))
+    dtype, shape = spec
+    generator = torch.Generator().manual_seed(0)
+    example = torch.randn((options.micro_batch, *shape), generator=generator)
+    return example.to(dtype).to(device)

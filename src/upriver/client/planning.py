@@ -1,0 +1,179 @@
+"""A short measurement on both tiers and of the link, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from upriver.client.transport import ServerClient
+from upriver.engine.clock import Clock
+from upriver.engine.engine import Engine, OnBadSample
+from upriver.engine.read import read_samples
+from upriver.errors import UpriverError
+from upriver.pipeline import Dataset
+from upriver.policies import choose
+from upriver.profile import build_profile, cluster_from
+from upriver.program.capture import tensors_in
+from upriver.program.freeze import keep_in_eval
+from upriver.program.proof import buffers_kept
+from upriver.program.split import Split
+from upriver.types import (
+    Cluster,
+    MicroBatch,
+    Plan,
+    Profile,
+    Route,
+    Segment,
+    TailProfile,
+    Tier,
+    Timings,
+    Workload,
+)
+
+MEASURED_MICRO_BATCHES = 2
+"""One warms up, one counts: more would refine what the answers of the running job refine anyway."""
+
+PROBE_FIRST_BYTES = 64 << 10
+PROBE_MOST_BYTES = 16 << 20
+PROBE_SECONDS = 0.25
+"""A probe doubles until it took this long: below it, start-up and bursts decide."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkEstimate:
+    """What probes of the link showed."""
+
+    bandwidth_bytes_per_s: float
+    rtt_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalMeasurement:
+    """The canary on this side: its features at the freeze point, and what each stage took."""
+
+    features: MicroBatch
+    timings: tuple[Timings, ...]
+
+
+def measure_here(
+    engine: Engine,
+    dataset: Dataset,
+    ids: tuple[int, ...],
+    *,
+    freeze: int,
+    seed: int,
+    on_bad_sample: OnBadSample,
+    times: int = MEASURED_MICRO_BATCHES,
+) -> LocalMeasurement:
+    """Run one micro-batch to the freeze point on this tier, some times over; the store is read once."""
+    blobs = read_samples(dataset, ids)
+    names = [ref.object for ref in dataset.locate(ids)]
+    timings = []
+    for _ in range(times):
+        clock = Clock()
+        batch = engine.begin(
+            blobs,
+            ids,
+            object_names=names,
+            stop=0,
+            seed=seed,
+            epoch=0,
+            on_bad_sample=on_bad_sample,
+            clock=clock,
+        )
+        features = engine.advance(batch, freeze, clock)
+        timings.append(clock.timings())
+    return LocalMeasurement(features=features, timings=tuple(timings))
+
+
+def measure_link(server: ServerClient) -> LinkEstimate:
+    """Bandwidth and round trip from probes that grow until they take long enough to mean something."""
+    size = PROBE_FIRST_BYTES
+    rtt = min(server.probe(1).first_byte_s for _ in range(3))
+    while True:
+        probe = server.probe(size)
+        if probe.seconds >= PROBE_SECONDS or size >= PROBE_MOST_BYTES:
+            return LinkEstimate(bandwidth_bytes_per_s=probe.num_bytes / max(probe.seconds, 1e-6), rtt_s=rtt)
+        size *= 2
+
+
+def measure_tail(model: nn.Module, split: Split, features: torch.Tensor) -> TailProfile:
+    """Forward and backward of the tail on one micro-batch; nothing of the model is changed."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    devices = [features.device] if features.device.type == "cuda" else []
+    seconds = []
+    for _ in range(2):
+        with buffers_kept(model), torch.random.fork_rng(devices=devices), torch.enable_grad():
+            keep_in_eval(model, list(split.in_eval))
+            began = time.perf_counter()
+            answers = [
+                t for t in tensors_in(split.tail(features)) if t.requires_grad and t.is_floating_point()
+            ]
+            total = torch.stack([t.float().square().mean() for t in answers]).sum()
+            torch.autograd.grad(total, parameters, allow_unused=True)
+            if devices:
+                torch.cuda.synchronize(features.device)
+            seconds.append(time.perf_counter() - began)
+    per_sample = seconds[-1] / features.shape[0]
+    return TailProfile(seconds=(0.0, per_sample), param_bytes=float(sum(p.nbytes for p in parameters)))
+
+
+def make_plan(
+    policy: str,
+    *,
+    name: str,
+    dataset: Dataset,
+    split: Split,
+    here: LocalMeasurement,
+    there: Sequence[Timings],
+    link: LinkEstimate,
+    tail: TailProfile,
+    workload: Workload,
+    num_servers: int,
+) -> tuple[Plan, Profile, Cluster]:
+    """Ask a policy, with what was measured.
+
+    Raises:
+        NoFeasibleCut: If no cut fits the memory of both tiers.
+    """
+    program = split.program
+    if program is None:
+        raise UpriverError("a model that runs unsplit has nothing to plan")
+    micro_batch = program.micro_batch
+    profile = build_profile(
+        model=name,
+        freeze=split.freeze,
+        stages=program.stages,
+        chain=dataset.chain.stages,
+        stored_bytes=dataset.stored_bytes,
+        tensor_bytes=program.graph.input_bytes,
+        storage=there,
+        compute=here.timings,
+        samples_per_timing=micro_batch,
+        tail=tail,
+    )
+    cluster = cluster_from(
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+        rtt_s=link.rtt_s,
+        micro_batch=micro_batch,
+        stored_bytes=dataset.stored_bytes,
+        sent_bytes=program.stages[-1].out_bytes,
+        samples_per_timing=micro_batch,
+        storage=there,
+        compute=here.timings,
+        concurrency=num_servers,
+        load=1.0 / num_servers,
+    )
+    return choose(policy, profile, cluster, workload), profile, cluster
+
+
+def unsplit_plan(policy: str, dataset: Dataset, *, stop: int, why: str) -> Plan:
+    """The plan when there is nothing to decide: everything on the compute tier."""
+    segment = Segment(tier=Tier.COMPUTE, start=dataset.chain.start, stop=stop)
+    return Plan(
+        policy=policy, feasible=True, routes=(Route(segments=(segment,)),), predicted=None, table=(), why=why
+    )

@@ -1,0 +1,165 @@
+"""What has to hold before a server's answers are used: version, fingerprint, program, dataset, canary.
+
+The canary is a real micro-batch of the job that both sides compute: if one bit of the features differs, this
+server does not take part in an ``exact="bitwise"`` job, whatever its fingerprint says.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+
+from upriver.client.pool import Transport
+from upriver.client.transport import ServerClient
+from upriver.engine.engine import Engine, OnBadSample
+from upriver.engine.fingerprint import fingerprint
+from upriver.errors import NotExact
+from upriver.pipeline import Dataset
+from upriver.program import Program
+from upriver.protocol import DatasetRef, RunRequest
+from upriver.types import MicroBatch, Timings
+
+log = logging.getLogger("upriver")
+
+Exact = Literal["bitwise", "numeric"]
+
+NUMERIC_TOLERANCE = (1e-3, 1e-4)
+"""Relative and absolute difference of features that ``exact="numeric"`` accepts, in the features' own scale:
+what float32 convolutions of different instruction sets differ by after twenty layers, with room to spare."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What a job asks of a server, whichever samples and cut."""
+
+    dataset: Dataset
+    program: Program
+    seed: int
+    on_bad_sample: OnBadSample
+
+    def request(self, micro_batches: Sequence[tuple[int, ...]], *, stop: int, epoch: int) -> RunRequest:
+        """Run the chain from the stored bytes to ``stop``."""
+        return RunRequest(
+            micro_batches=tuple(micro_batches),
+            start=self.dataset.chain.start,
+            stop=stop,
+            micro_batch=self.program.micro_batch,
+            program=self.program.digest if stop > 0 else None,
+            dataset=DatasetRef(store=self.dataset.store.name, digest=self.dataset.digest),
+            seed=self.seed,
+            epoch=epoch,
+            on_bad_sample=self.on_bad_sample,
+        )
+
+
+class Gate:
+    """Lets a server in, or says why not.
+
+    Args:
+        question: What will be asked.
+        engine: The plain way's engine, for what this side computes.
+        canary: Sample ids of the canary, one micro-batch.
+        reference: The canary's features at the freeze point as this side computes them; called once, when
+            needed.
+        exact: ``bitwise`` or ``numeric``.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        engine: Engine,
+        *,
+        canary: tuple[int, ...],
+        reference: Callable[[], MicroBatch],
+        exact: Exact,
+    ) -> None:
+        self._question = question
+        self._engine = engine
+        self._canary = canary
+        self._make_reference = reference
+        self._reference: MicroBatch | None = None
+        self._exact = exact
+        self._lock = threading.Lock()
+        self._proved: set[tuple[str, int]] = set()
+        self.cut = question.program.num_stages
+
+    def admit(self, client: Transport) -> None:
+        """Check a server that joins or comes back; a :class:`~upriver.client.pool.ServerPool` calls it.
+
+        Raises:
+            NotExact: If its bits are not ours.
+            UpriverError: If it cannot be used now.
+        """
+        server = cast(ServerClient, client)
+        with self._lock:
+            proved = (server.url, self.cut) in self._proved
+            self._proved.discard((server.url, self.cut))  # next time it may be another process
+        if not proved:
+            self.measure(server, stop=self.cut)
+
+    def measure(self, server: ServerClient, *, stop: int) -> Timings:
+        """Let a server compute the canary up to a cut, compare, and give its timings.
+
+        Raises:
+            NotExact: If the fingerprint or the features differ.
+            UpriverError: If the server cannot be used now.
+        """
+        self._check_fingerprint(server)
+        self._bring_program(server)
+        request = self._question.request([self._canary], stop=stop, epoch=0)
+        with server.run(request) as answer:
+            batch, timings = next(answer)
+            for _ in answer:
+                pass  # to the end, so that the connection can be used again
+        self._compare(server, batch, stop)
+        return timings
+
+    def vouch(self, server: ServerClient) -> None:
+        """Note that the server has just passed the canary at the current cut."""
+        with self._lock:
+            self._proved.add((server.url, self.cut))
+
+    def _check_fingerprint(self, server: ServerClient) -> None:
+        info = server.info()
+        ours = fingerprint(self._question.program.device)
+        theirs = info.fingerprint
+        different = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+        if not different:
+            return
+        shown = ", ".join(
+            f"{key} {theirs.get(key, 'none')!r} there, {ours.get(key)!r} here" for key in different[:3]
+        )
+        if self._exact == "bitwise":
+            raise NotExact(
+                f"{server.url} computes with other low bits: {shown}; exact='numeric' accepts a tolerance"
+            )
+        log.info("%s has another fingerprint: %s", server.url, shown)
+
+    def _bring_program(self, server: ServerClient) -> None:
+        program = self._question.program
+        if not server.has_program(program.digest):
+            server.put_program(program)
+
+    def _compare(self, server: ServerClient, batch: MicroBatch, stop: int) -> None:
+        with self._lock:
+            if self._reference is None:
+                self._reference = self._make_reference()
+            wanted = self._reference
+        freeze = self._question.program.num_stages
+        done = self._engine.advance(batch, freeze) if stop >= 0 else batch
+        for ours, theirs in zip(wanted.tensors, done.tensors, strict=True):
+            theirs = theirs.to(ours.device)
+            if self._exact == "bitwise" and not torch.equal(ours, theirs):
+                where = f"cut {stop}"
+                raise NotExact(f"{server.url} gives other bits for the canary micro-batch at {where}")
+            rtol, atol = NUMERIC_TOLERANCE
+            scale = float(ours.abs().max()) if ours.numel() else 0.0
+            if not torch.allclose(ours, theirs, rtol=rtol, atol=atol * max(1.0, scale), equal_nan=True):
+                raise NotExact(
+                    f"{server.url} gives features beyond rtol {rtol} and atol {atol} of {scale:.3g}"
+                )
