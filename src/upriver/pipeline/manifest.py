@@ -145,11 +145,10 @@ def decode_index(data: bytes, manifest: Manifest) -> pa.Table:
     if len(data) != manifest.index.bytes or hashlib.sha256(data).hexdigest() != manifest.index.sha256:
         raise DatasetError("index.parquet is damaged: its size or SHA-256 is not the one in chain.json")
     try:
-        reader = pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(_TEXT_COLUMNS))
-        _check_columns(reader, manifest)
-        table = reader.read()
-    except pa.ArrowException as exc:
-        raise DatasetError(f"index.parquet cannot be read: {exc}") from None
+        _check_columns(pq.ParquetFile(pa.BufferReader(data)), manifest)
+        table = pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(_TEXT_COLUMNS)).read()
+    except (pa.ArrowException, OSError) as exc:
+        raise DatasetError(f"index.parquet cannot be read: {exc}".split("\n", 1)[0]) from None
     _check_rows(table, manifest)
     return table
 

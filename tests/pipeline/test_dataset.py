@@ -1,0 +1,296 @@
+"""A dataset is what its digest says, or it is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from upriver.errors import ConfigError, DatasetError, ObjectNotFound
+from upriver.pipeline import Dataset, InputChain, LoadTensor, Resize, imagenet_eval, imagenet_train, index
+from upriver.store import Store
+
+from .making import samples, shard, write
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    write(tmp_path, {"train/a.tar": shard(samples(4)), "train/b.tar": shard(samples(3, first=4))})
+    return index(tmp_path.as_uri(), "train", stages=imagenet_eval(16, 20))
+
+
+def files_of(dataset: Dataset) -> tuple[str, str]:
+    place = f".upriver/datasets/{dataset.digest}"
+    return f"{place}/index.parquet", f"{place}/chain.json"
+
+
+def test_published_and_opened_it_is_the_same(dataset: Dataset) -> None:
+    dataset.publish()
+    for back in (
+        Dataset.open(dataset.store, dataset.digest),
+        asyncio.run(Dataset.open_async(dataset.store, dataset.digest)),
+    ):
+        assert back.digest == dataset.digest
+        assert len(back) == 7
+        assert back.targets.tolist() == dataset.targets.tolist() == [0, 1, 2, 0, 1, 2, 0]
+        assert back.classes == dataset.classes == ("0", "1", "2")
+        assert back.chain == InputChain(imagenet_eval(16, 20))
+        assert back.locate(range(7)) == dataset.locate(range(7))
+        assert back.names([6, 0, 6]) == ["000006", "000000", "000006"]
+        assert back.stored_bytes == dataset.stored_bytes
+        assert (back.layout, back.format) == ("webdataset", "image")
+
+
+def test_the_digest_is_that_of_the_file_and_the_file_names_the_index(dataset: Dataset) -> None:
+    dataset.publish()
+    index_path, chain_path = files_of(dataset)
+    chain_bytes, index_bytes = dataset.store.get(chain_path), dataset.store.get(index_path)
+    assert hashlib.sha256(chain_bytes).hexdigest() == dataset.digest
+    chain = json.loads(chain_bytes)
+    assert chain["schema"] == "upriver.dataset/1"
+    assert chain["count"] == 7
+    assert chain["classes"] == ["0", "1", "2"]
+    assert chain["index"] == {"bytes": len(index_bytes), "sha256": hashlib.sha256(index_bytes).hexdigest()}
+    assert InputChain.from_json(chain["stages"]) == dataset.chain
+    table = pq.read_table(io.BytesIO(index_bytes))
+    assert table.column_names == ["object", "etag", "start", "stop", "target", "name"]
+    assert table["object"].to_pylist() == ["train/a.tar"] * 4 + ["train/b.tar"] * 3
+
+
+def test_indexing_again_gives_the_same_digest(dataset: Dataset) -> None:
+    assert index(dataset.store, "train", stages=imagenet_eval(16, 20)).digest == dataset.digest
+    assert index(dataset.store, "train", stages=imagenet_eval(16, 21)).digest != dataset.digest
+
+
+def test_samples_lie_where_the_index_says(dataset: Dataset) -> None:
+    stored = [data for name, data in samples(7) if name.endswith(".jpg")]
+    for ref, data in zip(dataset.locate(range(7)), stored, strict=True):
+        assert dataset.store.get_range(ref.object, ref.start, ref.stop, etag=ref.etag) == data
+    assert dataset.stored_bytes == sum(map(len, stored)) / 7
+
+
+def test_other_stages_make_another_dataset(dataset: Dataset) -> None:
+    other = dataset.with_stages(imagenet_train(16))
+    assert other.digest != dataset.digest
+    assert other.chain == InputChain(imagenet_train(16))
+    assert other.locate(range(7)) == dataset.locate(range(7))
+    assert dataset.with_stages(imagenet_eval(16, 20)).digest == dataset.digest
+    with pytest.raises(ObjectNotFound):
+        Dataset.open(dataset.store, other.digest)
+    other.publish()
+    assert Dataset.open(dataset.store, other.digest).chain == other.chain
+    with pytest.raises(ConfigError, match=r"stored as image; the first stage \(load_tensor\) reads npy"):
+        dataset.with_stages([LoadTensor("npy")])
+
+
+def test_another_way_to_the_store(dataset: Dataset) -> None:
+    way = Store.open(dataset.store.uri, name="metered")
+    other = dataset.with_store(way)
+    assert other.store is way
+    assert other.digest == dataset.digest
+    assert dataset.store is not way
+
+
+def test_ids_are_rows(dataset: Dataset) -> None:
+    for bad in (-1, 7, 10**12):
+        with pytest.raises(ConfigError, match=rf"0\.\.6, got {bad}"):
+            dataset.locate([0, bad])
+    assert dataset.locate([]) == []
+    assert dataset.names([]) == []
+
+
+def test_the_operators_prefix(tmp_path: Path, dataset: Dataset) -> None:
+    mine = index(dataset.store, "train", stages=imagenet_eval(16, 20), prefix="own/place")
+    mine.publish()
+    assert (tmp_path / "own/place/datasets" / mine.digest / "chain.json").is_file()
+    assert Dataset.open(mine.store, mine.digest, prefix="own/place").digest == mine.digest
+    with pytest.raises(ObjectNotFound):
+        Dataset.open(mine.store, mine.digest)
+
+
+def test_its_own_files_are_not_indexed(dataset: Dataset) -> None:
+    dataset.publish()
+    assert index(dataset.store, stages=imagenet_eval(16, 20)).digest == dataset.digest
+
+
+@pytest.mark.parametrize("digest", ["", "x" * 64, "A" * 64, "0" * 63, "../" * 20 + "etcetc", "0" * 64 + "\n"])
+def test_only_a_digest_names_a_dataset(tmp_path: Path, digest: str) -> None:
+    with pytest.raises(DatasetError, match="64 hexadecimal digits"):
+        Dataset.open(Store.open(tmp_path.as_uri()), digest)
+
+
+def test_a_dataset_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ObjectNotFound, match=r"chain\.json"):
+        Dataset.open(Store.open(tmp_path.as_uri()), "0" * 64)
+
+
+def test_chain_json_is_written_last(dataset: Dataset, tmp_path: Path) -> None:
+    """A directory in the way of chain.json makes its put fail: what is left cannot be opened."""
+    index_path, chain_path = files_of(dataset)
+    (tmp_path / chain_path).mkdir(parents=True)
+    with pytest.raises(Exception, match=r"chain\.json"):
+        dataset.publish()
+    assert dataset.store.exists(index_path)
+    with pytest.raises(ObjectNotFound):
+        Dataset.open(dataset.store, dataset.digest)
+
+
+# ---------------------------------------------------------------------------------- damaged or false
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("how", ["flip", "cut", "longer"])
+def test_damage_is_noticed(dataset: Dataset, which: int, how: str) -> None:
+    dataset.publish()
+    path = files_of(dataset)[which]
+    data = bytearray(dataset.store.get(path))
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    dataset.store.put(path, data[:-1] if how == "cut" else data + b" " if how == "longer" else data)
+    with pytest.raises(DatasetError, match=r"(chain\.json|index\.parquet).* is damaged"):
+        Dataset.open(dataset.store, dataset.digest)
+    with pytest.raises(DatasetError, match=r"(chain\.json|index\.parquet).* is damaged"):
+        asyncio.run(Dataset.open_async(dataset.store, dataset.digest))
+
+
+def forge(
+    dataset: Dataset, *, table: pa.Table | None = None, index_bytes: bytes | None = None, **changes: Any
+) -> str:
+    """Publish files that fit each other and their digest, yet hold what they should not."""
+    dataset.publish()
+    index_path, chain_path = files_of(dataset)
+    if table is not None:
+        sink = io.BytesIO()
+        pq.write_table(table, sink)
+        index_bytes = sink.getvalue()
+    index_bytes = index_bytes or dataset.store.get(index_path)
+    chain = json.loads(dataset.store.get(chain_path))
+    chain["index"] = {"bytes": len(index_bytes), "sha256": hashlib.sha256(index_bytes).hexdigest()}
+    chain |= changes
+    chain = {name: value for name, value in chain.items() if value is not ...}
+    chain_bytes = json.dumps(chain).encode()
+    digest = hashlib.sha256(chain_bytes).hexdigest()
+    place = f".upriver/datasets/{digest}"
+    dataset.store.put(f"{place}/index.parquet", index_bytes)
+    dataset.store.put(f"{place}/chain.json", chain_bytes)
+    return digest
+
+
+def test_a_file_of_another_writer_keeps_its_digest(dataset: Dataset) -> None:
+    digest = forge(dataset)  # same content, other spacing
+    assert digest != dataset.digest
+    assert Dataset.open(dataset.store, digest).digest == digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"extra": 1}, "unknown field `extra`"),
+        ({"count": ...}, "missing required field `count`"),
+        ({"count": "7"}, r"Expected `int`, got `str` - at `\$\.count`"),
+        ({"count": -1}, "count must be at least 1, got -1"),
+        ({"count": 6}, "has 7 rows, chain.json counts 6"),
+        ({"schema": "upriver.dataset/2"}, "schema must be upriver.dataset/1, got 'upriver.dataset/2'"),
+        ({"layout": "lmdb"}, "layout must be webdataset or folders, got 'lmdb'"),
+        ({"format": "pickle"}, "format must be image or npy or safetensors, got 'pickle'"),
+        ({"classes": ["a", "b"]}, r"row 2: target is not in 0\.\.1 \(2\)"),
+        ({"classes": [1, 2, 3]}, r"Expected `str`, got `int` - at `\$\.classes"),
+        ({"index": {"bytes": 2**40, "sha256": "0" * 64}}, "index.bytes must lie in 1..1073741824"),
+        ({"index": {"bytes": -1, "sha256": "0" * 64}}, "index.bytes must lie in"),
+        ({"stages": [{"stage": "exec", "code": "x"}]}, "unknown input stage 'exec'"),
+        ({"stages": {"stage": "decode"}}, r"Expected `array`, got `object` - at `\$\.stages"),
+        ({"stages": [3]}, r"Expected `object`, got `int`"),
+    ],
+)
+def test_a_false_chain_json_is_refused_by_name(
+    dataset: Dataset, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DatasetError, match=problem):
+        Dataset.open(dataset.store, forge(dataset, **changes))
+
+
+def test_bad_values_of_stages_are_refused_by_name(dataset: Dataset) -> None:
+    stages = [*InputChain(imagenet_eval()).to_json()]
+    stages[1] = Resize(8).to_json() | {"size": 10**9}
+    with pytest.raises(
+        ConfigError, match=r"resize\.size must be a whole number in 1\.\.16384, got 1000000000"
+    ):
+        Dataset.open(dataset.store, forge(dataset, stages=stages))
+
+
+def table_of(dataset: Dataset) -> pa.Table:
+    dataset.publish()
+    return pq.read_table(io.BytesIO(dataset.store.get(files_of(dataset)[0])))
+
+
+def with_cell(table: pa.Table, column: str, value: Any) -> pa.Table:
+    values = table[column].to_pylist()
+    values[3] = value
+    return table.set_column(table.column_names.index(column), column, [values])
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "problem"),
+    [
+        ("start", -1, r"row 3: start is negative \(-1\)"),
+        ("stop", 5, r"row 3: stop lies before start \(5\)"),
+        ("stop", 2**40, r"row 3: a sample has more than 268435456 bytes"),
+        ("target", -1, r"row 3: target is not in 0\.\.2 \(-1\)"),
+        ("target", 3, r"row 3: target is not in 0\.\.2 \(3\)"),
+        ("object", "../../etc/passwd", "segment '..'"),
+        ("object", "http://169.254.169.254/x", "looks like a URL"),
+        ("etag", "", "column 'etag' has an empty cell"),
+        ("name", None, "column 'name' has empty cells"),
+        ("start", None, "column 'start' has empty cells"),
+        ("start", 1.5, "column 'start' must be int64, got double"),
+    ],
+)
+def test_a_false_row_is_refused_by_name(dataset: Dataset, column: str, value: Any, problem: str) -> None:
+    with pytest.raises(DatasetError, match=problem):
+        Dataset.open(dataset.store, forge(dataset, table=with_cell(table_of(dataset), column, value)))
+
+
+def test_a_missing_or_extra_column_is_refused_by_name(dataset: Dataset) -> None:
+    table = table_of(dataset)
+    with pytest.raises(DatasetError, match="column 'etag' must be string, got none"):
+        Dataset.open(dataset.store, forge(dataset, table=table.drop_columns(["etag"])))
+    with pytest.raises(DatasetError, match="column 'more' must be absent, got int64"):
+        Dataset.open(dataset.store, forge(dataset, table=table.append_column("more", table["start"])))
+
+
+def test_an_index_that_is_no_parquet(dataset: Dataset) -> None:
+    with pytest.raises(DatasetError, match=r"index\.parquet cannot be read"):
+        Dataset.open(dataset.store, forge(dataset, index_bytes=b"PAR1 nonsense PAR1"))
+
+
+def test_caps_come_before_reading(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset.publish()
+    monkeypatch.setattr("upriver.pipeline.manifest.MAX_CHAIN_BYTES", 100)
+    with pytest.raises(DatasetError, match="at most 100 are allowed"):
+        Dataset.open(dataset.store, dataset.digest)
+
+
+def test_what_unpacks_to_too_much_is_refused(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset.publish()
+    monkeypatch.setattr("upriver.pipeline.manifest.MAX_UNPACKED_BYTES", 100)
+    with pytest.raises(DatasetError, match=r"unpacks to \d+ bytes; at most 100 are allowed"):
+        Dataset.open(dataset.store, dataset.digest)
+
+
+def test_one_long_name_for_many_rows_stays_small(dataset: Dataset) -> None:
+    """A dictionary of one long string: materialised it would be a gigabyte."""
+    count = 20_000
+    names = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), ["n" * 50_000])
+    table = table_of(dataset)
+    table = pa.concat_tables([table.slice(0, 1)] * count).set_column(5, "name", names)
+    before = pa.total_allocated_bytes()
+    opened = Dataset.open(dataset.store, forge(dataset, table=table, count=count))
+    assert pa.total_allocated_bytes() - before < 50_000_000
+    assert opened.names([count - 1]) == ["n" * 50_000]
