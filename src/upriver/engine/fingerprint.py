@@ -36,7 +36,7 @@ def fingerprint(device: str | torch.device = "cpu") -> dict[str, str]:
         device: Where model stages run.
     """
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": np.__version__,
         **_image_libraries(),
         **_math_libraries(),

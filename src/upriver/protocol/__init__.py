@@ -27,14 +27,16 @@ from upriver.protocol.messages import (
     error_body,
     error_from,
     valid_digest,
+    valid_store_name,
 )
-from upriver.protocol.programs import PROGRAM_HEAD_NBYTES, program_head, split_program_head
+from upriver.protocol.programs import MAX_GRAPH_BYTES, PROGRAM_HEAD_NBYTES, program_head, split_program_head
 from upriver.protocol.reading import FrameDecoder, Readable, read_frame
 from upriver.protocol.tensors import DTYPES, Layout, aligned, aligned_empty, build_tensors, lay_out
 
 __all__ = [
     "DEFAULT_CAPS",
     "DTYPES",
+    "MAX_GRAPH_BYTES",
     "PREFIX_NBYTES",
     "PROGRAM_HEAD_NBYTES",
     "VERSION",
@@ -71,4 +73,5 @@ __all__ = [
     "read_frame",
     "split_program_head",
     "valid_digest",
+    "valid_store_name",
 ]

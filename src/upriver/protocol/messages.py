@@ -224,3 +224,8 @@ def _kinds(root: type[UpriverError]) -> Iterator[type[UpriverError]]:
 def valid_digest(text: str) -> bool:
     """Whether ``text`` is a sha256 in hex."""
     return re.fullmatch(DIGEST_PATTERN.strip("^$"), text) is not None
+
+
+def valid_store_name(text: str) -> bool:
+    """Whether ``text`` may name a store."""
+    return re.fullmatch(STORE_PATTERN.strip("^$"), text) is not None

@@ -1,0 +1,108 @@
+"""Messages and file descriptors over a Unix socket, blocking, between the front and one worker."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+_HEAD = struct.Struct(">II")
+MAX_MESSAGE_BYTES = 16 << 20
+"""Messages hold names and numbers; what is large lies in shared memory."""
+MAX_FDS = 4
+
+_M = TypeVar("_M")
+
+
+class ChannelClosed(ConnectionError):
+    """The other process is gone, or talks nonsense, which is as good as gone."""
+
+
+class Channel(Generic[_M]):
+    """One end: sends anything that msgspec can encode, receives ``kind``.
+
+    Args:
+        sock: A connected Unix stream socket; closed with the channel.
+        kind: What the other side may say.
+    """
+
+    def __init__(self, sock: socket.socket, kind: type[_M]) -> None:
+        self._socket = sock
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """How long one message may take from here on; TimeoutError then."""
+        self._socket.settimeout(seconds)
+
+    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+        """Send a message, with descriptors that the other side gets copies of.
+
+        Raises:
+            ChannelClosed: If the other process is gone.
+        """
+        body = msgspec.msgpack.encode(message)
+        try:
+            socket.send_fds(self._socket, [_HEAD.pack(len(body), len(fds))], list(fds))
+            self._socket.sendall(body)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosed(str(error)) from None
+
+    def receive(self) -> tuple[_M, list[int]]:
+        """The next message and its descriptors, which the caller closes.
+
+        Raises:
+            ChannelClosed: If the other process is gone, or talks nonsense.
+        """
+        head, fds = self._receive_head()
+        try:
+            nbytes, num_fds = _HEAD.unpack(head)
+            if nbytes > MAX_MESSAGE_BYTES or num_fds != len(fds):
+                raise ChannelClosed(f"a message of {nbytes} bytes with {len(fds)} of {num_fds} descriptors")
+            return self._decoder.decode(self._exactly(nbytes)), fds
+        except msgspec.MsgspecError as error:
+            _close_all(fds)
+            raise ChannelClosed(f"a message of unknown form: {error}") from None
+        except BaseException:
+            _close_all(fds)
+            raise
+
+    def close(self) -> None:
+        """Close this end; the other one sees the end of the stream."""
+        self._socket.close()
+
+    def _receive_head(self) -> tuple[bytes, list[int]]:
+        try:
+            head, fds, _, _ = socket.recv_fds(
+                self._socket, _HEAD.size, MAX_FDS, flags=socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionResetError as error:
+            raise ChannelClosed(str(error)) from None
+        try:
+            if not head:
+                raise ChannelClosed("the other process is gone")
+            return head + self._exactly(_HEAD.size - len(head)), fds
+        except BaseException:
+            _close_all(fds)
+            raise
+
+    def _exactly(self, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        view, done = memoryview(buffer), 0
+        while done < nbytes:
+            try:
+                got = self._socket.recv_into(view[done:])
+            except ConnectionResetError as error:
+                raise ChannelClosed(str(error)) from None
+            if not got:
+                raise ChannelClosed("the other process is gone")
+            done += got
+        return bytes(buffer)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,143 @@
+"""Anonymous shared memory between the front and a worker.
+
+Every piece is a memfd that travels as a file descriptor: it has no name that could be left behind, and its
+memory is gone with the last process that maps it, however that died. Its size is sealed, so that neither side
+can pull the ground from under the other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+import weakref
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+SMALLEST_SLOT = 64 * 1024
+FREE_SLOTS = 4
+"""Slots kept for the next micro-batch: one being filled, two waiting to be sent, one input."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Slot:
+    """Memory that both sides may write; the front owns it, and knows when nobody looks at it any more."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self, nbytes: int) -> None:
+        self.id = next(self._ids)
+        self.nbytes = max(SMALLEST_SLOT, 1 << (nbytes - 1).bit_length()) if nbytes else SMALLEST_SLOT
+        self.fd: int | None = os.memfd_create("upriver-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map = mmap.mmap(self.fd, self.nbytes)
+        except BaseException:
+            self.close_fd()
+            raise
+
+    def array(self, nbytes: int) -> Bytes:
+        """The first ``nbytes`` bytes; the array and all views of it keep the mapping alive."""
+        return np.frombuffer(self._map, dtype=np.uint8, count=nbytes)
+
+    def close_fd(self) -> None:
+        """The worker has mapped it: the descriptor is not needed any more."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def __del__(self) -> None:
+        self.close_fd()
+
+
+class SlotPool:
+    """The slots of one worker.
+
+    One thread takes; whichever thread drops the last view of a lent slot gives it back, hence only the atomic
+    operations of a deque, and no lock that a finalizer could find taken by its own thread.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[Slot] = deque()
+        self._dropped: deque[int] = deque()
+        self._lent = 0
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of at least ``nbytes`` bytes that nobody looks at."""
+        keep: list[Slot] = []
+        found: Slot | None = None
+        while self._free:
+            slot = self._free.popleft()
+            if found is None and slot.nbytes >= nbytes and slot.nbytes <= 4 * max(nbytes, SMALLEST_SLOT):
+                found = slot
+            else:
+                keep.append(slot)
+        for slot in keep[:-FREE_SLOTS]:
+            self._dropped.append(slot.id)
+        self._free.extend(keep[-FREE_SLOTS:])
+        return found if found is not None else Slot(nbytes)
+
+    def give_back(self, slot: Slot) -> None:
+        """Nobody looks at it any more."""
+        self._free.append(slot)
+
+    def lend(self, slot: Slot, nbytes: int) -> memoryview:
+        """A view for sending: the slot comes back by itself when this view and all slices of it are gone."""
+        array = slot.array(nbytes)
+        weakref.finalize(array, self.give_back, slot)
+        return array.data
+
+    def dropped(self) -> list[int]:
+        """Slots that the worker may unmap, each told once."""
+        ids = []
+        while self._dropped:
+            ids.append(self._dropped.popleft())
+        return ids
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken now."""
+        return len(self._free)
+
+
+class SealedFile:
+    """Bytes that are written once, then sealed and shared by all workers, which map them without a copy."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("upriver-program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.nbytes = 0
+        self._finalizer = weakref.finalize(self, os.close, self.fd)
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Write at the end."""
+        rest = memoryview(data)
+        while len(rest):
+            written = os.write(self.fd, rest)
+            rest = rest[written:]
+            self.nbytes += written
+
+    def seal(self) -> None:
+        """From here on nobody can change a byte, not even this process."""
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+
+    def view(self) -> memoryview:
+        """All of it, mapped."""
+        return map_privately(self.fd, self.nbytes)
+
+
+def map_privately(fd: int, nbytes: int) -> memoryview:
+    """Map a sealed file: its pages are everyone's, a write would change this process's copy alone."""
+    if nbytes == 0:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY))
+
+
+def map_shared(fd: int, nbytes: int) -> Bytes:
+    """Map a slot on the worker's side."""
+    return np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)

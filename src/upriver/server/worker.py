@@ -1,0 +1,176 @@
+"""A compute worker: one process, one job at a time, no network, nothing but what the front hands it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from upriver.engine.clock import Clock
+from upriver.engine.engine import Engine
+from upriver.engine.fingerprint import fingerprint
+from upriver.errors import TooLarge, UpriverError
+from upriver.pipeline import InputChain
+from upriver.program import Program
+from upriver.protocol import build_batch, data_head, error_body, lay_out, parse_data_header
+from upriver.server.channel import Channel, ChannelClosed
+from upriver.server.jobs import (
+    Done,
+    Failed,
+    Forget,
+    FromFront,
+    Hello,
+    Loaded,
+    LoadProgram,
+    MapSlot,
+    NeedSlot,
+    Run,
+    Setup,
+    UseSlot,
+)
+from upriver.server.memory import Bytes, map_privately, map_shared
+from upriver.types import MicroBatch
+
+MAX_ENGINES = 32
+"""Joined chains and programs kept; they hold no memory of their own."""
+
+
+def work(fd: int, *, network: bool) -> None:
+    """Serve the front on the inherited socket ``fd`` until it is gone."""
+    channel: Channel[FromFront] = Channel(socket.socket(fileno=fd), FromFront)  # type: ignore[arg-type]
+    try:
+        setup, _ = channel.receive()
+        if not isinstance(setup, Setup):
+            raise SystemExit(f"expected Setup first, got {type(setup).__name__}")
+        torch.set_num_threads(setup.threads)
+        torch.set_num_interop_threads(1)
+        channel.send(Hello(fingerprint=fingerprint(setup.device), network=network))
+        Worker(channel, setup).serve()
+    except ChannelClosed:
+        return
+
+
+class Worker:
+    """What a worker keeps between jobs: mapped slots and loaded programs, both as the front says."""
+
+    def __init__(self, channel: Channel[FromFront], setup: Setup) -> None:
+        self._channel = channel
+        self._setup = setup
+        self._slots: dict[int, Bytes] = {}
+        self._programs: dict[str, Program] = {}
+        self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
+
+    def serve(self) -> None:
+        """Take messages until the front is gone.
+
+        Raises:
+            ChannelClosed: When it is.
+        """
+        while True:
+            message, fds = self._channel.receive()
+            try:
+                self._handle(message, fds)
+            except ChannelClosed:
+                raise
+            except UpriverError as error:
+                self._channel.send(Failed(body=error_body(error)))
+            except Exception as error:  # from libraries, on inputs nobody has seen: the worker lives on
+                text = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+                self._channel.send(Failed(body=error_body(UpriverError(text[:500]))))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _handle(self, message: FromFront, fds: Sequence[int]) -> None:
+        match message:
+            case MapSlot():
+                self._slots[message.slot] = map_shared(fds[0], message.nbytes)
+            case Forget():
+                self._forget(message)
+            case LoadProgram():
+                self._load(message, fds)
+                self._channel.send(Loaded())
+            case Run():
+                self._run(message)
+            case Setup() | UseSlot():
+                raise SystemExit(f"unexpected {type(message).__name__}")
+
+    def _forget(self, message: Forget) -> None:
+        for slot in message.slots:
+            self._slots.pop(slot, None)
+        for digest in message.programs:
+            self._programs.pop(digest, None)
+        for key in [key for key in self._engines if key[0] in message.programs]:
+            del self._engines[key]
+
+    def _load(self, message: LoadProgram, fds: Sequence[int]) -> None:
+        graph = map_privately(fds[0], message.graph_nbytes)
+        weights = map_privately(fds[1], message.weights_nbytes)
+        self._programs[message.digest] = Program.from_bytes(
+            graph, weights, device=self._setup.device, digest=message.digest
+        )
+
+    @torch.no_grad()
+    def _run(self, run: Run) -> None:
+        clock = Clock()
+        engine = self._engine(run)
+        batch = self._input(run, engine, clock)
+        if run.stop > batch.position:
+            batch = engine.advance(batch, run.stop, clock)
+        with clock.phase("encode"):
+            head = self._write(batch)
+        timings = clock.timings()
+        self._channel.send(Done(head=head, phases=dict(timings.phases), stages=dict(timings.stages)))
+
+    def _engine(self, run: Run) -> Engine:
+        key = (run.program, run.chain, run.micro_batch)
+        if key not in self._engines:
+            chain = InputChain.from_json(msgspec.json.decode(run.chain)) if run.chain else None
+            program = self._programs[run.program] if run.program is not None else None
+            self._engines[key] = Engine(chain=chain, program=program, micro_batch=run.micro_batch)
+            if len(self._engines) > MAX_ENGINES:
+                self._engines.popitem(last=False)
+        self._engines.move_to_end(key)
+        return self._engines[key]
+
+    def _input(self, run: Run, engine: Engine, clock: Clock) -> MicroBatch:
+        memory = self._slots[run.slot]
+        if run.header:
+            header = parse_data_header(run.header, run.payload_nbytes, self._setup.caps)
+            payload = torch.from_numpy(memory[: run.payload_nbytes])
+            return build_batch(header, payload, checksum=header.checksum)  # the front has looked already
+        return engine.begin(
+            [memory[start : start + nbytes].data for start, nbytes in run.blobs],
+            run.ids,
+            object_names=run.object_names,
+            stop=run.stop,
+            seed=run.seed,
+            epoch=run.epoch,
+            on_bad_sample=run.on_bad_sample,
+            clock=clock,
+        )
+
+    def _write(self, batch: MicroBatch) -> bytes:
+        """Lay the answer out in a slot of the front's choice; its head."""
+        layout = lay_out(batch.tensors)
+        if layout.nbytes > self._setup.caps.payload_bytes:
+            raise TooLarge(
+                f"an answer has at most {self._setup.caps.payload_bytes} bytes, this one {layout.nbytes}: "
+                "ask for a smaller micro-batch or another cut"
+            )
+        if not layout.nbytes:
+            return data_head(batch, layout, layout.checksum())
+        self._channel.send(NeedSlot(nbytes=layout.nbytes))
+        while True:
+            answer, fds = self._channel.receive()
+            if isinstance(answer, UseSlot):
+                return data_head(batch, layout, layout.write_into(self._slots[answer.slot].data))
+            try:
+                self._handle(answer, fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
