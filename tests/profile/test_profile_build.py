@@ -52,7 +52,7 @@ def test_seconds_are_medians_per_sample_without_the_warm_up() -> None:
     warm_up = dict.fromkeys(STEADY, 1000.0)
     noisy = {position: 50.0 for position in STEADY}
     doubled = {position: 2 * seconds for position, seconds in STEADY.items()}
-    profile = build(timings(warm_up, STEADY, noisy, STEADY), timings(warm_up, doubled))
+    profile = build(timings(warm_up, noisy, STEADY, STEADY), timings(warm_up, doubled))
     assert profile.stage(1).seconds == {"storage": (0.0, 0.1), "compute": (0.0, 0.2)}
     assert profile.stage(2).seconds["storage"] == (0.0, pytest.approx(0.2))
     assert profile.stage(-1).seconds["storage"] == (0.0, pytest.approx(0.05))
