@@ -232,6 +232,14 @@ def test_frozen_parameters_that_change_are_noticed_and_named() -> None:
         hidden.check_values()
 
 
+def test_loading_the_same_values_again_is_no_change() -> None:
+    model = frozen_small()
+    guard = FrozenGuard(model, ["block1"])
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    guard.check_versions()
+    guard.check_values()
+
+
 def test_unfreezing_in_mid_job_is_noticed() -> None:
     model = frozen_small()
     guard = FrozenGuard(model, ["block1"])

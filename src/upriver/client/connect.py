@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -27,6 +28,10 @@ log = logging.getLogger("upriver")
 
 WINDOW_BYTES = 1 << 30
 """Memory that prefetched micro-batches may take: two training batches of 512 at most cuts measured."""
+
+
+READY_S = 60.0
+"""How long an embedded server's workers may take to start; without them the job begins the plain way."""
 
 
 class Near:
@@ -150,9 +155,11 @@ class Near:
         with self._lock:
             key = (store.name, store.uri)
             if key not in self._embedded:
-                self._embedded[key] = EmbeddedServer.start(
+                server = EmbeddedServer.start(
                     {store.name: store.uri}, threads=self._threads, cpu=self._cpus, token=self._token
                 )
+                self._embedded[key] = server
+                _wait_ready(ServerClient(server.url, token=self._token))
             return self._embedded[key]
 
     def close(self) -> None:
@@ -168,6 +175,14 @@ class Near:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _wait_ready(server: ServerClient) -> None:
+    """Wait for an embedded server's workers, which take as long as importing torch does."""
+    give_up = time.monotonic() + READY_S
+    with server:
+        while not server.ready() and time.monotonic() < give_up:
+            time.sleep(0.05)
 
 
 def connect(

@@ -37,6 +37,9 @@ from upriver.types import (
 MEASURED_MICRO_BATCHES = 2
 """One warms up, one counts: more would refine what the answers of the running job refine anyway."""
 
+STATES_PER_WEIGHT = 4
+"""Weights, gradients and the two moments of Adam: what a trained parameter takes at most with usual optimizers."""
+
 PROBE_FIRST_BYTES = 64 << 10
 PROBE_MOST_BYTES = 16 << 20
 PROBE_SECONDS = 0.25
@@ -104,22 +107,36 @@ def measure_link(server: ServerClient) -> LinkEstimate:
 def measure_tail(model: nn.Module, split: Split, features: torch.Tensor) -> TailProfile:
     """Forward and backward of the tail on one micro-batch; nothing of the model is changed."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    devices = [features.device] if features.device.type == "cuda" else []
+    kept = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in kept:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
     seconds = []
+    devices = [features.device] if features.device.type == "cuda" else []
     for _ in range(2):
         with buffers_kept(model), torch.random.fork_rng(devices=devices), torch.enable_grad():
             keep_in_eval(model, list(split.in_eval))
             began = time.perf_counter()
-            answers = [
-                t for t in tensors_in(split.tail(features)) if t.requires_grad and t.is_floating_point()
-            ]
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                answers = [t for t in tensors_in(split.tail(features)) if t.requires_grad]
             total = torch.stack([t.float().square().mean() for t in answers]).sum()
             torch.autograd.grad(total, parameters, allow_unused=True)
             if devices:
                 torch.cuda.synchronize(features.device)
             seconds.append(time.perf_counter() - began)
-    per_sample = seconds[-1] / features.shape[0]
-    return TailProfile(seconds=(0.0, per_sample), param_bytes=float(sum(p.nbytes for p in parameters)))
+    samples = features.shape[0]
+    weights = sum(p.nbytes for p in parameters)
+    return TailProfile(
+        seconds=(0.0, seconds[-1] / samples),
+        param_bytes=float(STATES_PER_WEIGHT * weights),
+        # What backward needs, and as much again for gradients of activations on their way.
+        peak_bytes=2.0 * sum(saved.values()) / samples,
+    )
 
 
 def make_plan(

@@ -169,22 +169,32 @@ class FrozenGuard:
         return {name: _fold(tensor) for name, tensor in self._tensors().items()}
 
     def check_versions(self) -> None:
-        """Raise :class:`FrozenChanged` if a frozen tensor was written in place, replaced or unfrozen."""
+        """Raise :class:`FrozenChanged` if a frozen tensor got other values or was unfrozen.
+
+        Loading a checkpoint writes the same values again; that is no change.
+        """
         now = self._read_versions()
-        if now != self._versions:
-            self._fail(name for name in self._versions if now.get(name) != self._versions[name])
+        if now == self._versions:
+            return
+        touched = [name for name in self._versions if now.get(name) != self._versions[name]]
+        tensors = self._tensors()
+        for name in touched:
+            same_flag = name in now and now[name][2] == self._versions[name][2]
+            if not same_flag or _fold(tensors[name]) != self._digest[name]:
+                self._fail(name)
+        self._versions = now
 
     def check_values(self) -> None:
         """Raise :class:`FrozenChanged` if the values of a frozen tensor are others than at the start."""
         now = self._read_digest()
-        if now != self._digest:
-            self._fail(name for name in self._digest if now.get(name) != self._digest[name])
+        for name in self._digest:
+            if now.get(name) != self._digest[name]:
+                self._fail(name)
 
-    def _fail(self, names: object) -> None:
-        changed = ", ".join(list(names)[:3])  # type: ignore[call-overload]
+    def _fail(self, name: str) -> None:
         raise FrozenChanged(
-            f"frozen parameters changed after the job had started: {changed}; the features would no longer "
-            "be those of this model. Start a new job after changing them"
+            f"{name!r}, which is frozen, changed after the job had started: the features would no longer be "
+            "those of this model. Start a new job after changing it"
         )
 
 

@@ -1,0 +1,259 @@
+"""A near-data server of one's own: a subprocess on loopback, for one machine and for demonstrations."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from types import TracebackType
+from typing import IO
+
+from upriver.errors import ConfigError, ServerUnavailable
+
+START_TIMEOUT_S = 60.0
+"""For the line that says it listens. Importing torch takes some 2 s, on a busy machine with cold files 20."""
+
+STOP_TIMEOUT_S = 10.0
+"""After SIGTERM; what has not ended by then is killed."""
+
+TAIL_LINES = 20
+"""Of the server's stderr, kept for the error if it dies."""
+
+TOKEN_VARIABLE = "UPRIVER_TOKEN"
+"""Where ``upriver serve`` finds its token: unlike an argument, other users cannot see it."""
+
+
+class EmbeddedServer:
+    """A running ``upriver serve``, which ends with this object, and with this process however that dies.
+
+    Attributes:
+        url: Where it listens, on loopback.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], lifeline: int, errors: _Tail, url: str) -> None:
+        self.url = url
+        self._process = process
+        self._errors = errors
+        self._close = weakref.finalize(self, _end, process, lifeline, errors, os.getpid())
+
+    @classmethod
+    def start(
+        cls,
+        stores: Mapping[str, str],
+        *,
+        threads: int | None = None,
+        workers: int | None = None,
+        cpu: Set[int] | None = None,
+        token: str | None = None,
+        port: int = 0,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> EmbeddedServer:
+        """Start a server and wait until it listens.
+
+        Args:
+            stores: Names to URIs.
+            threads: Of each compute process; the server's own default if None.
+            workers: Compute processes; the server's own default if None.
+            cpu: Cores that the server and its processes may use.
+            token: What clients must send.
+            port: 0 takes a free one.
+            timeout_s: How long it may take until it listens.
+
+        Raises:
+            ConfigError: If a store cannot be shared with another process.
+            ServerUnavailable: If it ends or says nothing; with the last lines of its stderr.
+        """
+        _check_stores(stores)
+        # The server holds the reading end and stops at its end of file: when this process ends, however it
+        # does, the kernel closes the writing end. (A death signal would follow the *thread* that started it.)
+        theirs, ours = os.pipe()
+        try:
+            command = _command(stores, threads=threads, workers=workers, port=port, parent_pipe=theirs)
+            process = _spawn(command, pass_fd=theirs, cpu=cpu, token=token)
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        errors = _Tail(process.stderr)
+        try:
+            return cls(process, ours, errors, _wait_for_url(process, errors, timeout_s))
+        except BaseException:
+            _end(process, ours, errors, os.getpid())
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's front."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    @property
+    def stderr_tail(self) -> str:
+        """The last lines it wrote to stderr."""
+        return self._errors.text
+
+    def close(self) -> None:
+        """Ask it to end, wait, and kill it if it does not. May be called again."""
+        self._close()
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Tail:
+    """Reads a stream to its end in a thread, so that its writer never blocks; keeps the last lines."""
+
+    def __init__(self, stream: IO[bytes] | None) -> None:
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._stream = stream
+        self._thread = threading.Thread(target=self._read, name="upriver-embedded-stderr", daemon=True)
+        self._thread.start()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self._lines)
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _read(self) -> None:
+        if self._stream is None:
+            return
+        with self._stream:
+            for line in self._stream:
+                self._lines.append(line.decode(errors="replace").rstrip())
+
+
+def _check_stores(stores: Mapping[str, str]) -> None:
+    if not stores:
+        raise ConfigError("an embedded server needs at least one store")
+    for name, uri in stores.items():
+        if uri.startswith("memory:"):
+            raise ConfigError(
+                f"store {name!r} ({uri}) lies in this process's memory, where a server cannot see it; "
+                "use a file:// or s3:// store, or connect without a server"
+            )
+
+
+def _command(
+    stores: Mapping[str, str], *, threads: int | None, workers: int | None, port: int, parent_pipe: int
+) -> list[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "upriver",
+        "serve",
+        "--port",
+        str(port),
+        "--parent-pipe",
+        str(parent_pipe),
+    ]
+    for name, uri in stores.items():
+        command += ["--store", f"{name}={uri}"]
+    for option, value in {"--threads": threads, "--workers": workers}.items():
+        if value is not None:
+            command += [option, str(value)]
+    return command
+
+
+def _spawn(
+    command: list[str], *, pass_fd: int, cpu: Set[int] | None, token: str | None
+) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    if token is not None:
+        environment[TOKEN_VARIABLE] = token
+    with _on_cores(cpu):
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(pass_fd,),
+            env=environment,
+        )
+
+
+@contextlib.contextmanager
+def _on_cores(cpu: Set[int] | None) -> Iterator[None]:
+    """Confine this thread for a moment: a child starts where the thread that starts it may run."""
+    if cpu is None:
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    if not cpu or not cpu <= allowed:
+        raise ConfigError(f"cpu must be some of this process's cores {sorted(allowed)}, got {sorted(cpu)}")
+    os.sched_setaffinity(0, cpu)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], errors: _Tail, timeout_s: float) -> str:
+    """The address in the JSON line that a server prints once it listens."""
+    deadline = time.monotonic() + timeout_s
+    for line in _lines(process, deadline):
+        with contextlib.suppress(ValueError):
+            said = json.loads(line)
+            if isinstance(said, dict) and isinstance(said.get("listening"), str):
+                return str(said["listening"])
+    if time.monotonic() >= deadline:
+        raise ServerUnavailable(f"the embedded server did not listen within {timeout_s:g} s{_said(errors)}")
+    code = process.wait()
+    errors.join(STOP_TIMEOUT_S)
+    raise ServerUnavailable(f"the embedded server ended with exit code {code}{_said(errors)}")
+
+
+def _lines(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
+    """Lines of its stdout until it ends or time is up."""
+    if process.stdout is None:
+        return
+    descriptor, rest = process.stdout.fileno(), b""
+    while (left_s := deadline - time.monotonic()) > 0:
+        if not select.select([descriptor], [], [], left_s)[0]:
+            return
+        data = os.read(descriptor, 4096)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+
+
+def _said(errors: _Tail) -> str:
+    text = errors.text.strip()
+    return f"; it said:\n{text}" if text else ""
+
+
+def _end(process: subprocess.Popen[bytes], lifeline: int, errors: _Tail, owner: int) -> None:
+    """End exactly this process: by its handle, which knows whether the id is still its own."""
+    if owner != os.getpid():  # a fork of the process that started the server, on its own way out
+        return
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    os.close(lifeline)
+    errors.join(STOP_TIMEOUT_S)
+    if process.stdout is not None:
+        process.stdout.close()
