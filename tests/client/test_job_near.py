@@ -1,0 +1,268 @@
+"""The main job with real servers: the bits of the plain way, whatever dies, and an honest report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import upriver
+from tests.client.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
+from tests.program.nets import Small, frozen_small
+from upriver.client.embedded import EmbeddedServer
+from upriver.client.order import epoch_order
+from upriver.errors import BadSample
+from upriver.pipeline import Dataset
+
+Reference = tuple[list[torch.Tensor], Small]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return photos(tmp_path_factory.mktemp("store"), 200)
+
+
+@pytest.fixture(scope="module")
+def plain(data: Dataset) -> Reference:
+    losses, model, _ = run(upriver.connect(), data, policy="nosplit")
+    return losses, model
+
+
+@pytest.fixture(scope="module")
+def near() -> Iterator[upriver.Near]:
+    with upriver.connect(server_threads=1) as near:
+        yield near
+
+
+@pytest.mark.parametrize("options", [{"policy": "freeze"}, {"policy": "min"}, {"cut": 1}, {"cut": 4}])
+def test_losses_and_weights_are_those_of_the_plain_way_at_any_cut(
+    data: Dataset, plain: Reference, near: upriver.Near, options: dict[str, object]
+) -> None:
+    losses, model, job = run(near, data, **options)
+    assert same((losses, model), plain)
+    assert job.plan.cut >= 1
+    [(source, count)] = job.report.samples.items()
+    assert source.startswith("http://127.0.0.1:")
+    assert count == 400
+
+
+def test_a_policy_decides_and_the_plan_explains_itself(
+    data: Dataset, plain: Reference, near: upriver.Near
+) -> None:
+    losses, model, job = run(near, data, policy="hapi")
+    assert same((losses, model), plain)
+    text = str(job.plan)
+    assert [row.cut for row in job.plan.table] == [-4, 1, 2, 3, 4, 5, 6]
+    assert "block2" in text
+    assert "hapi" in text
+
+
+def test_bytes_over_the_link_are_those_of_the_frames(data: Dataset, near: upriver.Near) -> None:
+    before = near.meter.bytes_by_kind
+    _, _, job = run(near, data, policy="freeze", epochs=1)
+    [epoch_bytes] = job.report.epoch_bytes
+    features = 200 * job.plan.table[-1].bytes_per_sample
+    assert features <= epoch_bytes <= features * 1.25
+    plain = near.meter.bytes_by_kind["direct"] - before["direct"]
+    assert plain <= MICRO * 2 * data.stored_bytes  # the canary alone was read directly
+
+
+def test_evaluating_goes_through_the_server(data: Dataset, near: upriver.Near) -> None:
+    held_out = photos(Path(data.store.uri.removeprefix("file://")) / "more", 30)
+    held_out = held_out.with_store(data.store) if held_out.store.uri == data.store.uri else held_out
+    held_out = data.with_stages((upriver.Decode(), upriver.CenterCrop(16), upriver.Normalize()))
+
+    def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return float((outputs.argmax(1) == targets).float().mean())
+
+    results = []
+    for options in ({"policy": "nosplit"}, {"policy": "freeze"}):
+        model = frozen_small()
+        with near.finetune(model, data, batch_size=BATCH, micro_batch=MICRO, **options) as job:
+            results.append((job.evaluate(held_out, accuracy), job.report.samples))
+    assert results[0][0] == results[1][0]
+    assert list(results[0][1]) == ["local"]
+    assert "local" not in results[1][1]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    return port
+
+
+def start(data: Dataset, port: int) -> EmbeddedServer:
+    from upriver.client.transport import ServerClient
+
+    server = EmbeddedServer.start({data.store.name: data.store.uri}, threads=1, port=port)
+    with ServerClient(server.url) as client:
+        while not client.ready():
+            pass
+    return server
+
+
+def kill(server: EmbeddedServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    server.close()
+
+
+@pytest.mark.slow
+def test_killing_the_only_server_in_mid_epoch_changes_no_bit(data: Dataset, plain: Reference) -> None:
+    server = start(data, free_port())
+    with upriver.connect(server.url) as near:
+        model = frozen_small()
+        with near.finetune(
+            model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", window_bytes=1 << 16
+        ) as job:
+            losses = train(
+                job,
+                model,
+                optimizer_of(model),
+                epochs=2,
+                after_step=lambda step: kill(server) if step == 5 else None,
+            )
+            report = job.report
+    assert same((losses, model), plain)
+    assert sum(report.samples.values()) == 400
+    assert report.samples[server.url] >= 5 * BATCH
+    assert report.samples["local"] > 0
+    assert report.shares["local"] == report.samples["local"] / 400
+
+
+@pytest.mark.slow
+def test_a_server_that_is_back_is_used_again(data: Dataset, plain: Reference) -> None:
+    port = free_port()
+    servers = [start(data, port)]
+    with upriver.connect(servers[0].url) as near:
+        model = frozen_small()
+        with near.finetune(
+            model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", window_bytes=1 << 15
+        ) as job:
+            served: dict[int, int] = {}
+
+            def disturb(step: int) -> None:
+                served[step] = job.report.samples.get(servers[0].url, 0)
+                if step == 4:
+                    kill(servers[0])
+                if step == 10:
+                    servers.append(start(data, port))
+                    while job.servers[0].health != "up":
+                        pass
+
+            losses = train(job, model, optimizer_of(model), epochs=2, after_step=disturb)
+            report = job.report
+        servers[-1].close()
+    assert same((losses, model), plain)
+    assert sum(report.samples.values()) == 400
+    assert report.samples["local"] > 0
+    assert report.samples[servers[0].url] > served[10]
+
+
+@pytest.mark.slow
+def test_a_server_that_was_not_there_at_the_start_joins(data: Dataset, plain: Reference) -> None:
+    port = free_port()
+    servers: list[EmbeddedServer] = []
+    with upriver.connect(f"http://127.0.0.1:{port}") as near:
+        model = frozen_small()
+        with near.finetune(
+            model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", window_bytes=1 << 15
+        ) as job:
+            assert "no server could be used" in job.plan.why
+
+            def join(step: int) -> None:
+                if step == 3:
+                    servers.append(start(data, port))
+                    while job.servers[0].health != "up":
+                        pass
+
+            losses = train(job, model, optimizer_of(model), epochs=2, after_step=join)
+            report = job.report
+    servers[0].close()
+    assert same((losses, model), plain)
+    assert report.samples["local"] > 0
+    assert report.samples[f"http://127.0.0.1:{port}"] > 0
+
+
+@pytest.mark.slow
+def test_two_servers_share_the_work_and_one_may_die(data: Dataset, plain: Reference) -> None:
+    servers = [start(data, free_port()), start(data, free_port())]
+    with upriver.connect(*(server.url for server in servers)) as near:
+        model = frozen_small()
+        with near.finetune(
+            model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", per_request=1
+        ) as job:
+            losses = train(
+                job,
+                model,
+                optimizer_of(model),
+                epochs=2,
+                after_step=lambda step: kill(servers[0]) if step == 12 else None,
+            )
+            report = job.report
+    servers[1].close()
+    assert same((losses, model), plain)
+    assert sum(report.samples.values()) == 400
+    assert all(report.samples.get(server.url, 0) > 0 for server in servers)
+
+
+def test_samples_arrive_once_and_in_order_through_a_server(data: Dataset, near: upriver.Near) -> None:
+    with near.finetune(
+        frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, seed=3, policy="freeze", per_request=2
+    ) as job:
+        targets = torch.cat([targets for _, targets in job])
+        placed = [(p.epoch, p.index, p.cut) for p in job.placed]
+    order = epoch_order(200, seed=3, epoch=0, batch_size=BATCH, micro_batch=MICRO, shuffle=True)
+    assert sorted(order.ids) == list(range(200))
+    assert torch.equal(targets, data.targets[list(order.ids)])
+    assert placed == [(0, index, job.plan.cut) for index in range(25)]
+
+
+def test_a_bad_sample_on_the_server_is_the_error_of_the_plain_way(tmp_path: Path, near: upriver.Near) -> None:
+    data = photos(tmp_path, 40, bad={33: png(3)[:150]})
+    seen = []
+    for policy in ("nosplit", "freeze"):
+        with (
+            near.finetune(
+                frozen_small(), data, batch_size=8, micro_batch=4, shuffle=False, policy=policy
+            ) as job,
+            pytest.raises(BadSample) as caught,
+        ):
+            delivered = 0
+            for _, targets in job:
+                delivered += len(targets)
+        seen.append((str(caught.value), caught.value.sample, caught.value.object_name, delivered))
+    assert seen[0] == seen[1]
+    assert "033.png" in seen[0][0]
+
+
+def test_skipping_on_the_server_is_skipping_on_the_plain_way(tmp_path: Path, near: upriver.Near) -> None:
+    data = photos(tmp_path, 40, bad={33: png(3)[:150], 2: b""})
+    runs = [
+        run(near, data, policy=policy, on_bad_sample="skip", epochs=1) for policy in ("nosplit", "freeze")
+    ]
+    assert same(runs[0][:2], runs[1][:2])
+    assert runs[0][2].report.skipped == runs[1][2].report.skipped
+    assert len(runs[0][2].report.skipped) == 2
+
+
+def test_a_server_with_other_bits_is_not_used(
+    data: Dataset, plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # for the server alone: this process has chosen
+    server = start(data, free_port())
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    with upriver.connect(server.url) as near:
+        losses, model, job = run(near, data, policy="freeze")
+        assert same((losses, model), plain)
+        assert job.report.samples == {"local": 400}
+        assert "onednn_max_cpu_isa" in job.plan.why
+        losses, model, job = run(near, data, policy="freeze", exact="numeric")
+        assert list(job.report.samples) == [server.url]
+        torch.testing.assert_close(torch.stack(losses), torch.stack(plain[0]), rtol=1e-3, atol=1e-4)
+    server.close()
