@@ -38,7 +38,7 @@ MEASURED_MICRO_BATCHES = 2
 """One warms up, one counts: more would refine what the answers of the running job refine anyway."""
 
 STATES_PER_WEIGHT = 4
-"""Weights, gradients and the two moments of Adam: what a trained parameter takes at most with usual optimizers."""
+"""Weights, gradients and the two moments of Adam: what a trained parameter takes at most, as a rule."""
 
 PROBE_FIRST_BYTES = 64 << 10
 PROBE_MOST_BYTES = 16 << 20

@@ -82,7 +82,9 @@ def capture(
     """
     calls = calls or trace(model, inputs)
     exported = _export(_Prefix(model, boundary), inputs)
-    return _build(exported, model, calls, boundary, micro_batch=inputs[0].shape[0])
+    graph, weights = _build(exported, model, calls, boundary, micro_batch=inputs[0].shape[0])
+    program = Program(graph, weights, device=inputs[0].device)
+    return Program(_with_flops(graph, count_flops(program)), weights, device=program.device)
 
 
 def _export(wrapper: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
@@ -104,7 +106,7 @@ def _build(
     boundary: str | None,
     *,
     micro_batch: int,
-) -> Program:
+) -> tuple[Graph, bytes]:
     nodes, results = _nodes(exported)
     outputs = _outputs(exported)
     if boundary is not None:
@@ -128,8 +130,7 @@ def _build(
         nodes=nodes,
         stages=_stages(cuts, nodes, live, specs, weights, model, boundary, micro_batch),
     )
-    program = Program(graph, data)
-    return Program(_with_flops(graph, count_flops(program)), data)
+    return graph, data
 
 
 def _ended_by(event: int, calls: Trace, boundary: str | None) -> bool:
