@@ -2,8 +2,74 @@
 
 from __future__ import annotations
 
-from upriver.cli.common import DebugOption, JsonOption
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import Progress, TaskID
+
+from upriver.cli.common import DebugOption, JsonOption, emit, progress_bar
+from upriver.cli.options import WeightsOption
+
+if TYPE_CHECKING:
+    from upriver.demo.result import DemoResult
 
 
-def demo(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def demo(
+    epochs: Annotated[int, typer.Option(help="Epochs of each way.")] = 3,
+    images: Annotated[int, typer.Option(help="Training images.")] = 256,
+    heldout: Annotated[int, typer.Option(help="Held-out images.")] = 60,
+    batch_size: Annotated[int, typer.Option(help="Samples of a training step.")] = 32,
+    link_mbit: Annotated[float, typer.Option(help="Rate of the emulated link, in Mbit/s.")] = 20.0,
+    seed: Annotated[int, typer.Option(help="Decides weights, order and augmentation.")] = 0,
+    weights: WeightsOption = None,
+    plot: Annotated[Path, typer.Option(help="Where to write the picture.")] = Path("upriver-demo.png"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
     """Fine-tune over a thin link, the plain way and near the data, and compare."""
+    from upriver.demo.run import run_demo
+    from upriver.demo.settings import DemoSettings
+
+    settings = DemoSettings(
+        epochs=epochs,
+        images=images,
+        heldout=heldout,
+        batch_size=batch_size,
+        link_mbit=link_mbit,
+        seed=seed,
+        weights=weights,
+        plot=plot,
+    )
+    with progress_bar() as bar:
+        result = run_demo(settings, BarWatcher(bar))
+    emit(result.to_json(), as_json=as_json, text=lambda: _print(result))
+
+
+class BarWatcher:
+    """Shows what the demo does on stderr: lines, and one bar for the work under way."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task: TaskID | None = None
+        self._what = ""
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """Move the bar; a new piece of work gets a new one."""
+        if self._task is None or what != self._what:
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task, self._what = self._bar.add_task(what, total=total), what
+        self._bar.update(self._task, completed=done, total=total)
+
+
+def _print(result: DemoResult) -> None:
+    print(f"\n{result.table()}\n")
+    print(f"Why this cut:\n{result.near_data.plan}\n")
+    print(result.verdict())
+    if result.plot is not None:
+        print(f"Picture: {result.plot}")

@@ -76,9 +76,8 @@ def serve(
         file,
         stores=_stores(store or [], file.stores),
         options={"host": host, "port": port, "workers": workers, "threads": threads, "device": device},
-        token=_token(token_file or (Path(file.token_file) if file.token_file else None)),
+        token=read_token(token_file or (Path(file.token_file) if file.token_file else None)),
     )
-    _check(settings)
     # A server is ended with SIGTERM in its normal life: that is success, where Ctrl-C is an interruption.
     signal.signal(signal.SIGTERM, _leave)
     if parent_pipe is not None:
@@ -87,12 +86,6 @@ def serve(
     from upriver.server import serve as run_server
 
     run_server(ServerConfig(**settings), on_listening=_announce)
-
-
-def _check(settings: Mapping[str, Any]) -> None:
-    for name, lowest, highest in (("port", 0, 65535), ("workers", 1, 1024), ("threads", 1, 1024)):
-        if name in settings and not lowest <= settings[name] <= highest:
-            raise ConfigError(f"{name} must lie in {lowest}..{highest}, got {settings[name]}")
 
 
 def _announce(document: Mapping[str, object]) -> None:
@@ -139,8 +132,12 @@ def split_store(text: str) -> tuple[str, str]:
     return name, uri
 
 
-def _token(path: Path | None) -> str | None:
-    """The token of a file, else of the environment, else none."""
+def read_token(path: Path | None) -> str | None:
+    """The token of a file, else of the environment, else none.
+
+    Raises:
+        ConfigError: If the file cannot be read or is empty.
+    """
     if path is None:
         return os.environ.get(TOKEN_VARIABLE) or None
     try:

@@ -1,9 +1,286 @@
-"""``upriver train``: fine-tune from a TOML file."""
+"""``upriver train``: fine-tune an image classifier from a TOML file."""
 
 from __future__ import annotations
 
-from upriver.cli.common import DebugOption, JsonOption
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import typer
+
+from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, progress_bar
+from upriver.cli.config import read_toml
+from upriver.cli.options import check_module
+from upriver.cli.stages import input_stages
+from upriver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from upriver.cli.training import Trainer
+    from upriver.client.job import FinetuneJob
+    from upriver.pipeline import Dataset
 
 
-def train(as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Fine-tune from a TOML file."""
+class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The TOML file.
+
+    Attributes:
+        model: As for ``upriver cuts``.
+        freeze_to: Everything up to and including this module is frozen.
+        store: URI of the store; ``store_name`` is what the servers call it.
+        path: Folder of the training samples; ``heldout`` of those to evaluate on after each epoch.
+        output: Safetensors file for the trained model; ``OUTPUT.checkpoint`` lies beside it until then.
+        weights: Safetensors file to start from.
+        stages: Input stages, as for ``upriver index``.
+        classifier: Linear layer to replace when it tells another number of classes apart; the last if absent.
+        servers: Addresses; an embedded server without.
+    """
+
+    model: str
+    freeze_to: str
+    store: str
+    output: str
+    path: str = ""
+    heldout: str | None = None
+    weights: str | None = None
+    classifier: str | None = None
+    stages: str = "train"
+    heldout_stages: str = "eval"
+    image_size: int = 224
+    epochs: int = 1
+    batch_size: int = 32
+    micro_batch: int = 16
+    lr: float = 1e-3
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    seed: int = 0
+    servers: list[str] = []
+    token_file: str | None = None
+    store_name: str = "default"
+    store_options: dict[str, str] = {}
+    policy: str = "hapi"
+    exact: Literal["bitwise", "numeric"] = "bitwise"
+    on_bad_sample: Literal["fail", "skip"] = "fail"
+    num_workers: int | None = None
+
+
+FREE_TO_CHANGE = {
+    "epochs",
+    "output",
+    "servers",
+    "token_file",
+    "store",
+    "store_name",
+    "store_options",
+    "policy",
+    "exact",
+    "num_workers",
+    "heldout",
+    "heldout_stages",
+}
+"""Settings that a resumed run may have others of: none of them changes a trained bit."""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file.")],
+    on_bad_sample: Annotated[
+        str | None, typer.Option(metavar="skip|fail", help="Wins over the file.")
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Fine-tune from a TOML file; run again after an interruption, it goes on where it stopped."""
+    settings = _checked(read_toml(config, TrainFile), on_bad_sample)
+    output = Path(settings.output)
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"the directory of output {settings.output!r} does not exist")
+    from upriver.cli.checkpoint import save_tensors
+    from upriver.client.connect import connect
+
+    dataset, heldout = _datasets(settings)
+    model = _model(settings, len(dataset.classes))
+    with connect(*settings.servers, token=_token(settings)) as near, progress_bar() as bar:
+        task = bar.add_task("preparing", total=settings.epochs * len(dataset))
+        job = near.finetune(
+            model,
+            dataset,
+            batch_size=settings.batch_size,
+            micro_batch=settings.micro_batch,
+            policy=settings.policy,
+            exact=settings.exact,
+            seed=settings.seed,
+            on_bad_sample=settings.on_bad_sample,
+            num_workers=settings.num_workers,
+            on_progress=note,
+        )
+        bar.update(task, description="training")
+        trainer = _trainer(
+            settings,
+            model,
+            job,
+            heldout,
+            link_bytes=lambda: near.meter.total_bytes,
+            on_step=lambda count: bar.advance(task, count),
+        )
+        resumed = trainer.resume()
+        if resumed:
+            note(f"going on after epoch {len(trainer.epochs)}, from {_checkpoint_path(settings)}")
+            bar.advance(task, len(trainer.epochs) * len(dataset))
+        trainer.run(settings.epochs)
+        save_tensors(output, model.state_dict())
+        document = _document(settings, job, trainer, resumed=resumed)
+    with suppress(FileNotFoundError):
+        os.unlink(_checkpoint_path(settings))
+    emit(document, as_json=as_json, text=lambda: _print(document))
+
+
+def _checked(settings: TrainFile, on_bad_sample: str | None) -> TrainFile:
+    """Values that need no model and no data to be wrong; the job checks the rest."""
+    if on_bad_sample is not None:
+        if on_bad_sample not in ("skip", "fail"):
+            raise ConfigError(f"--on-bad-sample must be skip or fail, got {on_bad_sample!r}")
+        settings = msgspec.structs.replace(settings, on_bad_sample=on_bad_sample)
+    for name in ("epochs", "batch_size", "micro_batch", "image_size"):
+        if getattr(settings, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, got {getattr(settings, name)}")
+    for name in ("lr", "momentum", "weight_decay"):
+        if not 0 <= getattr(settings, name) < float("inf"):
+            raise ConfigError(f"{name} must be a finite number >= 0, got {getattr(settings, name)}")
+    return settings
+
+
+def _datasets(settings: TrainFile) -> tuple[Dataset, Dataset | None]:
+    """Training and held-out samples, indexed where they lie."""
+    from upriver.pipeline import index
+    from upriver.store import Store
+
+    store = Store.open(settings.store, name=settings.store_name, options=settings.store_options or None)
+    chain = input_stages(settings.stages, size=settings.image_size)
+    with progress_bar(of_bytes=True) as bar:
+        task = bar.add_task("indexing", total=None)
+        dataset = index(
+            store,
+            settings.path,
+            stages=chain.stages,
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if settings.heldout is None:
+        return dataset, None
+    held_chain = input_stages(settings.heldout_stages, size=settings.image_size)
+    heldout = index(store, settings.heldout, stages=held_chain.stages)
+    if heldout.classes != dataset.classes:
+        raise ConfigError(f"heldout {settings.heldout!r} has other classes than the training samples")
+    return dataset, heldout
+
+
+def _model(settings: TrainFile, num_classes: int) -> nn.Module:
+    import torch
+
+    from upriver.cli.training import fit_classifier
+    from upriver.program.freeze import freeze_to
+    from upriver.program.names import load_model
+
+    torch.manual_seed(settings.seed)
+    weights = Path(settings.weights) if settings.weights is not None else None
+    model, _ = load_model(settings.model, weights=weights, seed=settings.seed)
+    if weights is None:
+        note(f"{settings.model} starts from random weights; name a safetensors file under 'weights'")
+    replaced = fit_classifier(model, settings.classifier, num_classes, seed=settings.seed)
+    if replaced is not None:
+        note(f"{replaced} is new, for {num_classes} classes")
+    check_module(model, settings.freeze_to)
+    freeze_to(model, settings.freeze_to)
+    return model
+
+
+def _trainer(
+    settings: TrainFile,
+    model: nn.Module,
+    job: FinetuneJob,
+    heldout: Dataset | None,
+    *,
+    link_bytes: Callable[[], int],
+    on_step: Callable[[int], None],
+) -> Trainer:
+    from upriver.cli.training import Trainer, make_optimizer
+
+    optimizer = make_optimizer(
+        settings.optimizer,
+        model,
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+    )
+    fixed = {k: v for k, v in msgspec.structs.asdict(settings).items() if k not in FREE_TO_CHANGE}
+    return Trainer(
+        model,
+        job,
+        optimizer,
+        config=fixed,
+        checkpoint_path=_checkpoint_path(settings),
+        heldout=heldout,
+        link_bytes=link_bytes,
+        on_step=on_step,
+        on_epoch=_tell,
+    )
+
+
+def _checkpoint_path(settings: TrainFile) -> Path:
+    return Path(f"{settings.output}.checkpoint")
+
+
+def _token(settings: TrainFile) -> str | None:
+    from upriver.cli.serve import read_token
+
+    return read_token(Path(settings.token_file) if settings.token_file is not None else None)
+
+
+def _tell(record: dict[str, Any]) -> None:
+    held = "" if record["accuracy"] is None else f", accuracy {record['accuracy']:.1%}"
+    note(f"epoch {record['epoch']}: loss {record['loss']:.4f}{held}, {record['seconds']:.1f} s")
+
+
+def _document(settings: TrainFile, job: FinetuneJob, trainer: Trainer, *, resumed: bool) -> dict[str, Any]:
+    plan, report = job.plan, job.report
+    names = {row.cut: row.name for row in plan.table}
+    output = Path(settings.output)
+    return {
+        "epochs": trainer.epochs,
+        "plan": {
+            "policy": plan.policy,
+            "cut": plan.cut,
+            "after": names.get(plan.cut, "as stored"),
+            "why": plan.why,
+            "table": str(plan),
+        },
+        "samples": dict(report.samples),
+        "retried": report.retried,
+        "skipped": list(report.skipped),
+        "unsplit_because": job.why_unsplit,
+        "resumed": resumed,
+        "output": settings.output,
+        "output_sha256": hashlib.sha256(output.read_bytes()).hexdigest(),
+    }
+
+
+def _print(document: dict[str, Any]) -> None:
+    print(f"{document['plan']['table']}\n")
+    for record in document["epochs"]:
+        held = "" if record["accuracy"] is None else f"  accuracy {record['accuracy']:.1%}"
+        print(
+            f"epoch {record['epoch']}  loss {record['loss']:.4f}{held}  {record['seconds']:.1f} s  "
+            f"{record['bytes'] / 1e6:.1f} MB"
+        )
+    print_fields(
+        {
+            "samples from": ", ".join(f"{source}: {count}" for source, count in document["samples"].items()),
+            "skipped": len(document["skipped"]),
+            "written to": document["output"],
+        }
+    )

@@ -54,6 +54,9 @@ WIDTH, HEIGHT = 1152, 864
 STORED_BYTES = range(200_000, 400_001)
 """Size of one stored image: what cameras write for a megapixel."""
 
+WANTED_BYTES = range(320_000, 390_001)
+"""The upper part of it, a camera's "fine" setting; steps of the JPEG quality are smaller than this there."""
+
 MEAN_PIXEL = 140.0
 """What a camera's automatic exposure aims at in a bright view, of 255."""
 
@@ -66,8 +69,8 @@ COLUMNS, ROWS = 3, 2
 HELDOUT_TILES = frozenset({(0, 2), (1, 0)})
 """(row, column) of the tiles that held-out crops come from, two opposite corners."""
 
-FIRST_QUALITY = 94
-"""JPEG quality to try first; most crops land in the middle of ``STORED_BYTES`` with it."""
+FIRST_QUALITY = 95
+"""JPEG quality to try first; most crops land within ``WANTED_BYTES`` with it."""
 
 GAP_PIXELS = 4
 """Left out around a tile, so that no resampling filter mixes pixels of one set into the other."""
@@ -101,8 +104,8 @@ def cache_dir() -> Path:
 
 def demo_data(
     *,
-    num_train: int = 288,
-    num_heldout: int = 64,
+    num_train: int = 256,
+    num_heldout: int = 60,
     seed: int = 0,
     cache: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -192,16 +195,22 @@ def _expose(image: Image.Image, rng: np.random.Generator) -> Image.Image:
 
 
 def _encode(image: Image.Image) -> bytes:
-    """JPEG of a size within ``STORED_BYTES``, by binary search for the quality."""
+    """JPEG of a size within ``WANTED_BYTES``, by binary search for the quality."""
     low, high, quality = 1, 100, FIRST_QUALITY
+    found = b""
     while low <= high:
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=quality)
-        if (size := buffer.tell()) in STORED_BYTES:
-            return buffer.getvalue()
-        low, high = (quality + 1, high) if size < STORED_BYTES.start else (low, quality - 1)
+        size = buffer.tell()
+        if size in STORED_BYTES:
+            found = buffer.getvalue()
+        if size in WANTED_BYTES:
+            break
+        low, high = (quality + 1, high) if size < WANTED_BYTES.start else (low, quality - 1)
         quality = (low + high) // 2
-    raise DatasetError(f"no JPEG quality gives {STORED_BYTES.start} to {STORED_BYTES.stop} bytes")
+    if not found:
+        raise DatasetError(f"no JPEG quality gives {STORED_BYTES.start} to {STORED_BYTES.stop - 1} bytes")
+    return found
 
 
 def _take(shot: _Shot) -> bytes:

@@ -1,0 +1,173 @@
+"""One training, run along either way, and what it used."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from upriver.client.connect import Near, connect
+from upriver.client.embedded import EmbeddedServer
+from upriver.client.job import FinetuneJob
+from upriver.client.link import LinkMeter
+from upriver.demo.result import Way
+from upriver.demo.settings import DemoSettings, Watcher
+from upriver.pipeline import Dataset
+
+WORKER_TRIALS = (1, 2, 3)
+"""Loader threads to try for the plain way: one reads or decodes, two overlap both, three leave slack."""
+
+TRIAL_STEPS = 2
+"""Training steps of one trial: about seven seconds over the default link."""
+
+LEARNING_RATE = 1e-3
+"""Adam's own default; the loss falls steadily with it from the first step."""
+
+
+class Bench:
+    """The same training, along either way."""
+
+    def __init__(
+        self,
+        settings: DemoSettings,
+        watch: Watcher,
+        model: nn.Module,
+        train: Dataset,
+        heldout: Dataset,
+        server: EmbeddedServer,
+    ) -> None:
+        self._settings, self._watch = settings, watch
+        self._model, self._train, self._heldout = model, train, heldout
+        self._server = server
+
+    def try_workers(self) -> dict[int, float]:
+        """Seconds of the first steps of the plain way, by number of loader threads."""
+        trials: dict[int, float] = {}
+        for workers in WORKER_TRIALS:
+            with self._job("nosplit", workers) as (job, model, _):
+                began = time.perf_counter()
+                steps = self._steps(job, model, _optimizer(model))
+                for done, _loss in zip(range(1, TRIAL_STEPS + 1), steps, strict=False):
+                    self._watch.advance(f"plain way, trying {workers} loader threads", done, TRIAL_STEPS)
+                trials[workers] = time.perf_counter() - began
+                steps.close()
+        return trials
+
+    def run(self, label: str, *, policy: str, num_workers: int) -> tuple[Way, nn.Module, torch.Tensor]:
+        """Train and evaluate along one way; the losses also as one tensor, for comparing bits."""
+        epochs = self._settings.epochs
+        total = epochs * len(self._train)
+        losses: list[torch.Tensor] = []
+        bounds: list[float] = []
+        with self._job(policy, num_workers) as (job, model, near):
+            optimizer = _optimizer(model)
+            done = 0
+            for epoch in range(1, epochs + 1):
+                before = Used.now(job, near)
+                for loss, count in self._steps(job, model, optimizer):
+                    losses.append(loss)
+                    done += count
+                    self._watch.advance(f"{label}, epoch {epoch} of {epochs}", done, total)
+                bounds.append(Used.now(job, near).since(before).bound_s(self._settings.link_bytes_per_s))
+                self._watch.say(
+                    f"{label}, epoch {epoch}: {job.report.epoch_s[-1]:.1f} s, loss {losses[-1].item():.4f}"
+                )
+            accuracy = job.evaluate(self._heldout, _accuracy)
+            names = {row.cut: row.name for row in job.plan.table}
+            report = job.report
+            way = Way(
+                epoch_s=report.epoch_s,
+                epoch_bytes=report.epoch_bytes,
+                losses=tuple(loss.item() for loss in losses),
+                accuracy=accuracy,
+                cut=job.plan.cut,
+                after=names.get(job.plan.cut, "as stored"),
+                why=job.plan.why,
+                plan=str(job.plan),
+                bound_s=tuple(bounds),
+                samples=report.samples,
+                num_workers=num_workers,
+            )
+        return way, model, torch.stack(losses)
+
+    def _steps(
+        self, job: FinetuneJob, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Generator[tuple[torch.Tensor, int], None, None]:
+        """One epoch of an ordinary training loop: (loss, samples) of each step."""
+        model.train()
+        for inputs, targets in job:
+            loss = nn.functional.cross_entropy(job(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.detach(), len(targets)
+
+    @contextlib.contextmanager
+    def _job(self, policy: str, num_workers: int) -> Iterator[tuple[FinetuneJob, nn.Module, Near]]:
+        """A job of its own: the model as at the start, the link counted from zero."""
+        settings = self._settings
+        model = copy.deepcopy(self._model)
+        torch.manual_seed(settings.seed)
+        meter = LinkMeter(settings.link_bytes_per_s)
+        with connect(self._server.url, meter=meter) as near:
+            job = near.finetune(
+                model,
+                self._train,
+                batch_size=settings.batch_size,
+                policy=policy,
+                seed=settings.seed,
+                num_workers=num_workers,
+                on_progress=self._watch.say,
+            )
+            yield job, model, near
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Used:
+    """What an epoch used: the link, the trainer's core, the server's core."""
+
+    link_bytes: int
+    trainer_s: float
+    server_s: float
+
+    @classmethod
+    def now(cls, job: FinetuneJob, near: Near) -> Used:
+        """Everything since the start of this process."""
+        server_s = sum(
+            phases.get("input", 0.0) + phases.get("forward", 0.0)
+            for source, phases in job.report.phases.items()
+            if source.startswith("http")
+        )
+        return cls(link_bytes=near.meter.total_bytes, trainer_s=time.process_time(), server_s=server_s)
+
+    def since(self, before: Used) -> Used:
+        """What was used in between."""
+        return Used(
+            link_bytes=self.link_bytes - before.link_bytes,
+            trainer_s=self.trainer_s - before.trainer_s,
+            server_s=self.server_s - before.server_s,
+        )
+
+    def bound_s(self, link_bytes_per_s: float) -> float:
+        """Seconds that the busiest of the three needs, were it never idle."""
+        return max(self.link_bytes / link_bytes_per_s, self.trainer_s, self.server_s)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.Adam(trainable, lr=LEARNING_RATE)
+
+
+def _accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    return float((outputs.argmax(1) == targets).float().mean())
+
+
+def same_state(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two models hold the same names and the same bits, parameters and buffers."""
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,0 +1,102 @@
+"""The demo's network: ResNet-18 with a new classifier, frozen through ``layer4.0``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from upriver.engine.engine import Engine
+from upriver.engine.read import read_samples
+from upriver.pipeline import Dataset
+from upriver.program.freeze import freeze_to
+from upriver.program.names import load_model
+
+FREEZE_TO = "layer4.0"
+"""Last frozen module: layer4.1 and the classifier train."""
+
+CALIBRATION_IMAGES = 32
+"""Images that set the batch statistics of random weights; more did not change the held-out accuracy."""
+
+
+def build_model(
+    num_classes: int, *, seed: int, weights: Path | None = None, cache: Path | None = None
+) -> tuple[nn.Module, str]:
+    """ResNet-18 with the best weights at hand.
+
+    Args:
+        num_classes: Outputs of the new classifier.
+        seed: Decides random weights and the new classifier.
+        weights: A safetensors file; without it torchvision's own file, if it was downloaded before.
+        cache: Where torchvision keeps downloaded files; torch's own directory by default.
+
+    Returns:
+        The model, nothing frozen yet, and where its weights are from (``"random"`` if from nowhere).
+    """
+    model, origin = _backbone(seed, weights, cache)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.fc = nn.Linear(model.get_submodule("fc").in_features, num_classes)  # type: ignore[arg-type]
+    return model, origin
+
+
+def freeze(model: nn.Module) -> None:
+    """Freeze through ``layer4.0``: the rest, layer4.1 and the classifier, trains."""
+    freeze_to(model, FREEZE_TO)
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, dataset: Dataset, *, seed: int, micro_batch: int = 16) -> None:
+    """Give a model with random weights the batch statistics of real images.
+
+    This stands for pre-training: a random network whose BatchNorm layers still hold their initial statistics
+    gives features that grow or fade from layer to layer.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain mean over what follows
+    model.train()
+    for images in _images(dataset, CALIBRATION_IMAGES, seed=seed, micro_batch=micro_batch):
+        model(images)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+
+
+def _images(dataset: Dataset, count: int, *, seed: int, micro_batch: int) -> Sequence[torch.Tensor]:
+    """The first images of a dataset as the model takes them."""
+    engine = Engine(chain=dataset.chain, program=None, micro_batch=micro_batch)
+    batches = []
+    for first in range(0, min(count, len(dataset)) // micro_batch * micro_batch, micro_batch):
+        ids = list(range(first, first + micro_batch))
+        names = [place.object for place in dataset.locate(ids)]
+        blobs = read_samples(dataset, ids)
+        batches.append(engine.begin(blobs, ids, object_names=names, stop=0, seed=seed, epoch=0).tensors[0])
+    return batches
+
+
+def _backbone(seed: int, weights: Path | None, cache: Path | None) -> tuple[nn.Module, str]:
+    model, _ = load_model("torchvision:resnet18", weights=weights, seed=seed)
+    if weights is not None:
+        return model, str(weights)
+    # Imported late: load_model has made the import possible where compiled operators are missing.
+    from torchvision.models import ResNet18_Weights
+
+    published = ResNet18_Weights.DEFAULT
+    file = (cache or Path(torch.hub.get_dir()) / "checkpoints") / Path(published.url).name
+    if not _is_published(file):
+        return model, "random"
+    model.load_state_dict(published.get_state_dict(progress=False, model_dir=str(file.parent)))
+    return model, f"torchvision ({file.name})"
+
+
+def _is_published(file: Path) -> bool:
+    """Whether the file is there and has the digest that torchvision put into its name."""
+    if not file.is_file():
+        return False
+    expected = file.stem.rpartition("-")[2]
+    return bool(expected) and hashlib.sha256(file.read_bytes()).hexdigest().startswith(expected)

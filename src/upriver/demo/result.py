@@ -1,0 +1,130 @@
+"""What the demo found, as data, as JSON, and as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from upriver.text import aligned, bytes_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """What one way of training showed.
+
+    Attributes:
+        epoch_s: Seconds of each epoch.
+        epoch_bytes: Bytes over the link in each epoch.
+        losses: Loss of each training step.
+        accuracy: Share of held-out images told right.
+        cut: Where samples left the storage tier.
+        after: Name of the stage before the cut.
+        why: The plan's reason.
+        plan: The plan, printed.
+        bound_s: For each epoch, the longest of: bytes over the link's rate, compute seconds of the storage
+            tier, compute seconds of the trainer. No schedule can be faster.
+        samples: Source to delivered samples, evaluation included.
+        num_workers: Loader threads of the plain way.
+    """
+
+    epoch_s: tuple[float, ...]
+    epoch_bytes: tuple[int, ...]
+    losses: tuple[float, ...]
+    accuracy: float
+    cut: int
+    after: str
+    why: str
+    plan: str
+    bound_s: tuple[float, ...]
+    samples: Mapping[str, int]
+    num_workers: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes over the link in all epochs."""
+        return sum(self.epoch_bytes)
+
+    @property
+    def bound_fraction(self) -> float:
+        """How near the epochs came to the physical bound; 1 is perfect."""
+        return sum(self.bound_s) / sum(self.epoch_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "epoch_s": list(self.epoch_s),
+            "bytes": self.bytes,
+            "losses": list(self.losses),
+            "accuracy": self.accuracy,
+            "cut": self.cut,
+            "after": self.after,
+            "why": self.why,
+            "epoch_bytes": list(self.epoch_bytes),
+            "bound_s": list(self.bound_s),
+            "bound_fraction": self.bound_fraction,
+            "samples": dict(self.samples),
+            "num_workers": self.num_workers,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoResult:
+    """Both ways, and whether they gave the same.
+
+    Attributes:
+        identical: Every loss and every tensor of the trained models is equal, bit for bit.
+        conditions: What it ran on: link, cores, weights, images.
+        worker_trials: Loader threads to the seconds of a short trial of the plain way.
+        plot: Path of the picture, or None where none was asked for.
+    """
+
+    plain: Way
+    near_data: Way
+    identical: bool
+    num_classes: int
+    conditions: Mapping[str, Any]
+    worker_trials: Mapping[int, float]
+    plot: str | None
+
+    @property
+    def speedup(self) -> float:
+        """Plain over near-data epoch seconds."""
+        return sum(self.plain.epoch_s) / sum(self.near_data.epoch_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "plain": self.plain.to_json(),
+            "near_data": self.near_data.to_json(),
+            "identical": self.identical,
+            "speedup": self.speedup,
+            "conditions": dict(self.conditions),
+            "worker_trials": {str(workers): seconds for workers, seconds in self.worker_trials.items()},
+            "plot": self.plot,
+        }
+
+    def table(self) -> str:
+        """Both ways side by side."""
+        ways = (self.plain, self.near_data)
+        epochs = zip(*(way.epoch_s for way in ways), strict=True)
+        chance = f"{1 / self.num_classes:.0%}"
+        rows = [
+            *([f"epoch {n}, seconds", *(f"{s:.1f}" for s in seconds)] for n, seconds in enumerate(epochs, 1)),
+            ["over the link, all epochs", *(bytes_text(way.bytes) for way in ways)],
+            ["first loss", *(f"{way.losses[0]:.4f}" for way in ways)],
+            ["last loss", *(f"{way.losses[-1]:.4f}" for way in ways)],
+            [f"held-out accuracy (chance {chance})", *(f"{way.accuracy:.1%}" for way in ways)],
+            ["cut", *(f"{way.cut} ({way.after})" for way in ways)],
+            ["fraction of the physical bound", *(f"{way.bound_fraction:.2f}" for way in ways)],
+        ]
+        return aligned(["", "plain", "near-data"], rows, left=frozenset({0}))
+
+    def verdict(self) -> str:
+        """The result in two sentences."""
+        same = "Every loss and every trained weight is identical" if self.identical else "THE RESULTS DIFFER"
+        ratio = self.plain.bytes / self.near_data.bytes
+        return (
+            f"Near-data is {self.speedup:.2f} times as fast and moves 1/{ratio:.1f} of the bytes. "
+            f"{same}, bit for bit."
+        )

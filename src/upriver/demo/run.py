@@ -1,0 +1,165 @@
+"""The demo: fine-tune over a thin link, the plain way and the near-data way, and compare everything.
+
+The trainer has one core and the server another. The link between trainer and storage is emulated by one token
+bucket that answers of the server and direct reads of the store share; both are counted there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from upriver.client.embedded import EmbeddedServer
+from upriver.demo.bench import Bench, same_state
+from upriver.demo.data import demo_data
+from upriver.demo.model import build_model, calibrate, freeze
+from upriver.demo.result import DemoResult, Way
+from upriver.demo.settings import DemoSettings, Watcher
+from upriver.pipeline import (
+    Dataset,
+    Decode,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    imagenet_eval,
+    index,
+)
+from upriver.report.demo_plot import Curve, plot_demo
+from upriver.store import Store
+
+
+def run_demo(settings: DemoSettings, watch: Watcher) -> DemoResult:
+    """Run both ways.
+
+    Raises:
+        UpriverError: If something the demo needs is missing or fails.
+    """
+    data = demo_data(
+        num_train=settings.images,
+        num_heldout=settings.heldout,
+        cache=settings.cache,
+        on_progress=lambda done, total: watch.advance("making images", done, total),
+    )
+    cores = _cores()
+    with _tiers(data.root, cores) as server:
+        train, heldout = _datasets(data.root)
+        model, origin = build_model(len(data.classes), seed=settings.seed, weights=settings.weights)
+        if origin == "random":
+            calibrate(model, train, seed=settings.seed)
+        freeze(model)
+        _explain(watch, settings, train, origin, cores)
+        bench = Bench(settings, watch, model, train, heldout, server)
+        trials = bench.try_workers()
+        workers = min(trials, key=lambda number: trials[number])
+        watch.say(f"plain way: {workers} loader threads were fastest ({_listed(trials)})")
+        plain, plain_model, plain_losses = bench.run("plain", policy="nosplit", num_workers=workers)
+        near, near_model, near_losses = bench.run("near-data", policy="hapi", num_workers=workers)
+    conditions = {
+        "link_mbit": settings.link_mbit,
+        "cores": cores,
+        "weights": origin,
+        "images": len(train),
+        "heldout": len(heldout),
+        "batch_size": settings.batch_size,
+        "seed": settings.seed,
+    }
+    result = DemoResult(
+        plain=plain,
+        near_data=near,
+        identical=torch.equal(plain_losses, near_losses) and same_state(plain_model, near_model),
+        num_classes=len(data.classes),
+        conditions=conditions,
+        worker_trials=trials,
+        plot=str(settings.plot) if settings.plot is not None else None,
+    )
+    if settings.plot is not None:
+        _plot(result, settings.plot)
+    return result
+
+
+def _datasets(root: Path) -> tuple[Dataset, Dataset]:
+    """Training and held-out samples, indexed where they lie."""
+    store = Store.open(root.as_uri())
+    # Half the area at least: a crop is already a part of a photograph, and three epochs are few.
+    augment = (Decode(), RandomResizedCrop(224, scale=(0.5, 1.0)), RandomHorizontalFlip(), Normalize())
+    train = index(store, "train", stages=augment)
+    heldout = index(store, "heldout", stages=imagenet_eval())
+    return train, heldout
+
+
+@contextlib.contextmanager
+def _tiers(root: Path, cores: Mapping[str, int]) -> Iterator[EmbeddedServer]:
+    """A server on its core, and this process on the other one; undone afterwards.
+
+    The server is started first, since a process that is confined to one core cannot give another one away.
+    """
+    threads, allowed = torch.get_num_threads(), _allowed()
+    server_cores = {cores["server"]} if cores else None
+    with EmbeddedServer.start({"default": root.as_uri()}, threads=1, workers=1, cpu=server_cores) as server:
+        torch.set_num_threads(1)
+        if cores:
+            os.sched_setaffinity(0, {cores["trainer"]})
+        try:
+            yield server
+        finally:
+            torch.set_num_threads(threads)
+            if cores:
+                os.sched_setaffinity(0, allowed)
+
+
+def _cores() -> dict[str, int]:
+    """One core for each tier; none where there is one only, or no way to pin."""
+    allowed = sorted(_allowed())
+    return {"trainer": allowed[0], "server": allowed[1]} if len(allowed) > 1 else {}
+
+
+def _allowed() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def _explain(
+    watch: Watcher,
+    settings: DemoSettings,
+    train: Dataset,
+    origin: str,
+    cores: Mapping[str, int],
+) -> None:
+    """Say what is real and what is emulated."""
+    watch.say(
+        f"data: {len(train)} real photographs' crops, {train.stored_bytes / 1e3:.0f} kB each, "
+        f"{len(train.classes)} scenes"
+    )
+    if origin == "random":
+        watch.say(
+            "weights: none at hand, so random ones (seeded), with batch statistics of a few training images; "
+            "of what follows only the accuracy depends on it"
+        )
+    else:
+        watch.say(f"weights: {origin}")
+    if cores:
+        watch.say(
+            f"cores: trainer pinned to core {cores['trainer']}, server to core {cores['server']}, "
+            "one compute thread each"
+        )
+    else:
+        watch.say("cores: trainer and server share what there is (one core, or no way to pin)")
+    watch.say(f"link: emulated, {settings.link_mbit:g} Mbit/s from storage to trainer, in this process")
+
+
+def _listed(trials: Mapping[int, float]) -> str:
+    return ", ".join(f"{workers}: {seconds:.1f} s" for workers, seconds in trials.items())
+
+
+def _plot(result: DemoResult, path: Path) -> None:
+    def curve(label: str, way: Way) -> Curve:
+        return Curve(label=label, epoch_s=way.epoch_s, epoch_bytes=way.epoch_bytes, losses=way.losses)
+
+    title = (
+        f"ResNet-18 over {result.conditions['link_mbit']:g} Mbit/s: plain, and near the data from cut "
+        f"{result.near_data.cut} ({result.near_data.after})"
+    )
+    plot_demo(curve("plain", result.plain), curve("near-data", result.near_data), title=title, path=path)

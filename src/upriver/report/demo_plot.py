@@ -1,0 +1,80 @@
+"""The demo's picture: epoch times, bytes over the link, and loss curves that lie on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#8c8c8c", "#1f6f8b")
+"""Plain, near-data: apart in print and for the colour-blind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """What one way of training showed.
+
+    Attributes:
+        label: Name of the way.
+        epoch_s: Seconds of each epoch.
+        epoch_bytes: Bytes over the link in each epoch.
+        losses: Loss of each training step.
+    """
+
+    label: str
+    epoch_s: Sequence[float]
+    epoch_bytes: Sequence[int]
+    losses: Sequence[float]
+
+
+def plot_demo(plain: Curve, near_data: Curve, *, title: str, path: Path) -> None:
+    """Write the picture as PNG.
+
+    Args:
+        title: One line above everything.
+        path: Where to; its directory must exist.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    seconds, bytes_, losses = figure.subplots(1, 3, width_ratios=(1, 1, 1.4))
+    curves = (plain, near_data)
+    _bars(seconds, curves, [curve.epoch_s for curve in curves], "epoch time", "seconds")
+    megabytes = [[each / 1e6 for each in curve.epoch_bytes] for curve in curves]
+    _bars(bytes_, curves, megabytes, "over the link, per epoch", "MB")
+    _losses(losses, curves)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def _bars(
+    axes: Axes, curves: Sequence[Curve], heights: Sequence[Sequence[float]], title: str, unit: str
+) -> None:
+    """Epochs side by side, one bar a way."""
+    width = 0.8 / len(curves)
+    for index, (curve, values) in enumerate(zip(curves, heights, strict=True)):
+        places = [epoch + (index - (len(curves) - 1) / 2) * width for epoch in range(1, len(values) + 1)]
+        bars = axes.bar(places, values, width=width, label=curve.label, color=COLOURS[index])
+        axes.bar_label(bars, fmt="%.3g", fontsize=8)
+    axes.set(title=title, xlabel="epoch", ylabel=unit)
+    axes.set_xticks(range(1, max(map(len, heights)) + 1))
+
+
+def _losses(axes: Axes, curves: Sequence[Curve]) -> None:
+    """A wide pale line below, a thin one above: equal curves show as one line with a halo."""
+    for index, (curve, width, style) in enumerate(zip(curves, (5.0, 1.5), ("-", "--"), strict=True)):
+        steps = range(1, len(curve.losses) + 1)
+        axes.plot(steps, curve.losses, style, linewidth=width, label=curve.label, color=COLOURS[index])
+    axes.set(title="training loss", xlabel="step", ylabel="cross-entropy")
+    axes.set_ylim(bottom=0)
+    axes.legend()

@@ -1,0 +1,142 @@
+"""``upriver serve`` as a process: one line when it listens, a clean end, and never longer than its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from upriver.cli.serve import split_store
+from upriver.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def serving(
+    *arguments: str, pass_fds: tuple[int, ...] = (), token: str | None = None
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
+    """A server process and the line it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "UPRIVER_TOKEN"}
+    if token is not None:
+        environment["UPRIVER_TOKEN"] = token
+    command = [sys.executable, "-m", "upriver", "serve", "--port", "0", "--threads", "1", *arguments]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        pass_fds=pass_fds,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def get(url: object, path: str, token: str | None = None) -> tuple[int, bytes]:
+    """Status and body of one GET."""
+    connection = http.client.HTTPConnection(urlsplit(str(url)).netloc, timeout=30)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def wait_until_ready(url: object) -> None:
+    """It listens before its workers have started; a worker imports torch first."""
+    for _ in range(600):
+        if get(url, "/readyz")[0] == 200:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the server did not become ready within 60 s")
+
+
+def test_it_says_where_it_listens_and_ends_with_0_on_sigterm(tmp_path: Path) -> None:
+    with serving("--store", f"photos={tmp_path.as_uri()}") as (process, said):
+        assert said["pid"] == process.pid
+        wait_until_ready(said["listening"])
+        status, body = get(said["listening"], "/v1/info")
+        assert status == 200
+        assert json.loads(body)["stores"] == ["photos"]
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=60)
+        assert rest == ""
+        assert process.returncode == 0
+
+
+def test_it_ends_with_its_parents_pipe(tmp_path: Path) -> None:
+    theirs, ours = os.pipe()
+    try:
+        with serving("--store", tmp_path.as_uri(), "--parent-pipe", str(theirs), pass_fds=(theirs,)) as (
+            process,
+            said,
+        ):
+            assert get(said["listening"], "/livez")[0] == 200
+            os.close(ours)
+            ours = -1
+            assert process.wait(timeout=60) == 0
+    finally:
+        os.close(theirs)
+        if ours >= 0:
+            os.close(ours)
+
+
+@pytest.mark.parametrize("where", ["environment", "file"])
+def test_token_from_the_environment_or_a_file(tmp_path: Path, where: str) -> None:
+    arguments = ["--store", tmp_path.as_uri()]
+    if where == "file":
+        (tmp_path / "token").write_text("sesame\n")
+        arguments += ["--token-file", str(tmp_path / "token")]
+    with serving(*arguments, token="sesame" if where == "environment" else None) as (_, said):
+        wait_until_ready(said["listening"])
+        assert get(said["listening"], "/v1/info")[0] == 401
+        assert get(said["listening"], "/v1/info", token="sesame")[0] == 200
+
+
+def test_a_file_and_options_together(tmp_path: Path) -> None:
+    config = tmp_path / "server.toml"
+    uri = tmp_path.as_uri()
+    config.write_text(f'port = 1\nworkers = 1\n[stores]\na = "{uri}"\n[stores.b]\nuri = "{uri}"\n')
+    with serving("--config", str(config), "--store", f"c={tmp_path.as_uri()}") as (_, said):
+        assert str(said["listening"]).startswith("http://127.0.0.1:")
+        assert not str(said["listening"]).endswith(":1")
+        wait_until_ready(said["listening"])
+        assert sorted(json.loads(get(said["listening"], "/v1/info")[1])["stores"]) == ["a", "b", "c"]
+
+
+def test_refuses_to_listen_to_others_without_a_token(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "upriver", "serve", "--store", tmp_path.as_uri(), "--host", "0.0.0.0"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "UPRIVER_TOKEN"},
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "0.0.0.0" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_names_of_stores() -> None:
+    assert split_store("file:///data") == ("default", "file:///data")
+    assert split_store("photos=s3://bucket/a=b") == ("photos", "s3://bucket/a=b")
+    assert split_store("s3://bucket/a=b") == ("default", "s3://bucket/a=b")
+    with pytest.raises(ConfigError, match="NAME"):
+        split_store("=file:///data")
