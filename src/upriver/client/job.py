@@ -260,7 +260,8 @@ class FinetuneJob:
             yield loader
         finally:
             loader.close()
-            self._loader = None
+            if self._loader is loader:  # an evaluation in mid-epoch has a loader of its own
+                self._loader = None
             tally.add(loader.report)
 
     def _finisher(self, dataset: Dataset, epoch: int) -> Callable[[MicroBatch], torch.Tensor]:
