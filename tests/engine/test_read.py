@@ -237,3 +237,26 @@ def test_a_cancelled_read_leaves_nothing_running(dataset: Dataset, monkeypatch: 
 
     asyncio.run(run())
     assert started == ["0.tar"]
+
+
+def test_after_an_error_nothing_is_left_running(dataset: Dataset) -> None:
+    gate = asyncio.Event()
+
+    class Waiting(CountingStore):
+        async def get_range_async(
+            self, path: str, start: int, stop: int, *, etag: str | None = None
+        ) -> bytes:
+            if path == "1.tar":
+                raise StoreError("no luck")
+            await gate.wait()
+            return b""
+
+    dataset.store.__class__ = Waiting
+
+    async def run() -> None:
+        with pytest.raises(StoreError, match="no luck"):
+            await read_samples_async(dataset, [0, 30, 59])
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())

@@ -168,7 +168,7 @@ def forge(
     index_path, chain_path = files_of(dataset)
     if table is not None:
         sink = io.BytesIO()
-        pq.write_table(table, sink)
+        pq.write_table(table, sink, store_schema=False)
         index_bytes = sink.getvalue()
     index_bytes = index_bytes or dataset.store.get(index_path)
     chain = json.loads(dataset.store.get(chain_path))

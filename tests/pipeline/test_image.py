@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from upriver.pipeline import Decode, Draw, SampleError, stored_tensor
@@ -141,6 +141,15 @@ def test_wherever_it_is_cut_off_it_is_a_sample_error(form: str) -> None:
     for length in [*range(0, 64), *range(64, len(data) - 20, 97)]:
         with pytest.raises(SampleError):
             decode(data[:length])
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_leniency_set_elsewhere_changes_nothing(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many training scripts set it: a truncated image would decode there and fail on a server."""
+    data = encoded(pixels(40, 50), form)
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with pytest.raises(SampleError, match="not a whole image"):
+        decode(data[: len(data) * 3 // 4])
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])

@@ -250,13 +250,20 @@ def header(name: bytes, size: bytes, kind: bytes = b"0") -> bytes:
         header(b"pax", b"77777777777\0", b"x"),
         header(b"name", b"77777777777\0", b"L"),
         header(b"x.jpg", b"77777777777\0"),
+        header(b".hidden", b"0" * 11 + b"\0") * 9 + header(b".hidden", b"\xff" * 10 + b"\xf0\x00"),
     ],
-    ids=["size -1", "size -512", "pax -1", "pax 8 GiB", "long name 8 GiB", "member 8 GiB"],
+    ids=["size -1", "size -512", "pax -1", "pax 8 GiB", "long name 8 GiB", "member 8 GiB", "circle"],
 )
 def test_a_header_that_lies_ends_at_once(tmp_path: Path, data: bytes) -> None:
     uri = write(tmp_path, {"bad.tar": data + bytes(10240)})
     with pytest.raises(DatasetError, match=r"bad\.tar"):
         index(uri, stages=STAGES)
+
+
+def test_an_extended_header_has_a_cap(tmp_path: Path) -> None:
+    data = header(b"pax", b"%011o\0" % 2**21, b"x") + bytes(2**22)
+    with pytest.raises(DatasetError, match=r"'bad\.tar' is not a whole tar file: a header of 2097152 bytes"):
+        index(write(tmp_path, {"bad.tar": data}), stages=STAGES)
 
 
 def test_sparse_members_are_refused(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Stored image to pixels, and pixels to another size: all that Pillow does here.
 
 The three formats are opened by their own classes rather than through ``Image.open``: nothing else can be
-opened, and no global limit or warning of Pillow decides what a sample is. The same bytes give the same pixels
-wherever Pillow and its libraries are the same; the fingerprint covers them.
+opened, and neither a warning nor a leniency set elsewhere in the process decides what a sample is. The same
+bytes give the same pixels wherever Pillow and its libraries are the same; the fingerprint covers them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,32 @@ _SHORT = 3
 
 
 class _Jpeg(JpegImageFile):
-    """A JPEG whose EXIF data are not read for its resolution: damaged ones would make Pillow warn."""
+    """A JPEG that is whole or an error, whatever ``ImageFile.LOAD_TRUNCATED_IMAGES`` says in this process.
+
+    Its EXIF data are not read for its resolution: damaged ones would make Pillow warn.
+    """
+
+    def load_read(self, read_bytes: int) -> bytes:
+        return _whole(self.fp.read(read_bytes) if self.fp else b"")
 
     def _read_dpi_from_exif(self) -> None:
         pass
+
+
+class _Png(PngImageFile):
+    """A PNG that is whole or an error, whatever ``ImageFile.LOAD_TRUNCATED_IMAGES`` says in this process."""
+
+    def load_read(self, read_bytes: int) -> bytes:
+        try:
+            return _whole(super().load_read(read_bytes))
+        except (IndexError, struct.error):  # a chunk's header is cut off
+            return _whole(b"")
+
+
+def _whole(data: bytes) -> bytes:
+    if not data:  # Pillow asks only while the picture is not complete
+        raise OSError("image file is truncated")
+    return data
 
 
 def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.Tensor:
@@ -99,7 +121,7 @@ def _open(data: bytes | memoryview, max_pixels: int) -> JpegImageFile | PngImage
     if head.startswith(b"\xff\xd8\xff"):
         return _Jpeg(io.BytesIO(data))
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
-        return PngImageFile(io.BytesIO(data))
+        return _Png(io.BytesIO(data))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         _check_size(*_webp_size(head), max_pixels)  # opening one already allocates its canvas
         return WebPImageFile(io.BytesIO(data))
