@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -28,6 +30,8 @@ from upriver.server.programs import Programs
 from upriver.server.run import Datasets, Runner
 from upriver.server.stream import FrameStream
 from upriver.types import DEFAULT_MICRO_BATCH
+
+log = logging.getLogger(__name__)
 
 PROBE_BYTES = 64 << 20
 """Most bytes of one probe: half a second at 1 Gbit/s."""
@@ -150,9 +154,9 @@ class Front:
     async def probe(self, request: Request) -> Response:
         """So many bytes, to measure the link with."""
         text = request.query_params.get("bytes", "0")
-        if not (text.isascii() and text.isdigit() and int(text) <= PROBE_BYTES):
+        nbytes = _number(text)
+        if nbytes is None or nbytes > PROBE_BYTES:
             raise ProtocolError(f"bytes must lie in 0..{PROBE_BYTES}, got {text[:40]!r}")
-        nbytes = int(text)
         return StreamingResponse(
             _zeros(nbytes),
             media_type="application/octet-stream",
@@ -233,6 +237,9 @@ def _counted(route: Route, metrics: Metrics) -> Route:
             response = error_response(error)
         except ClientDisconnect:
             response = Response(status_code=499)  # nobody reads it; in the metrics it is told from the rest
+        except Exception:
+            log.exception("%s %s failed", request.method, request.url.path)
+            response = error_response(UpriverError("internal error; the server's log says more"))
         metrics.requests.labels(route.path, response.status_code).inc()
         return response
 
@@ -254,5 +261,9 @@ async def _zeros(nbytes: int) -> AsyncIterator[memoryview]:
 
 
 def _content_length(request: Request) -> int | None:
-    text = request.headers.get("content-length")
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+    return _number(request.headers.get("content-length", ""))
+
+
+def _number(text: str) -> int | None:
+    """A decimal number of 64 bits or so; Python refuses to read endless ones, with an error of its own."""
+    return int(text) if re.fullmatch(r"[0-9]{1,19}", text) else None

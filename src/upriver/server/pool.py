@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -43,7 +44,7 @@ class WorkerPool:
         self._on_restart = on_restart
         self._count = count
         self._idle: asyncio.Queue[WorkerHandle] = asyncio.Queue()
-        self._alive: set[WorkerHandle] = set()
+        self._alive: dict[WorkerHandle, int] = {}  # and the descriptor that tells of their end
         self._starting: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="upriver-worker")
         self._closed = False
@@ -93,8 +94,8 @@ class WorkerPool:
         for task in self._starting:
             task.cancel()
         for worker in list(self._alive):
+            self._lose(worker)
             worker.kill()
-        self._alive.clear()
         await asyncio.gather(*self._starting, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -118,10 +119,10 @@ class WorkerPool:
             self._idle.put_nowait(worker)
             raise
         except OSError as error:
-            self._replace(worker, error)
+            self._bury(worker, error)
             raise _Died(str(error) or type(error).__name__) from None
         except BaseException as error:  # nobody knows what state it is in
-            self._replace(worker, error)
+            self._bury(worker, error)
             raise
         self._idle.put_nowait(worker)
         return result
@@ -129,15 +130,28 @@ class WorkerPool:
     async def _take(self) -> WorkerHandle:
         try:
             async with asyncio.timeout(self._job_timeout_s):
-                return await self._idle.get()
+                while (worker := await self._idle.get()) not in self._alive:
+                    worker.kill()  # it died while it was idle, and was replaced then
+                return worker
         except TimeoutError:
             raise Overloaded(f"no worker was free for {self._job_timeout_s:g} s", retry_after_s=5) from None
 
-    def _replace(self, worker: WorkerHandle, error: BaseException) -> None:
-        self._alive.discard(worker)
+    def _bury(self, worker: WorkerHandle, error: BaseException) -> None:
+        self._lose(worker, str(error) or type(error).__name__)
         worker.kill()
+
+    def _lose(self, worker: WorkerHandle, reason: str = "its process ended") -> None:
+        """Count on it no more, and start another in its place; once, whoever notices first.
+
+        Its channel stays open: a thread may still be reading the end of it.
+        """
+        pidfd = self._alive.pop(worker, None)
+        if pidfd is None:
+            return
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
         if not self._closed:
-            log.warning("worker %d died (%s); starting another", worker.pid, error)
+            log.warning("worker %d is gone (%s); starting another", worker.pid, reason)
             self._on_restart()
             self._start_one()
 
@@ -173,7 +187,8 @@ class WorkerPool:
         if self.hello is None and hello.network:
             log.warning("workers cannot be cut off from the network here: neither root nor user namespaces")
         self.hello = hello
-        self._alive.add(worker)
+        self._alive[worker] = pidfd = os.pidfd_open(worker.pid)
+        asyncio.get_running_loop().add_reader(pidfd, self._lose, worker)
         self._idle.put_nowait(worker)
 
 

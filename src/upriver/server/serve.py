@@ -24,7 +24,7 @@ OnListening = Callable[[Mapping[str, object]], None]
 def serve(config: ServerConfig, *, on_listening: OnListening | None = None) -> None:
     """Serve until SIGTERM or SIGINT; what is running then may finish within ``config.grace_s``.
 
-    Returns after SIGTERM, raises KeyboardInterrupt after SIGINT; handlers of the caller's own are called instead.
+    Returns after SIGTERM and raises KeyboardInterrupt after SIGINT, unless the caller has its own handlers.
 
     Args:
         config: The operator's decisions.

@@ -1,0 +1,153 @@
+"""A real server in a process of its own, and plain HTTP to talk to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
+
+import msgspec
+import psutil
+
+from upriver.errors import UpriverError
+from upriver.protocol import End, encode, read_frame
+from upriver.types import MicroBatch
+
+SERVE = """
+import json, sys
+import msgspec
+from upriver.protocol import Caps
+from upriver.server import ServerConfig, serve
+
+settings = json.loads(sys.argv[1])
+if "caps" in settings:
+    settings["caps"] = msgspec.convert(settings["caps"], Caps)
+serve(ServerConfig(**settings), on_listening=lambda found: print(json.dumps(dict(found)), flush=True))
+"""
+
+
+class Running:
+    """A server process."""
+
+    def __init__(self, process, url):
+        self.process = process
+        self.url = url
+        self.address = urlsplit(url).netloc
+
+    def workers(self):
+        with suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(self.process.pid).children()]
+        return []
+
+    def wait_ready(self):
+        wait_for(lambda: ask(self, "GET", "/readyz")[0] == 200)
+        return self
+
+    def metric(self, name, label=""):
+        """The sum of a metric over all labels, or those that ``label`` is part of."""
+        lines = ask(self, "GET", "/metrics")[2].decode().splitlines()
+        named = (line for line in lines if line.partition("{")[0].partition(" ")[0] == name)
+        return sum(float(line.rpartition(" ")[2]) for line in named if label in line)
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+
+@contextmanager
+def running(store_uri, **settings):
+    """Start a server; nothing of it is left afterwards."""
+    config = {"stores": {"default": store_uri}, "port": 0, "threads": 1, "grace_s": 2, **settings}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, json.dumps(config)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "SOME_SECRET": "known to the front alone"},
+    )
+    try:
+        found = json.loads(process.stdout.readline())
+        assert found["pid"] == process.pid
+        yield Running(process, found["listening"])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def wait_for(condition, *, seconds=60):
+    """Until ``condition()`` is true."""
+    end = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < end, f"not so within {seconds} s"
+        time.sleep(0.02)
+
+
+def connect(server):
+    return http.client.HTTPConnection(server.address, timeout=60)
+
+
+def ask(server, method, path, body=None, headers=None):
+    """Status, headers and body of an answer."""
+    connection = connect(server)
+    try:
+        connection.request(method, path, body=body, headers=headers or {})
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    finally:
+        connection.close()
+
+
+def body_of(*messages):
+    return b"".join(bytes(part) for message in messages for part in encode(message))
+
+
+def refused(server, body, path="/v1/run", method="POST"):
+    """Status and error of an answer that is an error."""
+    status, _, answer = ask(server, method, path, body)
+    assert status >= 400, answer[:200]
+    return status, json.loads(answer)["error"]
+
+
+@contextmanager
+def answering(server, request, batches=()):
+    """The response to a run request, unread."""
+    connection = connect(server)
+    try:
+        connection.request("POST", "/v1/run", body=body_of(request, *batches))
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        yield response
+    finally:
+        connection.close()
+
+
+def messages(response):
+    """Every message of an answer, with or without an end."""
+    found = []
+    while True:
+        message = read_frame(response)
+        found.append(message)
+        if isinstance(message, (End, UpriverError)):
+            assert response.read() == b""
+            return found
+
+
+def run(server, request, batches=()):
+    """The micro-batches of an answer."""
+    with answering(server, request, batches) as response:
+        found = messages(response)
+    if isinstance(found[-1], UpriverError):
+        raise found[-1]
+    return [message for message in found if isinstance(message, MicroBatch)]
+
+
+def changed(request, **fields):
+    return msgspec.structs.replace(request, **fields)
