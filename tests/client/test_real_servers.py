@@ -1,8 +1,9 @@
-"""The loader against real servers that are killed, stopped, restarted: real processes, real HTTP, real files."""
+"""The loader against servers that are killed, stopped, restarted: real processes, real HTTP, real files."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import subprocess
@@ -44,11 +45,12 @@ STAGES = (
 class Job:
     """A dataset in a file store, and everything needed to load an epoch of it."""
 
-    def __init__(self, root: Path, files: dict[str, bytes], *, on_bad_sample: str = "fail") -> None:
+    on_bad_sample = "fail"
+
+    def __init__(self, root: Path, files: dict[str, bytes]) -> None:
         self.store = Store.open(write(root, files))
         self.dataset = index(self.store, "data", stages=STAGES)
         self.dataset.publish()
-        self.on_bad_sample = on_bad_sample
         order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(5)).tolist()
         self.micro_batches = [tuple(order[i : i + MICRO_BATCH]) for i in range(0, len(order), MICRO_BATCH)]
 
@@ -242,9 +244,9 @@ def test_a_stopped_server_is_left_and_used_again_when_it_goes_on(job, server):
 def test_bad_samples_fail_in_their_place_or_are_skipped(tmp_path):
     members = samples(24)
     members[2 * 9 + 1] = ("000009.jpg", b"no image")
-    files = {"data/0.tar": shard(members)}
-    strict = Job(tmp_path, files)
-    lenient = Job(tmp_path, files, on_bad_sample="skip")
+    strict = Job(tmp_path, {"data/0.tar": shard(members)})
+    lenient = copy.copy(strict)
+    lenient.on_bad_sample = "skip"
     place = next(i for i, ids in enumerate(strict.micro_batches) if 9 in ids)
     with strict.serve() as server, pool_of(server.url) as pool:
         got = []

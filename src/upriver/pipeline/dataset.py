@@ -129,10 +129,14 @@ class Dataset:
     def publish(self) -> None:
         """Write the dataset's files; ``chain.json`` last, so that a dataset that can be opened is whole.
 
+        A dataset that is there already is left alone: its digest says that it is the same.
+
         Raises:
             StoreError: If the store cannot be written.
         """
         index_path, chain_path = dataset_paths(self.prefix, self.digest)
+        if self.store.exists(chain_path):
+            return
         self.store.put(index_path, self._index_bytes)
         self.store.put(chain_path, self._chain_bytes)
 
