@@ -1,0 +1,245 @@
+"""``upriver train``: what it writes, what it says, and going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from upriver.cli import main
+from upriver.cli.training import fit_classifier
+from upriver.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+
+MODELS = """
+from torch import nn
+
+def small():
+    features = nn.Sequential(nn.Conv2d(3, 4, 5, stride=2), nn.BatchNorm2d(4), nn.ReLU())
+    return nn.Sequential(features, nn.Flatten(), nn.Dropout(0.1), nn.Linear(4 * 6 * 6, 1000))
+"""
+
+CONFIG = """
+model = "trained_models:small"
+freeze_to = "0"
+store = "{uri}"
+path = "train"
+heldout = "heldout"
+stages = "{folder}/stages.toml"
+heldout_stages = "{folder}/stages.toml"
+batch_size = 6
+micro_batch = 4
+lr = 0.01
+policy = "nosplit"
+output = "{folder}/{output}"
+{more}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two classes of tiny images, input stages, and a model to import."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 20), ("heldout", 6)):
+        for number in range(count):
+            path = tmp_path / part / ("bright" if number % 2 else "dark")
+            path.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 128, (16, 16, 3), dtype=np.uint8) + np.uint8(127 * (number % 2))
+            Image.fromarray(pixels).save(path / f"{number}.png")
+    stages = ("decode", "random_horizontal_flip", "normalize")
+    (tmp_path / "stages.toml").write_text("".join(f'[[stage]]\nstage = "{name}"\n' for name in stages))
+    (tmp_path / "trained_models.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def config(folder: Path, *, output: str = "trained.safetensors", more: str = "epochs = 3") -> str:
+    """Write a configuration and give its path."""
+    path = folder / f"{output}.toml"
+    path.write_text(CONFIG.format(uri=folder.as_uri(), folder=folder, output=output, more=more))
+    return str(path)
+
+
+def trained(capsys: pytest.CaptureFixture[str], path: str, *options: str) -> dict[str, object]:
+    """Run the command and parse what it printed."""
+    assert main(["train", path, "--json", *options]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert isinstance(document, dict)
+    return document
+
+
+def losses(document: dict[str, object]) -> list[float]:
+    epochs = document["epochs"]
+    assert isinstance(epochs, list)
+    return [loss for record in epochs for loss in record["losses"]]
+
+
+def test_it_trains_and_says_what_it_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = trained(capsys, config(folder))
+    epochs = document["epochs"]
+    assert isinstance(epochs, list)
+    assert [record["epoch"] for record in epochs] == [1, 2, 3]
+    assert [len(record["losses"]) for record in epochs] == [4, 4, 4]
+    assert epochs[2]["loss"] < epochs[0]["loss"]
+    assert epochs[2]["accuracy"] == 1.0
+    assert epochs[0]["bytes"] > 0
+    assert document["samples"] == {"local": 3 * (20 + 6)}
+    assert document["skipped"] == []
+    state = load_file(folder / "trained.safetensors")
+    assert state["3.weight"].shape == (2, 144)  # the classifier was made anew for two classes
+    assert {path.name for path in folder.glob("trained.safetensors*")} == {
+        "trained.safetensors",
+        "trained.safetensors.toml",
+    }
+
+
+def test_near_the_data_gives_the_same_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = trained(capsys, config(folder, output="plain.st"))
+    path = config(folder, output="near.st")
+    Path(path).write_text(Path(path).read_text().replace('"nosplit"', '"freeze"'))
+    near = trained(capsys, path)
+    assert isinstance(near["plan"], dict)
+    assert near["plan"]["cut"] >= 1
+    assert isinstance(near["samples"], dict)
+    assert all(source.startswith("http://") for source in near["samples"])
+    assert losses(near) == losses(plain)
+    assert near["output_sha256"] == plain["output_sha256"]
+
+
+def test_it_goes_on_where_it_was_interrupted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = trained(capsys, config(folder, output="whole.st", more="epochs = 30"))
+    path = config(folder, output="parts.st", more="epochs = 30")
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "upriver", "train", path, "--json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        said = iter(process.stderr.readline, "")
+        assert any(line.startswith("epoch 2:") for line in said)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert (folder / "parts.st.checkpoint").exists()
+    assert not (folder / "parts.st").exists()
+
+    parts = trained(capsys, path)
+    assert parts["resumed"] is True
+    assert losses(parts) == losses(whole)
+    assert parts["output_sha256"] == whole["output_sha256"]
+    assert not (folder / "parts.st.checkpoint").exists()
+
+
+def test_interrupted_at_every_step(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption after each single step, and the same bits as without."""
+    from upriver.cli.training import Stop
+
+    whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
+    path = config(folder, output="steps.st", more="epochs = 2")
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "requested", True, raising=False)
+        patch.setattr(Stop, "__init__", lambda self: setattr(self, "_before", {}))
+        codes = []
+        while not codes or codes[-1] == 130:
+            codes.append(main(["train", path]))
+            assert len(codes) <= 9
+    assert codes == [130] * 7 + [0]
+    capsys.readouterr()
+    assert (folder / "steps.st").read_bytes() == (folder / "whole.st").read_bytes()
+    assert whole["resumed"] is False
+
+
+def test_a_checkpoint_of_another_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from upriver.cli.training import Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stop, "requested", True, raising=False)
+        patch.setattr(Stop, "__init__", lambda self: setattr(self, "_before", {}))
+        assert main(["train", config(folder)]) == 130
+    capsys.readouterr()
+    assert main(["train", config(folder, more="epochs = 3\nseed = 5")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "its seed is 0, here 5" in line
+
+
+def test_bad_samples_fail_or_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train" / "dark" / "0.png").write_bytes(b"not an image")
+    path = config(folder, more="epochs = 1")
+    assert main(["train", path]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert "train/dark/0.png" in line
+    document = trained(capsys, path, "--on-bad-sample", "skip")
+    assert document["skipped"] == [10]  # rows: bright first, then dark, each by name
+    assert not list(folder.glob(".trained*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("epoch = 3", "epoch"),
+        ("epochs = 0", "epochs"),
+        ('epochs = "3"', "epochs"),
+        ("lr = nan", "lr"),
+        ('optimizer = "lion"', "optimizer"),
+        ('policy = "magic"', "magic"),
+        ('freeze_to = "layer9"', "layer9"),
+        ('freeze_to = "3"', "everything is frozen"),
+        ('classifier = "0.0"', "0.0"),
+        ('path = "nothing"', "nothing"),
+        ("micro_batch = 0", "micro_batch"),
+        ('output = "/does/not/exist/x"', "/does/not/exist"),
+        ('weights = "/does/not/exist.safetensors"', "/does/not/exist.safetensors"),
+    ],
+)
+def test_bad_configuration_is_named(
+    change: str, named: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(config(folder, more=""))
+    key = change.partition(" ")[0]
+    kept = [line for line in path.read_text().splitlines() if not line.startswith(f"{key} =")]
+    path.write_text("\n".join([*kept, change]))
+    assert main(["train", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert named in last
+    assert "Traceback" not in captured.err
+
+
+def test_a_missing_key_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "short.toml"
+    path.write_text('model = "trained_models:small"\n')
+    assert main(["train", str(path)]) == 2
+    assert "freeze_to" in capsys.readouterr().err
+
+
+def test_classifier_is_replaced_only_where_needed() -> None:
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 7, bias=False)))
+    state = torch.get_rng_state()
+    assert fit_classifier(model, None, 7, seed=0) is None
+    assert fit_classifier(model, None, 2, seed=0) == "1.0"
+    assert model.get_submodule("1.0").weight.shape == (2, 3)
+    assert model.get_submodule("1.0").bias is None
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ConfigError, match=r"'1'"):
+        fit_classifier(model, "1", 2, seed=0)
+    with pytest.raises(ConfigError, match="no linear layer"):
+        fit_classifier(nn.ReLU(), None, 2, seed=0)

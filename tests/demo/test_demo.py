@@ -1,0 +1,184 @@
+"""The demo, small: what it compares, what it prints, and what it is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from upriver.demo.bench import Used, same_state
+from upriver.demo.model import FREEZE_TO, build_model, freeze
+from upriver.demo.result import DemoResult, Way
+from upriver.demo.settings import DemoSettings
+from upriver.errors import ConfigError
+from upriver.report.demo_plot import Curve, plot_demo
+
+
+@pytest.mark.slow
+def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "upriver", "demo", "--json", "--epochs", "1", "--images", "20"]
+    command += [
+        "--heldout",
+        "10",
+        "--batch-size",
+        "10",
+        "--link-mbit",
+        "10",
+        "--plot",
+        str(tmp_path / "demo.png"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "UPRIVER_CACHE": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    plain, near = document["plain"], document["near_data"]
+    assert document["identical"] is True
+    assert plain["losses"] == near["losses"]
+    assert len(plain["losses"]) == 2
+    assert plain["accuracy"] == near["accuracy"]
+    for way in (plain, near):
+        assert len(way["epoch_s"]) == 1
+        assert way["bytes"] == sum(way["epoch_bytes"])
+        assert 0 < way["bound_fraction"] <= 1.05  # clocks of two processes
+    assert near["cut"] >= 1
+    assert near["bytes"] < plain["bytes"] / 2
+    # Twenty images of 320 to 390 KB each, and what lies between them in a shard.
+    assert 20 * 320_000 < plain["bytes"] < 20 * 390_000 + 100_000
+    assert set(plain["samples"]) == {"local"}
+    assert sum(near["samples"].values()) == sum(plain["samples"].values()) == 30
+    assert not set(near["samples"]) & {"local"}
+    for said in ("emulated, 10 Mbit/s", "random ones", "cores:"):
+        assert said in done.stderr
+    with Image.open(tmp_path / "demo.png") as picture:
+        assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"epochs": 0},
+        {"batch_size": 0},
+        {"link_mbit": 0.0},
+        {"link_mbit": float("nan")},
+        {"plot": Path("/no/x.png")},
+    ],
+)
+def test_bad_settings_are_named(bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="x.png" if "plot" in bad else next(iter(bad))):
+        DemoSettings(**bad)  # type: ignore[arg-type]
+
+
+def test_model_is_the_same_for_a_seed_and_says_where_its_weights_are_from(tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    (one, origin), (two, _), (other, _) = (build_model(7, seed=seed, cache=tmp_path) for seed in (0, 0, 1))
+    assert origin == "random"
+    assert same_state(one, two)
+    assert not same_state(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    freeze(one)
+    trainable = {name.rpartition(".")[0] for name, p in one.named_parameters() if p.requires_grad}
+    assert all(name.startswith(("layer4.1", "fc")) for name in trainable)
+    assert not any(p.requires_grad for p in one.get_submodule(FREEZE_TO).parameters())
+    assert one.get_submodule("fc").weight.shape == (7, 512)
+
+
+def test_a_file_that_only_has_the_name_of_the_published_weights_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "resnet18-f37072fd.pth").write_bytes(b"anything")
+    _, origin = build_model(7, seed=0, cache=tmp_path)
+    assert origin == "random"
+
+
+def test_weights_from_a_safetensors_file(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from upriver.program.names import load_model
+
+    source, _ = load_model("torchvision:resnet18", seed=5)
+    save_file(source.state_dict(), tmp_path / "weights.safetensors")
+    model, origin = build_model(7, seed=0, weights=tmp_path / "weights.safetensors")
+    assert origin.endswith("weights.safetensors")
+    assert torch.equal(model.get_submodule("conv1").weight, source.get_submodule("conv1").weight)
+
+
+def test_same_state_sees_one_bit_and_buffers() -> None:
+    one, two = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    assert same_state(one, two)
+    two.running_mean[1] = 1e-45
+    assert not same_state(one, two)
+
+
+def test_bound_is_the_busiest_resource() -> None:
+    before = Used(link_bytes=10, trainer_s=1.0, server_s=2.0)
+    for used, bound in (((1010, 2.0, 3.0), 10.0), ((10, 41.0, 3.0), 40.0), ((10, 2.0, 32.0), 30.0)):
+        now = Used(link_bytes=used[0], trainer_s=used[1], server_s=used[2])
+        assert now.since(before).bound_s(100.0) == bound
+
+
+def _way(cut: int, seconds: float, num_bytes: int) -> Way:
+    return Way(
+        epoch_s=(seconds, seconds),
+        epoch_bytes=(num_bytes, num_bytes),
+        losses=(2.0, 1.0),
+        accuracy=0.75,
+        cut=cut,
+        after="layer4.0" if cut > 0 else "as stored",
+        why="it is the least",
+        plan="the table",
+        bound_s=(seconds / 2, seconds / 2),
+        samples={"local": 4},
+        num_workers=2,
+    )
+
+
+def test_result_as_json_and_as_a_table() -> None:
+    result = DemoResult(
+        plain=_way(-4, 30.0, 3_000_000),
+        near_data=_way(11, 10.0, 1_000_000),
+        identical=True,
+        num_classes=10,
+        conditions={"link_mbit": 20.0},
+        worker_trials={1: 2.0, 2: 1.0},
+        plot=None,
+    )
+    document = json.loads(json.dumps(result.to_json()))
+    assert document["speedup"] == 3.0
+    assert document["near_data"]["cut"] == 11
+    assert document["near_data"]["after"] == "layer4.0"
+    assert document["plain"]["bytes"] == 6_000_000
+    assert document["plain"]["bound_fraction"] == 0.5
+    assert "11 (layer4.0)" in result.table()
+    assert "3.00 times" in result.verdict()
+    assert "identical" in result.verdict()
+    assert (
+        "DIFFER"
+        in DemoResult(
+            plain=result.plain,
+            near_data=result.near_data,
+            identical=False,
+            num_classes=10,
+            conditions={},
+            worker_trials={},
+            plot=None,
+        ).verdict()
+    )
+
+
+def test_picture_shows_both(tmp_path: Path) -> None:
+    plain = Curve(label="plain", epoch_s=[30, 31], epoch_bytes=[9_000_000] * 2, losses=[2.0, 1.5, 1.0])
+    near = Curve(label="near-data", epoch_s=[12, 11], epoch_bytes=[2_000_000] * 2, losses=[2.0, 1.5, 1.0])
+    plot_demo(plain, near, title="both", path=tmp_path / "both.png")
+    with Image.open(tmp_path / "both.png") as picture:
+        colours = {tuple(pixel) for pixel in picture.convert("RGB").get_flattened_data()}
+    assert {(0x8C, 0x8C, 0x8C), (0x1F, 0x6F, 0x8B)} <= colours
