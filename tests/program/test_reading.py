@@ -52,6 +52,11 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "stages out of order": lambda g: g["stages"][0].update(stop=2),
     "cut ships nothing": lambda g: g["stages"][0].update(live=[]),
     "cut ships the unknown": lambda g: g["stages"][0]["live"].append("nowhere"),
+    "cut ships a weight": lambda g: g["stages"][0]["live"].append(g["weights"][0]["name"]),
+    "cut ships what comes later": lambda g: g["stages"][0]["live"].append(
+        g["nodes"][2]["outputs"][0]["name"]
+    ),
+    "cut ships twice": lambda g: g["stages"][0]["live"].append(g["stages"][0]["live"][0]),
     "weight of another shape": lambda g: g["weights"][0]["spec"].update(shape=[6, 4, 2]),
     "weight that is not there": lambda g: g["weights"][0].update(key="other"),
     "argument of no known form": lambda g: g["nodes"][0].update(args=[{"eval": "1+1"}]),

@@ -223,7 +223,7 @@ def _check(graph: Graph) -> None:
         for output in node.outputs:
             if output is not None:
                 _define(known, output.name, output.spec, where)
-    _check_stages(graph, known)
+    _check_stages(graph)
 
 
 def _define(known: set[str], name: str, spec: TensorSpec, where: str) -> None:
@@ -233,16 +233,21 @@ def _define(known: set[str], name: str, spec: TensorSpec, where: str) -> None:
     known.add(name)
 
 
-def _check_stages(graph: Graph, known: set[str]) -> None:
+def _check_stages(graph: Graph) -> None:
     stops = [stage.stop for stage in graph.stages]
     if not stops or stops != sorted(stops) or stops[0] < 0 or stops[-1] != len(graph.nodes):
         raise ProgramError("stages do not cover the nodes in order")
     for position, live in enumerate(live_sets(graph)):
         if position and not set(graph.stages[position - 1].live) >= live:
             raise ProgramError(f"stage {position}: what later stages read does not cross its cut")
+    made = {value.name for value in graph.inputs}
+    start = 0
     for stage in graph.stages:
-        if not set(stage.live) <= known:
-            raise ProgramError(f"stage {stage.name!r}: unknown tensors among {stage.live}")
+        for node in graph.nodes[start : stage.stop]:
+            made |= {output.name for output in node.outputs if output is not None}
+        start = stage.stop
+        if not set(stage.live) <= made or len(set(stage.live)) != len(stage.live):
+            raise ProgramError(f"stage {stage.name!r}: {stage.live} are not tensors made before its cut")
 
 
 def live_sets(graph: Graph) -> list[set[str]]:

@@ -83,6 +83,7 @@ class Program:
         self._weights = _bind(graph.weights, weights_file.decode(self._file), self.device)
         self._steps = [_Step(index, node) for index, node in enumerate(graph.nodes)]
         self._starts = [0, *(stage.stop for stage in graph.stages)]
+        self._live = _live_values(graph)
         self._mark_last_uses()
 
     @classmethod
@@ -144,13 +145,7 @@ class Program:
 
     def live(self, position: int) -> list[Value]:
         """The tensors that cross a cut at ``position``, in the order of :meth:`run`."""
-        if position == 0:
-            return list(self.graph.inputs)
-        made = {
-            output.name: output for node in self.graph.nodes for output in node.outputs if output is not None
-        }
-        made |= {value.name: value for value in self.graph.inputs}
-        return [made[name] for name in self.graph.stages[position - 1].live]
+        return self._live[position]
 
     @torch.no_grad()
     def run(
@@ -175,7 +170,7 @@ class Program:
         """
         if not 0 <= start <= stop <= self.num_stages:
             raise ProgramError(f"stages [{start}, {stop}) lie outside 0..{self.num_stages}")
-        values = self._take(tensors, start)
+        values = self._take(tensors, start) | self._weights
         with no_fast_path():
             for position in range(start + 1, stop + 1):
                 began = time.perf_counter()
@@ -199,15 +194,14 @@ class Program:
         return {value.name: tensor.to(self.device) for value, tensor in zip(live, tensors, strict=True)}
 
     def _run_stage(self, position: int, values: dict[str, torch.Tensor]) -> None:
-        values.update(self._weights)
         for step in self._steps[self._starts[position - 1] : self._starts[position]]:
             step.run(values, self.device)
-        # Only what crosses the cut lives on, so that a stage never sees more than another tier would send it.
-        alive = {value.name for value in self.live(position)}
-        for name in [name for name in values if name not in alive]:
-            del values[name]
 
     def _mark_last_uses(self) -> None:
+        """Let each step drop what its stage needs no longer and what does not cross the cut after it.
+
+        So a stage never sees more than another tier would have sent it.
+        """
         weights = set(self._weights)
         for first, last, stage in zip(self._starts, self._starts[1:], self.graph.stages, strict=False):
             needed = set(stage.live) | weights
@@ -285,6 +279,13 @@ def _shapes_of(program: Program, mode: FakeTensorMode) -> dict[str, torch.Tensor
     with mode:
         values: dict[str, torch.Tensor] = {v.name: v.spec.empty(program.device) for v in program.graph.inputs}
         return values | {weight.name: weight.spec.empty(program.device) for weight in program.graph.weights}
+
+
+def _live_values(graph: Graph) -> list[list[Value]]:
+    """What crosses the cut at each position."""
+    made = {output.name: output for node in graph.nodes for output in node.outputs if output is not None}
+    made |= {value.name: value for value in graph.inputs}
+    return [list(graph.inputs), *([made[name] for name in stage.live] for stage in graph.stages)]
 
 
 def count_flops(program: Program) -> list[float]:
