@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -211,6 +212,11 @@ def test_a_reader_that_stalls_too_long_is_dropped(tmp_path):
             wait_for(lambda: server.metric("upriver_micro_batches_total") >= 1)
             wait_for(lambda: server.metric("upriver_running_requests") == 0)
         assert server.metric("upriver_micro_batches_total") < 32
+        host, _, port = server.address.partition(":")
+        with socket.create_connection((host, int(port))) as raw:  # one that does not even ask to the end
+            raw.sendall(f"POST /v1/run HTTP/1.1\r\nHost: {host}\r\nContent-Length: 99\r\n\r\nUPRV".encode())
+            assert raw.recv(12) == b"HTTP/1.1 400"
+        assert server.metric("upriver_running_requests") == 0
 
 
 def test_readiness_comes_after_the_first_worker(world):

@@ -7,6 +7,6 @@ elsewhere.
 
 from upriver.server.app import create_app
 from upriver.server.config import ServerConfig, StoreLocation
-from upriver.server.serve import Server, serve
+from upriver.server.service import Server, serve
 
 __all__ = ["Server", "ServerConfig", "StoreLocation", "create_app", "serve"]

@@ -174,7 +174,7 @@ class Front:
         if body_nbytes is None:
             raise ProtocolError("a program is sent with a Content-Length")
         async with self._uploads:
-            program = await self._programs.receive(digest, request.stream(), body_nbytes=body_nbytes)
+            program = await self._programs.receive(digest, self._body(request), body_nbytes=body_nbytes)
             await self.pool.check(program)
             await self._programs.put(program)
         return JSONResponse({"digest": digest}, status_code=201)
@@ -186,7 +186,7 @@ class Front:
             raise TooLarge(f"a request has at most {self._config.caps.body_bytes} bytes, got {length}")
         stack = AsyncExitStack()
         try:
-            order = await self._runner.admit(request.stream(), stack)
+            order = await self._runner.admit(self._body(request), stack)
         except BaseException:
             await stack.aclose()
             raise
@@ -196,6 +196,19 @@ class Front:
             stall_timeout_s=self._config.stall_timeout_s,
             on_sent=self.metrics.bytes_out.inc,
         )
+
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """What the client sends, as long as it sends: who stalls must not keep a place from others."""
+        chunks = request.stream()
+        while True:
+            try:
+                async with asyncio.timeout(self._config.stall_timeout_s):
+                    chunk = await anext(chunks)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise ProtocolError(f"nothing came for {self._config.stall_timeout_s:g} s") from None
+            yield chunk
 
 
 def create_app(config: ServerConfig) -> Starlette:

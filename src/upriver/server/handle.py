@@ -185,6 +185,10 @@ class WorkerHandle:
         """The front does not keep this program any more: unload it at the next occasion; from any thread."""
         self._outdated.append(digest)
 
+    def reap(self) -> None:
+        """Take note that the process has ended; without that it stays a zombie."""
+        self._process.poll()
+
     def kill(self) -> None:
         """End the process now."""
         self._process.kill()

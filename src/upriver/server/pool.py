@@ -128,13 +128,18 @@ class WorkerPool:
         return result
 
     async def _take(self) -> WorkerHandle:
-        try:
-            async with asyncio.timeout(self._job_timeout_s):
-                while (worker := await self._idle.get()) not in self._alive:
-                    worker.kill()  # it died while it was idle, and was replaced then
+        """Wait for a worker, first come first served; whoever gives up waiting goes by being cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(self._job_timeout_s):
+                    worker = await self._idle.get()
+            except TimeoutError:
+                if not self._alive:
+                    raise Overloaded("no worker can be started here", retry_after_s=MAX_PAUSE_S) from None
+                continue
+            if worker in self._alive:
                 return worker
-        except TimeoutError:
-            raise Overloaded(f"no worker was free for {self._job_timeout_s:g} s", retry_after_s=5) from None
+            worker.kill()  # it died while it was idle, and was replaced then
 
     def _bury(self, worker: WorkerHandle, error: BaseException) -> None:
         self._lose(worker, str(error) or type(error).__name__)
@@ -150,6 +155,7 @@ class WorkerPool:
             return
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
+        worker.reap()
         if not self._closed:
             log.warning("worker %d is gone (%s); starting another", worker.pid, reason)
             self._on_restart()
