@@ -227,7 +227,7 @@ def test_a_stopped_server_is_left_and_used_again_when_it_goes_on(job, server):
                 if len(got) == 6:
                     os.kill(stuck.pid, signal.SIGSTOP)
                 if len(got) == 18:
-                    assert pool.status()[1].health is Health.DOWN
+                    until(lambda: pool.status()[1].health is Health.DOWN)
                     os.kill(stuck.pid, signal.SIGCONT)
                     until(lambda: pool.status()[1].health is Health.UP)
         finally:

@@ -16,10 +16,14 @@ from collections.abc import Iterator, Mapping, Set
 from types import TracebackType
 from typing import IO
 
-from upriver.errors import ConfigError, ServerUnavailable
+from upriver.client.transport import ServerClient
+from upriver.errors import ConfigError, ServerUnavailable, UpriverError
 
 START_TIMEOUT_S = 60.0
-"""For the line that says it listens. Importing torch takes some 2 s, on a busy machine with cold files 20."""
+"""Until it is ready: server and workers import torch, which takes 2 s, or 20 on a busy machine."""
+
+READY_POLL_S = 0.05
+"""Between two looks at /readyz while it starts: a hundredth of what starting takes."""
 
 STOP_TIMEOUT_S = 10.0
 """After SIGTERM; what has not ended by then is killed."""
@@ -56,7 +60,7 @@ class EmbeddedServer:
         port: int = 0,
         timeout_s: float = START_TIMEOUT_S,
     ) -> EmbeddedServer:
-        """Start a server and wait until it listens.
+        """Start a server and wait until it takes requests.
 
         Args:
             stores: Names to URIs.
@@ -65,7 +69,7 @@ class EmbeddedServer:
             cpu: Cores that the server and its processes may use.
             token: What clients must send.
             port: 0 takes a free one.
-            timeout_s: How long it may take until it listens.
+            timeout_s: How long that may take.
 
         Raises:
             ConfigError: If a store cannot be shared with another process.
@@ -85,7 +89,10 @@ class EmbeddedServer:
             os.close(theirs)
         errors = _Tail(process.stderr)
         try:
-            return cls(process, ours, errors, _wait_for_url(process, errors, timeout_s))
+            deadline = time.monotonic() + timeout_s
+            url = _wait_for_url(process, errors, deadline)
+            _wait_until_ready(process, errors, url, token, deadline)
+            return cls(process, ours, errors, url)
         except BaseException:
             _end(process, ours, errors, os.getpid())
             raise
@@ -208,19 +215,36 @@ def _on_cores(cpu: Set[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, allowed)
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], errors: _Tail, timeout_s: float) -> str:
+def _wait_for_url(process: subprocess.Popen[bytes], errors: _Tail, deadline: float) -> str:
     """The address in the JSON line that a server prints once it listens."""
-    deadline = time.monotonic() + timeout_s
     for line in _lines(process, deadline):
         with contextlib.suppress(ValueError):
             said = json.loads(line)
             if isinstance(said, dict) and isinstance(said.get("listening"), str):
                 return str(said["listening"])
+    raise _not_there(process, errors, deadline)
+
+
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], errors: _Tail, url: str, token: str | None, deadline: float
+) -> None:
+    """Its workers start after it listens."""
+    with ServerClient(url, token=token) as client:
+        while process.poll() is None and (left_s := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(UpriverError):
+                if client.ready(timeout_s=left_s):
+                    return
+            time.sleep(READY_POLL_S)
+    raise _not_there(process, errors, deadline)
+
+
+def _not_there(process: subprocess.Popen[bytes], errors: _Tail, deadline: float) -> ServerUnavailable:
+    """Why a server that was started cannot be used."""
     if time.monotonic() >= deadline:
-        raise ServerUnavailable(f"the embedded server did not listen within {timeout_s:g} s{_said(errors)}")
+        return ServerUnavailable(f"the embedded server was not ready in time{_said(errors)}")
     code = process.wait()
     errors.join(STOP_TIMEOUT_S)
-    raise ServerUnavailable(f"the embedded server ended with exit code {code}{_said(errors)}")
+    return ServerUnavailable(f"the embedded server ended with exit code {code}{_said(errors)}")
 
 
 def _lines(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
