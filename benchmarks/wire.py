@@ -223,8 +223,8 @@ def report(rates: dict[str, list[float]], frames: int) -> str:
         lines.append(f"| {name} | {spread([rate / 1e6 for rate in each], 0)} | {spread(shares, 2)} |")
     lines.append("")
     lines.append(
-        f"{len(raw)} interleaved repeats after one to warm up, {frames} frames of {FRAME_BYTES / 1e6:.1f} MB each;\n"
-        "shares are of the raw socket's rate in the same repeat."
+        f"{len(raw)} interleaved repeats after one to warm up, "
+        f"{frames} frames of {FRAME_BYTES / 1e6:.1f} MB each;\nshares are of the raw socket's rate in the same repeat."
     )
     return "\n".join(lines)
 
@@ -280,18 +280,18 @@ at least {goal} of a raw socket's rate in the same run.
 {table}
 
 - Commit {commit}; {machine}; {versions}.
-- A shared machine, load average {load} at the end of the run (the run itself makes about 2): the ranges are its
-  noise, and the share within a repeat says more than the rates.
+- A shared machine, load average {load} at the end of the run (the run itself makes about 2): the ranges are
+  its noise, and the share within a repeat says more than the rates.
 - `raw socket`: `sendall` of 12.8 MB, received into one buffer that is used again. No checksum, no HTTP.
 - `frames`: uvicorn (asyncio, httptools) with the server's own `FrameStream`, chunks of 256 KiB, out of a
-  shared-memory slot; the client's transport over `http.client`, read into fresh tensors, `xxh3_64` checked piece
-  by piece. In a server the worker computes the checksum, on its own core; here it is computed once.
+  shared-memory slot; the client's transport over `http.client`, read into fresh tensors, `xxh3_64` checked
+  piece by piece. In a server the worker computes the checksum, on its own core; here it is computed once.
 - `server`: all of `upriver serve` with one worker. The front reads 16 `.npy` files of 0.8 MB for each
-  micro-batch and copies them to the worker; the worker parses them, stacks them, lays them out and computes the
+  micro-batch and copies them to the worker; the worker parses, stacks and lays them out and computes the
   checksum. Three busy processes on two cores: this row shows the whole way, not the wire.
 
-Where bytes are copied on the way of `frames`: once by uvicorn (which joins a chunk with its length) and twice by
-the kernel, as for the raw socket; never by the client. What it does not show: a real network, TLS, several
+Where bytes are copied on the way of `frames`: once by uvicorn (which joins a chunk with its length) and twice
+by the kernel, as for the raw socket; never by the client. What it does not show: a real network, TLS, several
 clients at once.
 
 Run it again: `python benchmarks/wire.py --write`.
