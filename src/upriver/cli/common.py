@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -65,3 +66,11 @@ def progress_bar(*, of_bytes: bool = False) -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show that something of unknown length goes on."""
+    with progress_bar() as bar:
+        bar.add_task(what, total=None)
+        yield

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, print_table
+from upriver.cli.common import DebugOption, JsonOption, emit, print_table, working
 from upriver.cli.options import (
     InputShapeOption,
     MicroBatchOption,
@@ -37,11 +37,12 @@ def cuts(
     check_micro_batch(micro_batch)
     network, spec = load_model(model, input_shape=parse_shape(input_shape))
     check_module(network, freeze_to)
-    program = capture(network, (spec.example(micro_batch),))
     freeze_point = None
-    if freeze_to is not None:
-        frozen = capture(network, (spec.example(micro_batch),), boundary=freeze_to)
-        freeze_point = (frozen.num_stages, freeze_to)
+    with working("capturing"):
+        program = capture(network, (spec.example(micro_batch),))
+        if freeze_to is not None:
+            frozen = capture(network, (spec.example(micro_batch),), boundary=freeze_to)
+            freeze_point = (frozen.num_stages, freeze_to)
     rows = cut_rows(program, freeze_point)
     emit(rows, as_json=as_json, text=lambda: _print(rows))
 

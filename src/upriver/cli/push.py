@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields
+from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, working
 from upriver.cli.options import (
     InputShapeOption,
     MicroBatchOption,
@@ -48,8 +48,9 @@ def push(
     if weights is None:
         note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
     check_module(network, freeze_to)
-    program = capture(network, (spec.example(micro_batch),), boundary=freeze_to)
-    publish(program, store, prefix=prefix)
+    with working("capturing and publishing"):
+        program = capture(network, (spec.example(micro_batch),), boundary=freeze_to)
+        publish(program, store, prefix=prefix)
     document = {
         "digest": program.digest,
         "weights_digest": program.weights_digest,

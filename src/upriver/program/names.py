@@ -111,10 +111,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _torchvision(name: str) -> tuple[nn.Module, InputSpec]:
-    from upriver._torchvision import ensure_torchvision
-
     _require("torchvision", "upriver[vision]")
-    ensure_torchvision()
     from torchvision import models
 
     known = models.list_models(module=models)
@@ -205,6 +202,11 @@ _SOURCES: dict[str, Callable[[str], tuple[nn.Module, InputSpec]]] = {
 def _require(package: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ModelError(f"{package} is not installed; install {extra!r} for {package}: models")
+    # All three packages import torchvision where it is installed.
+    if importlib.util.find_spec("torchvision") is not None:
+        from upriver._torchvision import ensure_torchvision
+
+        ensure_torchvision()
 
 
 def _unknown(source: str, name: str, known: Iterable[str]) -> ModelError:
