@@ -224,7 +224,8 @@ def report(rates: dict[str, list[float]], frames: int) -> str:
     lines.append("")
     lines.append(
         f"{len(raw)} interleaved repeats after one to warm up, "
-        f"{frames} frames of {FRAME_BYTES / 1e6:.1f} MB each;\nshares are of the raw socket's rate in the same repeat."
+        f"{frames} frames of {FRAME_BYTES / 1e6:.1f} MB each;\n"
+        "shares are of the raw socket's rate in the same repeat."
     )
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -33,6 +34,8 @@ from upriver.server.pool import WorkerPool
 from upriver.server.programs import Programs
 from upriver.store import Store
 from upriver.types import MicroBatch, Timings
+
+log = logging.getLogger(__name__)
 
 AHEAD = 1
 """Micro-batches of a request under way beyond one for each worker: the next read overlaps this compute."""
@@ -140,9 +143,16 @@ class Runner:
             for buffer in encode(End()):
                 yield buffer
         except UpriverError as error:
-            self._metrics.errors.labels(error.code).inc()
-            for buffer in encode(error):
+            for buffer in self._told(error):
                 yield buffer
+        except Exception:
+            log.exception("a run request failed")
+            for buffer in self._told(UpriverError("internal error; the server's log says more")):
+                yield buffer
+
+    def _told(self, error: UpriverError) -> list[bytes | memoryview]:
+        self._metrics.errors.labels(error.code).inc()
+        return encode(error)
 
     async def _in_order(self, order: Order) -> AsyncGenerator[tuple[Result, Timings]]:
         """Results in the order of the request, a few computed ahead while earlier ones are sent."""
