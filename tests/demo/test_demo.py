@@ -70,6 +70,8 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
     [
         {"epochs": 0},
         {"batch_size": 0},
+        {"images": 9},
+        {"heldout": 9},
         {"link_mbit": 0.0},
         {"link_mbit": float("nan")},
         {"plot": Path("/no/x.png")},

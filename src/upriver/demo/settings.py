@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from upriver.demo.data import SCENES
 from upriver.errors import ConfigError
 from upriver.types import require_finite
 
@@ -34,9 +35,10 @@ class DemoSettings:
 
     def __post_init__(self) -> None:
         require_finite("link_mbit", self.link_mbit, positive=True)
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        scenes = len(SCENES)
+        for name, least in (("epochs", 1), ("batch_size", 1), ("images", scenes), ("heldout", scenes)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
             raise ConfigError(f"the directory of {self.plot} does not exist")
 
