@@ -20,9 +20,9 @@ from upriver.demo.settings import DemoSettings, Watcher
 from upriver.pipeline import Dataset
 
 WORKER_TRIALS = (1, 2)
-"""Loader threads to try for the plain way. One reads or decodes; two overlap both and come to the link's rate.
-With three and four the first batch arrived later, since their reads share the link, and five steps took 27 and
-30 s instead of 25."""
+"""Loader threads to try for the plain way. One reads or decodes; two overlap both and come to the link's
+rate. With three and four the first batch arrived later, since their reads share the link, and five steps took
+27 and 30 s instead of 25."""
 
 TRIAL_STEPS = 3
 """Training steps of one trial: about 14 seconds over the default link."""
