@@ -14,6 +14,7 @@ from upriver.client.loader import LOCAL, Loader, LoaderClosed, Remote
 from upriver.client.pool import ServerPool
 from upriver.client.retry import Backoff, RetryBudget
 from upriver.client.slots import MAX_REMOTE_ATTEMPTS, Way, Window
+from upriver.client.transport import AnswerClosed
 from upriver.errors import (
     BadSample,
     ConfigError,
@@ -441,6 +442,38 @@ def test_closing_in_the_middle():
             next(loader)
         assert pool.usable, "breaking off is not the server's fault"
         assert pool.status()[0].in_flight == 0
+
+
+def test_closing_breaks_off_what_a_server_is_still_at():
+    micro_batches = epoch(4)
+    reading = threading.Event()
+
+    class Slow:
+        """Computes until it is told to stop."""
+
+        def __init__(self):
+            self.closed = threading.Event()
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            reading.set()
+            told = self.closed.wait(20)
+            raise AnswerClosed("closed") if told else AssertionError("nobody closed the answer")
+
+        def close(self):
+            self.closed.set()
+
+    server = ScriptedServer("a")
+    server.run = lambda request: Slow()  # type: ignore[method-assign]
+    with pool_of(server) as pool:
+        loader = Loader(micro_batches, local=locally, remote=remote(pool, micro_batches, connections=1))
+        assert reading.wait(20)
+        loader.close()
+        delivered = loader._crew.table._slots[0].delivery
+        assert delivered is not None and isinstance(delivered.error, AnswerClosed), "not by its own timeout"
+        assert pool.usable
 
 
 def test_a_forgotten_loader_is_closed():
