@@ -14,6 +14,7 @@ import torch
 import upriver
 from tests.client.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
 from tests.program.nets import Small, frozen_small
+from upriver._torchvision import ensure_torchvision
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.order import epoch_order
 from upriver.errors import BadSample
@@ -266,3 +267,26 @@ def test_a_server_with_other_bits_is_not_used(
         assert list(job.report.samples) == [server.url]
         torch.testing.assert_close(torch.stack(losses), torch.stack(plain[0]), rtol=1e-3, atol=1e-4)
     server.close()
+
+
+@pytest.mark.slow
+def test_an_embedded_server_computes_with_as_many_threads_as_this_side(data: Dataset) -> None:
+    """MobileNetV3's bits depend on the number of threads; with equal ones it runs near the data."""
+    models = ensure_torchvision().models
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        images = data.with_stages((upriver.Decode(), upriver.RandomResizedCrop(64), upriver.Normalize()))
+        weights = []
+        with upriver.connect() as near:
+            for policy in ("nosplit", "freeze"):
+                torch.manual_seed(0)
+                model = models.mobilenet_v3_small(weights=None, num_classes=5)
+                upriver.freeze_to(model, "features.6")
+                with near.finetune(model, images, batch_size=100, micro_batch=4, policy=policy) as job:
+                    losses = train(job, model, optimizer_of(model))
+                    weights.append((losses, model))
+                    assert ("local" in job.report.samples) == (policy == "nosplit"), job.plan.why
+        assert same(*weights)
+    finally:
+        torch.set_num_threads(before)

@@ -123,3 +123,72 @@ def frozen_small(upto: str = "block2", *, seed: int = 0) -> Small:
     for name in order[: order.index(upto) + 1]:
         freeze(model.get_submodule(name))
     return model
+
+
+class Reading(nn.Module):
+    """The tail asks a frozen module that it does not run what it is and what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        if isinstance(self.first, nn.Linear) and self.second.out_features == 6:
+            x = x @ self.first.weight.T + self.second.bias
+        return self.head(x)
+
+
+class Casting(nn.Module):
+    """Casts and memory formats in the frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3)
+        self.second = nn.Conv2d(4, 4, 3)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).double().float().to(memory_format=torch.channels_last)
+        return self.head(self.second(x).mean((2, 3)))
+
+
+class Encoder(nn.Module):
+    """A stock ``nn.TransformerEncoder``, whose forward reads attributes of its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
+class Branching(nn.Module):
+    """Control flow that depends on data, in the frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.head(self.second(x * 2 if x.sum() > 0 else x))
+
+
+class TwoInputs(nn.Module):
+    """Takes two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(x) + y)

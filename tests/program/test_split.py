@@ -8,11 +8,25 @@ import pytest
 import torch
 from torch import nn
 
-from tests.program.nets import InPlaceAfter, Late, Mixing, Shared, Small, freeze, frozen_small
+from tests.program.nets import (
+    Branching,
+    Casting,
+    Encoder,
+    InPlaceAfter,
+    Late,
+    Mixing,
+    Reading,
+    Shared,
+    Small,
+    TwoInputs,
+    freeze,
+    frozen_small,
+)
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import ConfigError, FrozenChanged, ModelError
 from upriver.program.freeze import FrozenGuard, freeze_to, frozen_units, keep_in_eval
 from upriver.program.split import Split, Whole, split
+from upriver.program.trace import no_fast_path
 
 
 def cut(model: nn.Module, x: torch.Tensor) -> Split:
@@ -140,6 +154,47 @@ def test_a_module_called_on_both_sides_of_the_boundary_runs_where_it_should() ->
     assert parts.program is not None
     with torch.no_grad():
         assert torch.equal(parts.tail(parts.program.run((x,), 0, parts.freeze)[0]), model(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "frozen", "shape"),
+    [
+        (Reading(), ["first", "second"], (4, 6)),
+        (Casting(), ["first", "second"], (4, 3, 8, 8)),
+        (Encoder(), ["encoder.layers.0", "encoder.layers.1"], (4, 5, 16)),
+    ],
+)
+def test_what_the_tail_reads_of_skipped_modules_is_as_ever(
+    model: nn.Module, frozen: list[str], shape: tuple[int, ...]
+) -> None:
+    for name in frozen:
+        freeze(model.get_submodule(name))
+    x = torch.randn(*shape)
+    parts = cut(model, x)
+    assert parts.boundary == frozen[-1]
+    assert parts.program is not None
+    features = parts.program.run((x,), 0, parts.freeze)[0]
+    model.eval()
+    with no_fast_path():
+        assert torch.equal(parts.tail(features), model(x))
+
+
+def test_control_flow_on_data_gives_one_line_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Branching()
+    freeze(model.first)
+    freeze(model.second)
+    parts = split(model, torch.randn(4, 6))
+    assert parts.program is None
+    assert "could not capture" in parts.why_not
+    assert "\n" not in parts.why_not
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_that_cannot_be_called_with_one_tensor_says_so() -> None:
+    model = TwoInputs()
+    freeze(model.first)
+    with pytest.raises(ModelError, match=r"float32 \(2, 6\): TypeError.*'y'"):
+        split(model, torch.randn(4, 6))
 
 
 def test_threads_do_not_disturb_each_other() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 
 from upriver.client.embedded import EmbeddedServer
@@ -30,10 +30,6 @@ WINDOW_BYTES = 1 << 30
 """Memory that prefetched micro-batches may take: two training batches of 512 at most cuts measured."""
 
 
-READY_S = 60.0
-"""How long an embedded server's workers may take to start; without them the job begins the plain way."""
-
-
 class Near:
     """Servers near the data, and the link to them.
 
@@ -42,7 +38,8 @@ class Near:
         token: Sent with every request.
         meter: Counts what crosses the link, and emulates a thinner one if it has a rate.
         server_cpus: For an embedded server: the CPUs it may use.
-        server_threads: For an embedded server: threads of its compute worker.
+        server_threads: For an embedded server: threads of its compute worker. As many as torch uses
+            here where not given: another number changes the bits of some networks.
     """
 
     def __init__(
@@ -156,10 +153,12 @@ class Near:
             key = (store.name, store.uri)
             if key not in self._embedded:
                 server = EmbeddedServer.start(
-                    {store.name: store.uri}, threads=self._threads, cpu=self._cpus, token=self._token
+                    {store.name: store.uri},
+                    threads=self._threads or torch.get_num_threads(),
+                    cpu=self._cpus,
+                    token=self._token,
                 )
                 self._embedded[key] = server
-                _wait_ready(ServerClient(server.url, token=self._token))
             return self._embedded[key]
 
     def close(self) -> None:
@@ -175,14 +174,6 @@ class Near:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _wait_ready(server: ServerClient) -> None:
-    """Wait for an embedded server's workers, which take as long as importing torch does."""
-    give_up = time.monotonic() + READY_S
-    with server:
-        while not server.ready() and time.monotonic() < give_up:
-            time.sleep(0.05)
 
 
 def connect(
@@ -201,7 +192,8 @@ def connect(
         token: Sent with every request.
         meter: Counts what crosses the link, and emulates a thinner one if it has a rate.
         server_cpus: For an embedded server: the CPUs it may use.
-        server_threads: For an embedded server: threads of its compute worker.
+        server_threads: For an embedded server: threads of its compute worker. As many as torch uses
+            here where not given: another number changes the bits of some networks.
 
     Raises:
         ConfigError: If an address is none.

@@ -155,11 +155,22 @@ class Gate:
         for ours, theirs in zip(wanted.tensors, done.tensors, strict=True):
             theirs = theirs.to(ours.device)
             if self._exact == "bitwise" and not torch.equal(ours, theirs):
-                where = f"cut {stop}"
-                raise NotExact(f"{server.url} gives other bits for the canary micro-batch at {where}")
+                what = f"{server.url} gives other bits for the canary micro-batch at cut {stop}"
+                raise NotExact(what + _threads(server))
             rtol, atol = NUMERIC_TOLERANCE
             scale = float(ours.abs().max()) if ours.numel() else 0.0
             if not torch.allclose(ours, theirs, rtol=rtol, atol=atol * max(1.0, scale), equal_nan=True):
                 raise NotExact(
                     f"{server.url} gives features beyond rtol {rtol} and atol {atol} of {scale:.3g}"
                 )
+
+
+def _threads(server: ServerClient) -> str:
+    """A word on thread counts, where they may be the cause: some kernels add up in another order."""
+    there, here = server.info().threads, torch.get_num_threads()
+    if there == here:
+        return ""
+    return (
+        f"; it computes with {there} threads and this side with {here}, which changes the bits of some "
+        f"networks: start it with --threads {here}, or call torch.set_num_threads({there})"
+    )

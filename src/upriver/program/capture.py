@@ -6,9 +6,12 @@ returns that, and everything after it is dropped as dead code. The graph is made
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import operator
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,6 +40,9 @@ from upriver.program.stages import Boundary, boundaries, liveness, peak_bytes
 from upriver.program.trace import Trace, in_eval, no_fast_path, trace
 
 _ROOT = "model"
+
+_TORCH_LOGGERS = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+"""Those that write pages when a model cannot be captured; each has a level of its own."""
 
 
 class _Prefix(nn.Module):
@@ -88,8 +94,7 @@ def capture(
 
 
 def _export(wrapper: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
-    with torch.no_grad(), warnings.catch_warnings(), in_eval(wrapper), no_fast_path():
-        warnings.simplefilter("ignore")  # torch's own, about its own internals
+    with torch.no_grad(), _quiet(), in_eval(wrapper), no_fast_path():
         try:
             exported: torch.export.ExportedProgram = torch.export.export(wrapper, inputs, strict=False)
             exported = exported.run_decompositions({})
@@ -97,6 +102,27 @@ def _export(wrapper: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.expor
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CaptureError(f"torch.export could not capture the model: {reason}") from error
     return exported
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own warnings, logs and printed graphs from a user who gets one line with the reason."""
+    loggers = [logging.getLogger(name) for name in ("torch", *_TORCH_LOGGERS)]
+    levels = [logger.level for logger in loggers]
+    nowhere = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _build(
@@ -164,8 +190,8 @@ def _nodes(exported: torch.export.ExportedProgram) -> tuple[list[Node], list[tup
             continue
         if fx.op != "call_function":
             raise CaptureError(f"the graph holds a {fx.op} ({fx.target}), which is not an operator")
-        if fx.target is operator.getitem:
-            continue
+        if fx.target is operator.getitem or fx.target is torch.ops.aten._assert_tensor_metadata.default:
+            continue  # parts of a result are named where it is made; the assertion has no result
         origins.append((fx, len(nodes)))
         nodes.append(_node(fx))
     return nodes, origins

@@ -58,7 +58,11 @@ def _same_answers(
     with buffers_kept(model), no_fast_path():
         whole, whole_gradients = _answer(model, model, units, given)
     with buffers_kept(model), no_fast_path():
-        split, split_gradients = _answer(model, tail, units, features)
+        try:
+            split, split_gradients = _answer(model, tail, units, features)
+        except Exception as error:  # the user's forward, on a model of which a part is missing
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CaptureError(f"the model cut after {tail.boundary!r} does not run: {reason}") from error
     if len(whole) != len(split) or not all(_equal(a, b) for a, b in zip(whole, split, strict=True)):
         raise CaptureError(f"the model cut after {tail.boundary!r} gives another answer than the whole one")
     for name, gradient in whole_gradients.items():

@@ -44,32 +44,47 @@ class _Clone:
 
 
 class _Stub(nn.Module):
-    """Stands for a module's calls before the boundary; later calls go to the module itself."""
+    """Stands for a module's calls before the boundary; later calls go to the module itself.
 
-    def __init__(self, results: tuple[Any, ...], samples: int, device: torch.device, real: nn.Module) -> None:
-        super().__init__()
-        self._results = iter(results)
-        self._samples = samples
-        self._device = device
-        self._real = (real,)  # in a tuple: not a child of the stub
+    It is a shallow clone of the module, of a subclass of its class: whatever the user's code reads from it,
+    or asks of its type, is as ever. Only ``forward`` is another.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            result = next(self._results)
+            result = next(self.__dict__["_upriver_results"])
         except StopIteration:
-            return self._real[0](*args, **kwargs)
-        return pytree.tree_map_only(Shape, lambda s: placeholder(s, self._samples, self._device), result)
+            return self.__dict__["_upriver_real"](*args, **kwargs)
+        samples, device = self.__dict__["_upriver_form"]
+        return pytree.tree_map_only(Shape, lambda s: placeholder(s, samples, device), result)
 
 
 class _Shipped(nn.Module):
-    """The boundary module: whatever goes in, the shipped value comes out."""
+    """The boundary module, likewise: whatever goes in, the shipped value comes out."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__()
-        self._value = value
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_upriver_value"]
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._value
+
+_STAND_INS: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def _stand_in(kind: type[nn.Module], module_class: type[nn.Module]) -> type[nn.Module]:
+    """The class of a stand-in: ``kind`` decides what it does, ``module_class`` what it is."""
+    key = (kind, module_class)
+    if key not in _STAND_INS:
+        place = {"__module__": module_class.__module__}
+        _STAND_INS[key] = type(module_class.__name__, (kind, module_class), place)
+    return _STAND_INS[key]
+
+
+def _clone(module: nn.Module, clone_class: type[nn.Module], **state: Any) -> nn.Module:
+    """A module that shares everything with another one by identity, except what ``state`` says."""
+    clone: nn.Module = clone_class.__new__(clone_class)
+    clone.__dict__.update(module.__dict__)
+    clone.__dict__.update(state)
+    clone.__dict__.pop("forward", None)
+    return clone
 
 
 def placeholder(shape: Shape, samples: int, device: torch.device) -> torch.Tensor:
@@ -153,22 +168,31 @@ class Tail(nn.Module):
         return recipe
 
     def _build(self, module: nn.Module, recipe: _Clone, features: torch.Tensor, samples: int) -> nn.Module:
-        clone: nn.Module = module.__class__.__new__(module.__class__)
-        clone.__dict__.update(module.__dict__)  # parameters, buffers and hooks are shared by identity
         children = dict(module._modules)
         for name, item in recipe.children.items():
             child = children[name]
             assert child is not None  # the recipe names only modules that are there
-            match item:
-                case _Ship():
-                    # In-place code after the boundary must not reach the caller's tensor.
-                    children[name] = _Shipped(features.clone() if self._overwritten else features)
-                case _Skip(results=results):
-                    children[name] = _Stub(results, samples, features.device, child)
-                case _Clone():
-                    children[name] = self._build(child, item, features, samples)
-        clone.__dict__["_modules"] = children
-        return clone
+            children[name] = self._replace(child, item, features, samples)
+        return _clone(module, module.__class__, _modules=children)
+
+    def _replace(
+        self, child: nn.Module, item: _Skip | _Ship | _Clone, features: torch.Tensor, samples: int
+    ) -> nn.Module:
+        match item:
+            case _Ship():
+                # In-place code after the boundary must not reach the caller's tensor.
+                value = features.clone() if self._overwritten else features
+                return _clone(child, _stand_in(_Shipped, type(child)), _upriver_value=value)
+            case _Skip(results=results):
+                return _clone(
+                    child,
+                    _stand_in(_Stub, type(child)),
+                    _upriver_results=iter(results),
+                    _upriver_form=(samples, features.device),
+                    _upriver_real=child,
+                )
+            case _Clone():
+                return self._build(child, item, features, samples)
 
 
 def _refuse_hooks(model: nn.Module, recipe: _Clone, path: str = "") -> None:

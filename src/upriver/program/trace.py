@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from upriver.errors import CaptureError
+from upriver.errors import CaptureError, ModelError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +106,7 @@ def trace(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Trace:
 
     Raises:
         CaptureError: If the two passes call different modules.
+        ModelError: If the model cannot be called with such an input.
     """
     two, three = (tuple(_resize(x, count) for x in inputs) for count in (2, 3))
     with torch.no_grad(), torch.random.fork_rng(devices=[]), in_eval(model), no_fast_path():
@@ -151,7 +152,12 @@ def _record(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[Call]:
             # Ours run first on the way in and last on the way out, around whatever hooks the user has.
             stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             stack.callback(module.register_forward_hook(leave(path)).remove)
-        model(*inputs)
+        try:
+            model(*inputs)
+        except Exception as error:  # whatever the user's forward raises
+            given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in inputs)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ModelError(f"the model cannot be called with {given}: {reason}") from error
     return [
         replace(call, overwritten=tensor is not None and tensor._version != version)
         for call, (tensor, version) in zip(calls, versions, strict=True)
