@@ -32,6 +32,17 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else ".." + text[len(text) - width + 2 :]
 
 
+def printable(text: str, at_most: int) -> str:
+    """``text`` without what a terminal would obey, in at most ``at_most`` characters."""
+    safe = "".join(char if char.isprintable() else "?" for char in text[:at_most])
+    return safe if len(text) <= at_most else safe[:-1] + "…"
+
+
+def said(text: str, at_most: int = 500) -> str:
+    """What another machine said, as one line that fits into a message: 500 characters are some five lines."""
+    return printable(" ".join(text[: 4 * at_most].split()), at_most)
+
+
 def wrapped(text: str) -> str:
     """``text`` in lines of at most 110 characters, all but the first indented."""
     return textwrap.fill(text, width=110, subsequent_indent="  ", break_long_words=False)

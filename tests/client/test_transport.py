@@ -1,7 +1,9 @@
+import contextlib
 import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -19,10 +21,21 @@ from upriver.errors import (
     Overloaded,
     ProtocolError,
     ServerUnavailable,
+    UpriverError,
 )
 from upriver.protocol import DEFAULT_CAPS, VERSION, End, Info, RunRequest, encode, error_body
 from upriver.types import MicroBatch, Timings
 
+INFO = Info(
+    version="1",
+    fingerprint={"torch": "2"},
+    stores=("default",),
+    micro_batch=16,
+    caps=DEFAULT_CAPS,
+    device="cpu",
+    workers=1,
+    threads=1,
+)
 TIMINGS = Timings(phases={"read": 0.25}, stages={0: 0.5})
 
 
@@ -314,16 +327,6 @@ def test_bad_addresses(url):
 
 
 def test_short_questions_and_headers():
-    info = Info(
-        version="1",
-        fingerprint={"torch": "2"},
-        stores=("default",),
-        micro_batch=16,
-        caps=DEFAULT_CAPS,
-        device="cpu",
-        workers=1,
-        threads=1,
-    )
     seen = []
 
     def respond(exchange: Exchange) -> None:
@@ -332,14 +335,14 @@ def test_short_questions_and_headers():
             case "/base/livez" | "/base/readyz":
                 exchange.plain(200 if exchange.path == "/base/livez" else 503)
             case "/base/v1/info":
-                exchange.plain(200, msgspec.json.encode(info))
+                exchange.plain(200, msgspec.json.encode(INFO))
             case path:
                 exchange.plain(404 if path.endswith("b") else 200)
 
     with scripted(respond) as url, ServerClient(url + "/base/", token="hush") as client:
         assert client.alive()
         assert not client.ready()
-        assert client.info() == info
+        assert client.info() == INFO
         assert client.has_program("a")
         assert not client.has_program("b")
     assert {authorization for *_, authorization in seen} == {"Bearer hush"}
@@ -526,3 +529,119 @@ def test_refusal_of_a_large_body_is_heard():
         with ServerClient(url) as client, pytest.raises(NotAuthorized, match="no token"):
             client.put_program(Files())
         server.join()
+
+
+# ------------------------------------------------------------------------------- servers that mean ill
+
+
+def trickle(exchange: Exchange) -> None:
+    """Begin a long answer, and give a byte of it now and then, for ever."""
+    exchange.handler.send_response(200)
+    exchange.handler.send_header("Content-Length", "1000000")
+    exchange.handler.end_headers()
+    with contextlib.suppress(OSError):
+        while True:
+            exchange.handler.wfile.write(b" ")
+            time.sleep(0.02)
+    exchange.handler.close_connection = True
+
+
+def trickle_head(exchange: Exchange) -> None:
+    """The same, before the answer's head is complete."""
+    with contextlib.suppress(OSError):
+        exchange.handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            exchange.handler.wfile.write(b"X: y\r")
+            time.sleep(0.02)
+    exchange.handler.close_connection = True
+
+
+def info_of(client: ServerClient) -> object:
+    return client.info()
+
+
+def program_of(client: ServerClient) -> object:
+    return client.has_program("a")
+
+
+def probe_of(client: ServerClient) -> object:
+    return client.probe(1_000_000)
+
+
+def livez_of(client: ServerClient) -> object:
+    return client.alive(timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("respond", "ask"),
+    [
+        (trickle, info_of),
+        (trickle, probe_of),
+        *((trickle_head, ask) for ask in (info_of, program_of, probe_of, livez_of)),
+    ],
+)
+def test_a_trickling_server_gets_no_more_than_the_time_of_a_question(respond, ask):
+    timeouts = Timeouts(question_s=0.2)
+    with scripted(respond) as url, ServerClient(url, timeouts=timeouts) as client:
+        with pytest.raises(ServerUnavailable, match="no answer in time"):
+            ask(client)
+        assert not client._busy and not client._idle
+
+
+NASTY = "\x1b]0;owned\x07 \x1b[2J\nline two\u202e\x9b" + "x" * 10_000
+
+
+@pytest.mark.parametrize("code", ["store", "unavailable", "no\x1b[31msuch\ncode" + "y" * 1000])
+def test_what_a_server_says_is_printable_and_short(code):
+    body = json.dumps({"error": {"code": code, "message": NASTY}}).encode()
+    with (
+        scripted(lambda exchange: exchange.plain(500, body)) as url,
+        ServerClient(url) as client,
+        pytest.raises(UpriverError) as caught,
+    ):
+        client.info()
+    assert str(caught.value).isprintable()
+    assert "line two" in str(caught.value)
+    assert len(str(caught.value)) <= 2000
+    assert caught.value.code.isprintable()
+    assert len(caught.value.code) <= 64
+
+
+def raw(reply: bytes) -> Callable[[Exchange], None]:
+    def respond(exchange: Exchange) -> None:
+        exchange.handler.wfile.write(reply)
+        exchange.hang_up()
+
+    return respond
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "named"),
+    [
+        (b"\x1b[2JSSH-2.0 hello\r\n\r\n" * 40, ServerUnavailable, "does not speak HTTP"),
+        (b"HTTP/1.1 418 \x1b[2Jteapot\r\nContent-Length: 0\r\n\r\n", ProtocolError, "answered 418"),
+        (
+            b'HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{"protocol": "\x1b[2J\x9b"}  ',
+            ProtocolError,
+            "info",
+        ),
+    ],
+)
+def test_answers_of_something_else_are_named_and_not_repeated_raw(reply, kind, named):
+    with scripted(raw(reply)) as url, ServerClient(url) as client, pytest.raises(kind, match=named) as caught:
+        client.info()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("field", ["version", "device", "fingerprint", "stores"])
+def test_an_info_with_control_characters_is_refused(field):
+    info = msgspec.to_builtins(INFO)
+    info[field] = {"fingerprint": {"a\x1b[2J": "b"}, "stores": ["\x07"]}.get(field, "1\n2")
+    with (
+        scripted(lambda exchange: exchange.plain(200, msgspec.json.encode(info))) as url,
+        ServerClient(url) as client,
+        pytest.raises(ProtocolError, match="info") as caught,
+    ):
+        client.info()
+    assert str(caught.value).isprintable()

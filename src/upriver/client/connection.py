@@ -7,8 +7,8 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -21,6 +21,7 @@ from upriver.errors import (
     UpriverError,
 )
 from upriver.protocol import error_from
+from upriver.text import said
 from upriver.types import require_finite
 
 ERROR_BODY_BYTES = 64 * 1024
@@ -43,14 +44,19 @@ class Timeouts:
         read_s: For the next bytes of an answer. 120 s: a micro-batch of the slowest network measured takes 11
             s on one core, and some others may be queued before it. That a silent server is alive is seen much
             sooner by the pool, which asks /livez.
+        question_s: For a short question (what are you, do you have this program, a probe) and all of its
+            answer, however it trickles. 10 s: a front answers within milliseconds; a lost packet costs it 1
+            to 3 s, and the store that it asks for a program some more.
     """
 
     connect_s: float = 5.0
     read_s: float = 120.0
+    question_s: float = 10.0
 
     def __post_init__(self) -> None:
         require_finite("connect_s", self.connect_s, positive=True)
         require_finite("read_s", self.read_s, positive=True)
+        require_finite("question_s", self.question_s, positive=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,36 @@ class Holder:
                 self._connection.break_off()
 
 
+@contextmanager
+def within(seconds: float, break_off: Callable[[], None], *, url: str) -> Iterator[None]:
+    """Break off what takes longer than ``seconds`` in all; a socket's timeout covers one read, not their sum.
+
+    Raises:
+        ServerUnavailable: If it took longer, in place of the error that being broken off led to.
+    """
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        break_off()
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    cause: UpriverError | None = None
+    try:
+        yield
+    except UpriverError as error:
+        if not over.is_set():
+            raise
+        cause = error
+    finally:
+        timer.cancel()
+    # Without an error too: http.client takes a head that breaks off for one that ends.
+    if over.is_set():
+        raise ServerUnavailable(f"{url}: no answer in time ({seconds:g} s in all)") from cause
+
+
 def read_to_end(response: http.client.HTTPResponse) -> None:
     """Read what is left, if it is little: the connection can then take another request."""
     with suppress(*BROKEN):
@@ -192,14 +228,14 @@ def error_of(response: http.client.HTTPResponse, url: str) -> UpriverError:
             if isinstance(error, Overloaded) and retry_after_s is not None:
                 error.retry_after_s = retry_after_s
             return error
-    said = f"{url} answered {response.status} {response.reason}"
+    status = f"{url} answered {response.status} {said(response.reason, 80)}".rstrip()
     if response.status in (401, 403):
-        return NotAuthorized(said)
+        return NotAuthorized(status)
     if response.status in (429, 503):
-        return Overloaded(said, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
+        return Overloaded(status, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
     if response.status >= 500:
-        return ServerUnavailable(said)
-    return ProtocolError(f"{said}: is it an upriver server of this version?")
+        return ServerUnavailable(status)
+    return ProtocolError(f"{status}: is it an upriver server of this version?")
 
 
 def _seconds(text: str | None) -> float | None:

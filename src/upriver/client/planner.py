@@ -13,6 +13,7 @@ from upriver.client.job import JobOptions
 from upriver.client.order import epoch_order
 from upriver.client.planning import (
     MEASURED_MICRO_BATCHES,
+    LinkEstimate,
     LocalMeasurement,
     make_plan,
     measure_here,
@@ -62,6 +63,7 @@ class Planner:
         self.parts, self.options, self.exact, self.tell = parts, options, exact, tell
         self.engine = Engine(chain=dataset.chain, program=parts.program, micro_batch=options.micro_batch)
         self._here: LocalMeasurement | None = None
+        self._not_used: list[str] = []
 
     def plan(self, policy: str, cut: int | None) -> tuple[Plan, ServerPool | None]:
         """Decide; the pool is None when no server is needed.
@@ -92,31 +94,34 @@ class Planner:
             log.warning("no near-data server, training straight from the store: %s", error)
             return self._unsplit(policy, f"no near-data server: {error}"), None
         gate = self._gate()
-        measured, reasons = self._measure(servers, gate)
-        if not measured:
-            why = f"no server could be used when the job started: {'; '.join(reasons)}"
+        measured = self._measure(servers, gate)
+        link = self._link(measured)
+        if link is None:
+            why = f"no server could be used when the job started: {'; '.join(self._not_used)}"
             plan = self._fixed(self._unsplit(policy, why), self.parts.freeze if cut is None else cut, why=why)
             return plan, self._pool(servers, gate, plan.cut)
-        plan = self._choose(policy, measured)
+        plan = self._choose(policy, measured, link)
         if cut is not None:
             plan = self._fixed(plan, cut, why=f"cut {cut} was asked for")
         if plan.cut == self.dataset.chain.start:
             for server in servers:
                 server.close()
             return plan, None
-        self._recheck([server for server, _ in measured], gate, plan.cut)
+        admitted = self._recheck([server for server, _ in measured], gate, plan.cut)
         pool = self._pool(servers, gate, plan.cut)
-        pool.wait_joined(JOIN_S)
+        pool.wait_joined(JOIN_S, admitted)
+        if self._not_used:
+            plan = replace(plan, why=f"{plan.why}; not used for now: {'; '.join(self._not_used)}")
         return plan, pool
 
     def _measure(
         self, servers: Sequence[ServerClient], gate: Gate
-    ) -> tuple[list[tuple[ServerClient, list[Timings]]], list[str]]:
-        """Timings of the servers that pass the canary at the freeze point, and why the others do not."""
+    ) -> list[tuple[ServerClient, list[Timings]]]:
+        """Timings of the servers that pass the canary at the freeze point."""
         measured: list[tuple[ServerClient, list[Timings]]] = []
-        reasons: list[str] = []
         for server in servers:
             try:
+                self.tell(f"asking {server.url}")
                 server.info()
                 if not measured:
                     self.dataset.publish()
@@ -128,25 +133,41 @@ class Planner:
             except (BadSample, DatasetError):
                 raise  # the same wherever it is computed
             except UpriverError as error:
-                reasons.append(str(error))
-                log.warning("server %s is not used for now: %s", server.url, error)
-        return measured, reasons
+                self._leave_out(server, error)
+        return measured
 
-    def _recheck(self, servers: Sequence[ServerClient], gate: Gate, cut: int) -> None:
-        """The canary at the chosen cut, where that is not the one measured; a server that fails stays out."""
+    def _leave_out(self, server: ServerClient, error: UpriverError) -> None:
+        self._not_used.append(str(error))
+        log.warning("server %s is not used for now: %s", server.url, error)
+
+    def _link(self, measured: list[tuple[ServerClient, list[Timings]]]) -> LinkEstimate | None:
+        """The link to the first server; those that fail the probe are taken off the list."""
+        while measured:
+            self.tell("measuring the link")
+            try:
+                return measure_link(measured[0][0])
+            except UpriverError as error:
+                self._leave_out(measured.pop(0)[0], error)
+        return None
+
+    def _recheck(self, servers: Sequence[ServerClient], gate: Gate, cut: int) -> list[str]:
+        """The canary at the chosen cut, where that is not the one measured; addresses of those that pass."""
         gate.cut = cut
+        passed: list[str] = []
         for server in servers:
             try:
                 if cut != self.parts.freeze:
                     self.tell(f"checking cut {cut} on {server.url}")
                     gate.measure(server, stop=cut)
                 gate.vouch(server)
+                passed.append(server.url)
             except UpriverError as error:
-                log.warning("server %s is not used for now: %s", server.url, error)
+                self._leave_out(server, error)
+        return passed
 
-    def _choose(self, policy: str, measured: Sequence[tuple[ServerClient, list[Timings]]]) -> Plan:
-        self.tell("measuring the link")
-        link = measure_link(measured[0][0])
+    def _choose(
+        self, policy: str, measured: Sequence[tuple[ServerClient, list[Timings]]], link: LinkEstimate
+    ) -> Plan:
         here = self._measured_here()
         tail = measure_tail(self.model, self.parts, here.features.tensors[0])
         plan, _profile, _cluster = make_plan(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -225,11 +225,12 @@ class ServerPool:
         with self._changed:
             return any(member.health is Health.UP for member in self._members)
 
-    def wait_joined(self, timeout_s: float) -> bool:
-        """Wait until each server has been let in or has failed to be, once; whether any is up."""
+    def wait_joined(self, timeout_s: float, urls: Collection[str] | None = None) -> bool:
+        """Wait until each server (of ``urls``) was let in or failed to be, once; whether any is up."""
+        awaited = [m for m in self._members if urls is None or m.client.url in urls]
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or all(m.health is not Health.JOINING for m in self._members), timeout_s
+                lambda: self._closed or all(m.health is not Health.JOINING for m in awaited), timeout_s
             )
         return self.usable
 

@@ -14,6 +14,7 @@ from typing import Literal, cast
 
 import torch
 
+from upriver.client.connection import within
 from upriver.client.pool import Transport
 from upriver.client.transport import ServerClient
 from upriver.engine.engine import Engine, OnBadSample
@@ -25,6 +26,10 @@ from upriver.protocol import DatasetRef, RunRequest
 from upriver.types import MicroBatch, Timings
 
 log = logging.getLogger("upriver")
+
+MEASURE_S = 120.0
+"""For a canary, from the request to the last byte: the slowest network measured takes 11 s for a micro-batch
+on one core, loading its program from a busy disk as long, and its largest cut 82 s over 20 Mbit/s."""
 
 Exact = Literal["bitwise", "numeric"]
 
@@ -112,7 +117,7 @@ class Gate:
         self._check_fingerprint(server)
         self._bring_program(server)
         request = self._question.request([self._canary], stop=stop, epoch=0)
-        with server.run(request) as answer:
+        with server.run(request) as answer, within(MEASURE_S, answer.close, url=server.url):
             batch, timings = next(answer)
             for _ in answer:
                 pass  # to the end, so that the connection can be used again

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from upriver.client.connection import BROKEN, Address, Connection, Holder, Timeouts, error_of, read_to_end
+from upriver.client.connection import (
+    BROKEN,
+    Address,
+    Connection,
+    Holder,
+    Timeouts,
+    error_of,
+    read_to_end,
+    within,
+)
 from upriver.client.link import LinkMeter
 from upriver.errors import ProtocolError, ServerUnavailable, UpriverError
 from upriver.protocol import (
@@ -32,7 +41,14 @@ from upriver.protocol import (
     program_head,
     read_frame,
 )
+from upriver.text import said
 from upriver.types import MicroBatch, Timings
+
+PUT_S = 120.0
+"""For an upload beside its bytes: the server checks it and writes it into its store."""
+
+PUT_BYTES_PER_S = 125_000
+"""Uploads may be this slow: over less than 1 Mbit/s no job gains from a server."""
 
 INFO_BYTES = 1 << 20
 """Longest /v1/info read; a real one has some hundred bytes."""
@@ -144,12 +160,12 @@ class ServerClient:
             NotAuthorized: If the token is not accepted.
             ServerUnavailable: If it cannot be reached.
         """
-        with self._exchange("GET", "/v1/info") as response:
+        with self._question("GET", "/v1/info") as response:
             self._expect_ok(response)
             try:
                 return decode_info(response.read(INFO_BYTES))
             except ProtocolError as error:
-                raise ProtocolError(f"{self.url}: {error}") from None
+                raise ProtocolError(f"{self.url}: {said(str(error))}") from None
 
     def has_program(self, digest: str) -> bool:
         """Whether the server can get at a program.
@@ -157,7 +173,7 @@ class ServerClient:
         Raises:
             UpriverError: As for `info`.
         """
-        with self._exchange("HEAD", f"/v1/programs/{digest}") as response:
+        with self._question("HEAD", f"/v1/programs/{digest}") as response:
             if response.status == 404:
                 return False
             self._expect_ok(response)
@@ -171,7 +187,8 @@ class ServerClient:
         """
         graph, weights = program.graph_bytes, program.weights_bytes
         body: list[bytes | memoryview] = [program_head(len(graph)), graph, weights]
-        with self._exchange("PUT", f"/v1/programs/{program.digest}", body) as response:
+        total_s = PUT_S + len(weights) / PUT_BYTES_PER_S
+        with self._question("PUT", f"/v1/programs/{program.digest}", body, total_s=total_s) as response:
             self._expect_ok(response)
 
     def probe(self, num_bytes: int) -> Probe:
@@ -181,7 +198,7 @@ class ServerClient:
             UpriverError: As for `info`.
         """
         asked = time.monotonic()
-        with self._exchange("GET", f"/v1/probe?bytes={num_bytes}") as response:
+        with self._question("GET", f"/v1/probe?bytes={num_bytes}") as response:
             self._expect_ok(response)
             source, buffer = _Source(response, self.url), memoryview(bytearray(PROBE_BYTES))
             received, first_byte = 0, 0.0
@@ -239,8 +256,27 @@ class ServerClient:
     # --------------------------------------------------------------------------------- connections
 
     def _status(self, method: str, path: str, *, timeout_s: float | None) -> int:
-        with self._exchange(method, path, timeout_s=timeout_s) as response:
+        with self._question(method, path, total_s=timeout_s) as response:
             return response.status
+
+    @contextmanager
+    def _question(
+        self,
+        method: str,
+        path: str,
+        body: Sequence[bytes | memoryview] = (),
+        *,
+        total_s: float | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """An exchange that is over, one way or the other, after so many seconds."""
+        holder = Holder()
+        total_s = total_s or self.timeouts.question_s
+        timeout_s = min(total_s, self.timeouts.read_s)
+        with (
+            within(total_s, holder.close, url=self.url),
+            self._exchange(method, path, body, timeout_s=timeout_s, on_connection=holder) as response,
+        ):
+            yield response
 
     @contextmanager
     def _exchange(
@@ -311,8 +347,10 @@ class ServerClient:
             what = "no answer in time"
         elif isinstance(error, http.client.IncompleteRead):
             what = "broke off in the middle of its answer"
+        elif isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
+            what = f"does not speak HTTP ({type(error).__name__}: {said(str(error), 80)})"
         else:
-            what = str(error) or type(error).__name__
+            what = said(str(error)) or type(error).__name__
         return ServerUnavailable(f"{self.url}: {what}")
 
     # -------------------------------------------------------------------------------------- errors
@@ -403,7 +441,7 @@ class _FrameReader:
             with _Crossing(self._client.meter) as crossing:
                 message = read_frame(self._source, self._client._caps, on_bytes=crossing)
         except ProtocolError as error:
-            raise ProtocolError(f"{self._client.url}: {error}") from None
+            raise ProtocolError(f"{self._client.url}: {said(str(error))}") from None
         if isinstance(message, UpriverError):
             raise message
         return message

@@ -1,6 +1,6 @@
 """Frames and messages: what clients and servers say to each other. No sockets here."""
 
-from upriver.protocol.caps import DEFAULT_CAPS, VERSION, Caps
+from upriver.protocol.caps import DEFAULT_CAPS, MAX_MICRO_BATCH, VERSION, Caps
 from upriver.protocol.frames import (
     PREFIX_NBYTES,
     DataHeader,
@@ -37,6 +37,7 @@ __all__ = [
     "DEFAULT_CAPS",
     "DTYPES",
     "MAX_GRAPH_BYTES",
+    "MAX_MICRO_BATCH",
     "PREFIX_NBYTES",
     "PROGRAM_HEAD_NBYTES",
     "VERSION",

@@ -11,6 +11,10 @@ MAX_INTEGER = 2**48
 """Largest size, stride, offset or position in a header: beyond any memory, far from 64-bit overflow."""
 
 
+MAX_MICRO_BATCH = 65536
+"""Largest micro-batch a request may name: beyond it, 64 kB a sample are 4 GiB."""
+
+
 class Caps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Upper limits of one frame and of one request.
 

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from upriver.errors import BadSample, Overloaded, ProtocolError, UpriverError
-from upriver.protocol.caps import MAX_INTEGER, VERSION, Caps
+from upriver.protocol.caps import MAX_INTEGER, MAX_MICRO_BATCH, VERSION, Caps
+from upriver.store.names import MAX_NAME_BYTES
+from upriver.text import printable, said
 from upriver.types import Timings
 
 DIGEST_PATTERN = r"^[0-9a-f]{64}$"
@@ -24,6 +26,9 @@ StoreName = Annotated[str, msgspec.Meta(pattern=STORE_PATTERN)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 Position = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+Label = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[ -~]*\Z")]
+"""What a peer calls something and this side may print: nothing that a terminal would obey."""
 
 _T = TypeVar("_T")
 
@@ -54,7 +59,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     micro_batches: tuple[tuple[Index, ...], ...]
     start: Position
     stop: Position
-    micro_batch: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    micro_batch: Annotated[int, msgspec.Meta(ge=1, le=MAX_MICRO_BATCH)]
     program: Digest | None = None
     dataset: DatasetRef | None = None
     seed: Seed = 0
@@ -100,12 +105,12 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
         worker_network: True where workers could not be cut off from the network.
     """
 
-    version: str
-    fingerprint: dict[str, str]
-    stores: tuple[str, ...]
+    version: Label
+    fingerprint: dict[Label, Label]
+    stores: tuple[Label, ...]
     micro_batch: int
     caps: Caps
-    device: str
+    device: Label
     workers: int
     threads: int
     worker_network: bool = False
@@ -115,7 +120,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
 class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Header of a stats frame: the `Timings` of one micro-batch."""
 
-    phases: dict[str, float]
+    phases: dict[Label, float]
     stages: dict[int, float]
 
     def timings(self) -> Timings:
@@ -151,7 +156,7 @@ def decode_json(data: bytes | memoryview, kind: type[_T], what: str) -> _T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{what}: {error}") from None
+        raise ProtocolError(f"{what}: {said(str(error))}") from None
 
 
 def decode_info(data: bytes) -> Info:
@@ -191,15 +196,25 @@ def error_from(body: Mapping[str, Any]) -> UpriverError:
     try:
         fields = msgspec.convert(body, _ErrorBody).error
     except msgspec.ValidationError as unknown:
-        return ProtocolError(f"an error of unknown form: {unknown}")
-    if fields.code == BadSample.code:
-        return BadSample(sample=fields.sample, object_name=fields.object, reason=fields.reason)
-    if fields.code == Overloaded.code:
-        return Overloaded(fields.message, retry_after_s=fields.retry_after_s)
+        return ProtocolError(f"an error of unknown form: {said(str(unknown))}")
+    message, code = said(fields.message, MESSAGE_CHARS), printable(fields.code, CODE_CHARS)
+    if code == BadSample.code:
+        name = printable(fields.object, MAX_NAME_BYTES)
+        return BadSample(sample=fields.sample, object_name=name, reason=said(fields.reason))
+    if code == Overloaded.code:
+        return Overloaded(message, retry_after_s=fields.retry_after_s)
     known = {kind.code: kind for kind in _kinds(UpriverError)}
-    error = known.get(fields.code, UpriverError)(fields.message)
-    error.code = fields.code
+    error = known.get(code, UpriverError)(message)
+    error.code = code
     return error
+
+
+MESSAGE_CHARS = 2000
+"""Longest message kept of another side's error: one that names an object, which may have 1024 bytes, and says
+more."""
+
+CODE_CHARS = 64
+"""Our codes have at most 20 characters."""
 
 
 class _ErrorFields(msgspec.Struct):
