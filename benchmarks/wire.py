@@ -84,9 +84,10 @@ def send_frames() -> None:
             layout = lay_out(batch.tensors)
             slot = pool.take(layout.nbytes)
             view = pool.lend(slot, layout.nbytes)
-            if slot.id not in checksums:  # in a server the worker does this, on its own core
-                checksums[slot.id] = layout.write_into(view)
-            yield data_head(batch, layout, checksums[slot.id])
+            if slot.id not in written:  # in a server the worker does this, on its own core
+                layout.write_into(view)
+                written.add(slot.id)
+            yield data_head(batch, layout, layout.checksum())
             yield view
             del view
             for buffer in encode(Timings()):
@@ -98,7 +99,7 @@ def send_frames() -> None:
         asked, _ = await read_body(request.stream(), DEFAULT_CAPS)
         return FrameStream(answer(asked), stack=AsyncExitStack(), stall_timeout_s=60, on_sent=lambda _: None)
 
-    checksums: dict[int, str] = {}
+    written: set[int] = set()
     listener = bind("127.0.0.1", 0)
     app = Starlette(routes=[Route("/v1/run", run, methods=["POST"])])
     config = uvicorn.Config(
@@ -269,7 +270,7 @@ def document(table: str) -> str:
         commit=commit or "unknown",
         machine=f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {here['cpu_capability']}",
         load=f"{os.getloadavg()[0]:.1f}",
-        versions=f"Python {platform.python_version()}, torch {here['torch']}, Linux {platform.release()}",
+        versions=f"Python {platform.python_version()}, torch {here['torch']}, Linux",
     )
 
 
@@ -286,7 +287,8 @@ at least {goal} of a raw socket's rate in the same run.
 - `raw socket`: `sendall` of 12.8 MB, received into one buffer that is used again. No checksum, no HTTP.
 - `frames`: uvicorn (asyncio, httptools) with the server's own `FrameStream`, chunks of 256 KiB, out of a
   shared-memory slot; the client's transport over `http.client`, read into fresh tensors, `xxh3_64` checked
-  piece by piece. In a server the worker computes the checksum, on its own core; here it is computed once.
+  piece by piece. The sender computes the checksum of every frame, too; in a server the worker does, on its
+  own core.
 - `server`: all of `upriver serve` with one worker. The front reads 16 `.npy` files of 0.8 MB for each
   micro-batch and copies them to the worker; the worker parses, stacks and lays them out and computes the
   checksum. Three busy processes on two cores: this row shows the whole way, not the wire.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def demo(
     epochs: Annotated[int, typer.Option(help="Epochs of each way.")] = 3,
-    images: Annotated[int, typer.Option(help="Training images.")] = 256,
+    images: Annotated[int, typer.Option(help="Training images.")] = 224,
     heldout: Annotated[int, typer.Option(help="Held-out images.")] = 60,
     batch_size: Annotated[int, typer.Option(help="Samples of a training step.")] = 32,
     link_mbit: Annotated[float, typer.Option(help="Rate of the emulated link, in Mbit/s.")] = 20.0,

@@ -24,7 +24,7 @@ class DemoSettings:
     """
 
     epochs: int = 3
-    images: int = 256
+    images: int = 224
     heldout: int = 60
     batch_size: int = 32
     link_mbit: float = 20.0
