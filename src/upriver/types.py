@@ -12,11 +12,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 import torch
 
 from upriver.errors import ConfigError
-from upriver.text import aligned, bytes_text, seconds_text, shortened, wrapped
+from upriver.text import aligned, bytes_text, printable, seconds_text, shortened, wrapped
+
+_T = TypeVar("_T")
 
 DEFAULT_MICRO_BATCH = 16
 """Samples a frozen stage sees at once where nothing is known (HAPI 2025, section 4.4)."""
@@ -37,9 +40,32 @@ def require_finite(name: str, value: float, *, at_least: float = 0.0, positive: 
     Raises:
         ConfigError: If ``value`` is NaN, infinite or too small; the message names the field.
     """
-    if not math.isfinite(value) or value < at_least or (positive and value <= 0):
+    try:
+        finite = math.isfinite(value) and not isinstance(value, bool)
+    except TypeError:  # not a number
+        finite = False
+    if not finite or value < at_least or (positive and value <= 0):
         bound = "> 0" if positive else f">= {at_least:g}"
-        raise ConfigError(f"{name} must be a finite number {bound}, got {value}")
+        raise ConfigError(f"{name} must be a finite number {bound}, got {value!r}")
+
+
+def require_type(name: str, value: object, kind: type[_T], example: str) -> _T:
+    """Check what an argument is once, at the border.
+
+    Args:
+        name: The argument's.
+        kind: What it must be.
+        example: How to come by one, for the message.
+
+    Raises:
+        ConfigError: If ``value`` is something else; the message names both.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} must be a {kind.__name__} ({example}), got {printable(repr(value), 60)} of type "
+            f"{type(value).__name__}"
+        )
+    return value
 
 
 # --------------------------------------------------------------------------------------- what moves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -405,3 +406,50 @@ def test_a_shard_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
     store.__class__ = Swapping
     with pytest.raises(ObjectChanged, match=r"a\.tar"):
         index(store, stages=STAGES)
+
+
+# ------------------------------------------------------------------------------------ odd arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "named"),
+    [
+        ((3,), {}, "store must be"),
+        ((None,), {}, "store must be"),
+        (("memory://odd", 3), {}, "path must be a str"),
+        (("memory://odd", None), {}, "path must be a str"),
+        (("memory://odd",), {"stages": None}, "stages must be a list"),
+        (("memory://odd",), {"stages": "eval"}, "stages must be a list"),
+        (("memory://odd",), {"stages": (3,)}, "input stage"),
+        (("memory://odd",), {"prefix": ".."}, r"has the segment '\.\.'"),
+        (("memory://odd",), {"prefix": "/abs"}, "'/abs'"),
+        (("memory://odd",), {"prefix": ""}, "is empty"),
+        (("memory://odd",), {"prefix": None}, "prefix must be a str"),
+        (("memory://odd",), {"on_progress": 3}, "on_progress"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_read(
+    arguments: tuple[Any, ...], options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        index(*arguments, **{"stages": STAGES, **options})
+
+
+@pytest.mark.parametrize("name", [b"cat/\xff\xfe.jpg", b"c\xe4t/1.jpg", b"\xff.tar"])
+def test_a_name_that_is_not_utf8_is_named(tmp_path: Path, name: bytes) -> None:
+    path = os.path.join(os.fsencode(tmp_path), name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(JPEG)
+    with pytest.raises(DatasetError, match="name is not UTF-8") as caught:
+        index(tmp_path.as_uri(), stages=STAGES)
+    assert repr(os.fsdecode(name)) in str(caught.value)
+    str(caught.value).encode()  # a terminal can show it
+
+
+def test_another_file_with_such_a_name_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.jpg").write_bytes(JPEG)
+    with open(os.path.join(os.fsencode(tmp_path), b"\xff.txt"), "wb"):
+        pass
+    assert [name for name, _, _ in stored(tmp_path.as_uri())] == ["cat/1.jpg"]

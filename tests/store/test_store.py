@@ -223,6 +223,21 @@ def test_a_link_within_the_root_is_as_good_as_a_file(inside: Path) -> None:
     assert [info.path for info in store.list()] == ["linked/a", "real/a"]
 
 
+def test_a_link_that_leads_nowhere_is_named(inside: Path) -> None:
+    (inside / "real" / ".#b").symlink_to("locked-by-an-editor")
+    store = Store.open(inside.as_uri())
+    assert [info.path for info in store.list()] == ["real/a"]
+    (inside / "real" / "b.jpg").symlink_to("nothing")
+    with pytest.raises(StoreError, match=r"'real/b\.jpg' is a symbolic link that leads nowhere"):
+        list(store.list())
+
+
+def test_a_fifo_is_named(inside: Path) -> None:
+    os.mkfifo(inside / "real" / "b.jpg")
+    with pytest.raises(StoreError, match=r"'real/b\.jpg' is neither file nor directory"):
+        list(Store.open(inside.as_uri()).list("real"))
+
+
 def test_a_root_that_is_a_link_itself_is_the_operators_choice(inside: Path) -> None:
     (inside.parent / "link").symlink_to(inside)
     assert Store.open((inside.parent / "link").as_uri()).get("real/a") == b"1"
@@ -230,7 +245,6 @@ def test_a_root_that_is_a_link_itself_is_the_operators_choice(inside: Path) -> N
 
 def test_what_an_upload_left_behind_is_not_an_object(inside: Path) -> None:
     (inside / "real" / "b#1").write_bytes(b"half")
-    os.mkfifo(inside / "pipe")
     assert [info.path for info in Store.open(inside.as_uri()).list()] == ["real/a"]
 
 

@@ -18,7 +18,8 @@ from upriver.pipeline import tarshard
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.dataset import DEFAULT_PREFIX, Dataset, check_reads
 from upriver.pipeline.stages import InputStage
-from upriver.store import ObjectInfo, Store
+from upriver.store import ObjectInfo, Store, check_name
+from upriver.types import require_type
 
 Layout = Literal["auto", "webdataset", "folders"]
 Progress = Callable[[int, int], None]
@@ -83,6 +84,7 @@ def index(
         ConfigError: If the stages do not fit together or do not read the stored format.
         StoreError: If the store cannot be read.
     """
+    _check_arguments(store, path, stages, prefix, on_progress)
     if layout not in ("auto", *files.LAYOUTS):
         raise ConfigError(f"layout must be auto, {' or '.join(files.LAYOUTS)}, got {layout!r}")
     chain = InputChain(tuple(stages))
@@ -92,6 +94,7 @@ def index(
     )
     found = [info for info in store.list(path) if not info.path.startswith(f"{prefix}/")]
     found.sort(key=lambda info: info.path)
+    _check_names(found)
     kind = _layout_of(found, where) if layout == "auto" else layout
     if kind == "webdataset":
         rows, classes = _shards(store, found, path.removesuffix("/"), where, on_progress)
@@ -100,12 +103,35 @@ def index(
     return _dataset(store, rows, classes, layout=kind, chain=chain, prefix=prefix)
 
 
+def _check_arguments(store: object, path: object, stages: object, prefix: str, on_progress: object) -> None:
+    if not isinstance(store, Store | str):
+        raise ConfigError(f"store must be a Store or the URI of one, got {store!r}")
+    require_type("path", path, str, "a folder in the store")
+    if not isinstance(stages, Sequence) or isinstance(stages, str | bytes):
+        raise ConfigError(f"stages must be a list of input stages, as of imagenet_eval(), got {stages!r}")
+    check_name(require_type("prefix", prefix, str, "a folder in the store"))
+    if on_progress is not None and not callable(on_progress):
+        raise ConfigError(f"on_progress must be a function, got {on_progress!r}")
+
+
+def _check_names(found: Sequence[ObjectInfo]) -> None:
+    """The index is UTF-8; a file system may hold other names, which arrive with lone surrogates in them."""
+    for info in found:
+        if _extension(info.path) not in FORMAT_OF and not info.path.endswith(".tar"):
+            continue
+        try:
+            info.path.encode()
+        except UnicodeEncodeError:
+            raise DatasetError(f"object {info.path!r}: its name is not UTF-8; rename it") from None
+
+
 def _layout_of(found: Sequence[ObjectInfo], where: str) -> Literal["webdataset", "folders"]:
     shard = next((info.path for info in found if info.path.endswith(".tar")), None)
     single = next((info.path for info in found if _extension(info.path) in FORMAT_OF), None)
     if shard and single:
         raise DatasetError(
-            f"{where} holds shards ({shard!r}) and single samples ({single!r}); say which layout"
+            f"{where} holds shards ({shard!r}) and single samples ({single!r}); say which layout "
+            "('webdataset' or 'folders'), or a path that holds only one of them"
         )
     if shard:
         return "webdataset"

@@ -43,6 +43,8 @@ def walk(root: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
     Raises:
         PermissionError: If a symbolic link under the prefix leads out of ``root``: leaving it out would drop
             samples without a word.
+        OSError: For the same reason, if it leads nowhere, or if there is a FIFO, socket or device. Names that
+            begin with a dot are let be: editors leave such links (``.#name``), and no sample has such a name.
     """
     start = inside(root, prefix) if prefix else root
     if start.is_dir():
@@ -62,6 +64,11 @@ def _walk(root: Path, prefix: str, way: tuple[Path, ...]) -> Iterator[tuple[str,
             yield from _walk(root, name, (*way, inside(root, name)))
         elif entry.is_file() and not _STAGED.search(name):
             yield name, entry.stat()
+        elif not entry.is_file() and not entry.name.startswith("."):
+            what = (
+                "a symbolic link that leads nowhere" if entry.is_symlink() else "neither file nor directory"
+            )
+            raise OSError(f"{name!r} is {what}; remove it, or index a folder without it")
 
 
 def etag_of(status: os.stat_result) -> str:
