@@ -261,7 +261,20 @@ def test_frozen_parameters_that_change_under_a_job_are_an_error(tmp_path: Path) 
         ({"seed": -1}, "seed"),
         ({"on_bad_sample": "ignore"}, "fail or skip"),
         ({"cut": 99}, "cut"),
+        ({"cut": True}, "cut must be -4"),
+        ({"cut": 1.0}, "cut must be -4"),
+        ({"cut": "1"}, "cut must be -4"),
         ({"num_workers": 0}, "num_workers"),
+        ({"num_workers": 10**6}, r"num_workers must be a whole number in 1\.\.256, got 1000000"),
+        ({"connections": 10**6}, "connections"),
+        ({"per_request": 1025}, "per_request"),
+        ({"micro_batch": 10**9}, r"micro_batch must be a whole number in 1\.\.65536"),
+        ({"batch_size": True}, "batch_size"),
+        ({"shuffle": "no"}, "shuffle must be True or False, got 'no'"),
+        ({"drop_last": 1}, "drop_last must be True or False"),
+        ({"on_progress": 3}, "on_progress"),
+        ({"policy": ["hapi"]}, "policy"),
+        ({"batch_size": 9, "drop_last": True}, "batch_size 9, 8 samples"),
     ],
 )
 def test_arguments_outside_what_is_allowed_are_named(
@@ -270,6 +283,86 @@ def test_arguments_outside_what_is_allowed_are_named(
     data = photos(tmp_path, 8)
     with pytest.raises(ConfigError, match=named):
         upriver.connect().finetune(frozen_small(), data, **{"batch_size": 8, **options})  # type: ignore[arg-type]
+
+
+def test_what_is_no_model_or_no_dataset_is_named(tmp_path: Path) -> None:
+    data = photos(tmp_path, 8)
+    with pytest.raises(ConfigError, match=r"model must be a Module .*, got 3 of type int"):
+        upriver.connect().finetune(3, data, batch_size=8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"dataset must be a Dataset .*, got \[1, 2\] of type list"):
+        upriver.connect().finetune(frozen_small(), [1, 2], batch_size=8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "named"),
+    [
+        (("x",), {}, "http://HOST:PORT"),
+        ((None,), {}, "http://HOST:PORT"),
+        ((3,), {}, "http://HOST:PORT"),
+        (("http://a:1", "ftp://a"), {}, "ftp://a"),
+        (("http://h:99999",), {}, "port"),
+        (("http://[",), {}, "http://HOST:PORT"),
+        ((), {"token": 3}, "token"),
+        ((), {"token": ""}, "token"),
+        ((), {"token": "a\nb"}, "token"),
+        ((), {"meter": 3}, "meter"),
+        ((), {"server_cpus": 3}, "server_cpus"),
+        ((), {"server_cpus": {10**6}}, "server_cpus"),
+        ((), {"server_threads": 0}, "server_threads"),
+        ((), {"server_threads": "a"}, "server_threads"),
+        ((), {"server_threads": 257}, "server_threads"),
+    ],
+)
+def test_connecting_checks_what_it_is_given_at_once(
+    arguments: tuple[Any, ...], options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        upriver.connect(*arguments, **options)
+    assert "a\nb" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", ["a", True, float("nan"), -1])
+def test_a_meter_takes_a_finite_rate(rate: Any) -> None:
+    with pytest.raises(ConfigError, match="rate_bytes_per_s"):
+        upriver.LinkMeter(rate)
+
+
+def test_a_job_names_what_it_cannot_use(tmp_path: Path) -> None:
+    data = photos(tmp_path, 16)
+    with upriver.connect().finetune(
+        frozen_small(), data, batch_size=8, micro_batch=MICRO, policy="nosplit"
+    ) as job:
+        for state in (3, None, [], "a"):
+            with pytest.raises(ConfigError, match="state must be"):
+                job.load_state_dict(state)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"its schema is 'upriver\.job/0'"):
+            job.load_state_dict({**job.state_dict(), "schema": "upriver.job/0"})
+        for features in ("x", 3):
+            with pytest.raises(ConfigError, match="features must be a Tensor"):
+                job(features)  # type: ignore[arg-type]
+        for metric in (None, "accuracy", object()):
+            with pytest.raises(ConfigError, match="metric must be"):
+                job.evaluate(data, metric)
+        with pytest.raises(ConfigError, match="dataset must be"):
+            job.evaluate([1], lambda outputs, targets: 0.0)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="batch_size"):
+            job.evaluate(data, lambda outputs, targets: 0.0, batch_size=0)
+
+
+def test_what_was_closed_is_not_used_again(tmp_path: Path) -> None:
+    data = photos(tmp_path, 16)
+    options = {"batch_size": 8, "micro_batch": MICRO, "policy": "nosplit"}
+    with upriver.connect() as near:
+        job = near.finetune(frozen_small(), data, **options)
+        features, _ = next(iter(job))
+    with pytest.raises(ConfigError, match="connection was closed"):
+        near.finetune(frozen_small(), data, **options)
+    with pytest.raises(ConfigError, match="job was closed"):
+        next(iter(job))
+    with pytest.raises(ConfigError, match="job was closed"):
+        job.evaluate(data, lambda outputs, targets: 0.0)
+    assert job.report.samples["local"] >= 8  # what was is still told, and what was yielded can be used
+    assert job(features).shape[0] == 8
 
 
 def test_nothing_frozen_is_an_error(tmp_path: Path) -> None:

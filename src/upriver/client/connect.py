@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import nn
 
+from upriver.client import checks
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.job import FinetuneJob, JobOptions
 from upriver.client.link import LinkMeter, MeteredStore
@@ -22,7 +23,8 @@ from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.program.split import split
-from upriver.types import DEFAULT_MICRO_BATCH
+from upriver.protocol import DEFAULT_CAPS, MAX_MICRO_BATCH
+from upriver.types import DEFAULT_MICRO_BATCH, require_type
 
 log = logging.getLogger("upriver")
 
@@ -51,11 +53,14 @@ class Near:
         server_cpus: set[int] | None = None,
         server_threads: int | None = None,
     ) -> None:
-        self.meter = meter or LinkMeter()
-        self._urls = tuple(urls)
-        self._token = token
-        self._cpus = server_cpus
+        self.meter = LinkMeter() if meter is None else require_type("meter", meter, LinkMeter, "LinkMeter()")
+        self._urls = checks.addresses(urls)
+        self._token = checks.token(token)
+        self._cpus = checks.cores(server_cpus)
+        if server_threads is not None:
+            checks.whole("server_threads", server_threads, most=checks.MAX_THREADS)
         self._threads = server_threads
+        self._closed = False
         self._embedded: dict[tuple[str, str], EmbeddedServer] = {}
         self._jobs: list[FinetuneJob] = []
         self._lock = threading.Lock()
@@ -101,10 +106,13 @@ class Near:
             on_progress: Told what is being done.
 
         Raises:
-            ConfigError: If an argument is outside what is allowed.
+            ConfigError: If an argument is outside what is allowed, or the connection was closed.
             ModelError: If nothing or everything is frozen, or a skipped module has hooks.
             NoFeasibleCut: If no cut fits the memory.
         """
+        self._check_open()
+        require_type("model", model, nn.Module, "with frozen parameters")
+        require_type("dataset", dataset, Dataset, "from upriver.index()")
         options = _options(
             batch_size=batch_size,
             micro_batch=micro_batch,
@@ -117,13 +125,15 @@ class Near:
             per_request=per_request,
             window_bytes=window_bytes,
         )
-        if policy not in POLICIES:
-            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-        if exact not in ("bitwise", "numeric"):
-            raise ConfigError(f"exact must be bitwise or numeric, got {exact!r}")
+        checks.choice("policy", policy, POLICIES)
+        checks.choice("exact", exact, ("bitwise", "numeric"))
         if len(dataset) == 0:
             raise DatasetError("the dataset is empty")
-        tell = on_progress or (lambda text: log.info("%s", text))
+        if drop_last and batch_size > len(dataset):
+            raise ConfigError(
+                f"drop_last leaves no step in an epoch: batch_size {batch_size}, {len(dataset)} samples"
+            )
+        tell = checks.function("on_progress", on_progress) or (lambda text: log.info("%s", text))
         direct = dataset.with_store(MeteredStore(dataset.store, self.meter))
         parts = split(model, example_of(model, direct, options), on_progress=tell)
         planner = Planner(self.servers, model, dataset, direct, parts, options, exact=exact, tell=tell)
@@ -150,6 +160,7 @@ class Near:
     def _embed(self, dataset: Dataset) -> EmbeddedServer:
         store = dataset.store
         with self._lock:
+            self._check_open()
             key = (store.name, store.uri)
             if key not in self._embedded:
                 server = EmbeddedServer.start(
@@ -162,12 +173,18 @@ class Near:
             return self._embedded[key]
 
     def close(self) -> None:
-        """End all jobs and the embedded server. May be called again."""
+        """End all jobs and the embedded server; no further jobs. May be called again."""
+        with self._lock:
+            self._closed = True
         for job in self._jobs:
             job.close()
         for server in self._embedded.values():
             server.close()
         self._embedded.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this connection was closed; make another one with upriver.connect()")
 
     def __enter__(self) -> Near:
         return self
@@ -196,7 +213,7 @@ def connect(
             here where not given: another number changes the bits of some networks.
 
     Raises:
-        ConfigError: If an address is none.
+        ConfigError: If an address is none, or another argument is outside what is allowed.
     """
     return Near(urls, token=token, meter=meter, server_cpus=server_cpus, server_threads=server_threads)
 
@@ -214,31 +231,19 @@ def _options(
     per_request: int,
     window_bytes: int,
 ) -> JobOptions:
-    workers = max(2, len(os.sched_getaffinity(0))) if num_workers is None else num_workers
-    counts: Mapping[str, int] = {
-        "batch_size": batch_size,
-        "micro_batch": micro_batch,
-        "num_workers": workers,
-        "connections": connections,
-        "per_request": per_request,
-        "window_bytes": window_bytes,
-    }
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+    most = checks.MAX_THREADS
+    workers = min(max(2, len(os.sched_getaffinity(0))), most) if num_workers is None else num_workers
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise ConfigError(f"seed must be a whole number in 0..2**63 - 1, got {seed!r}")
-    if on_bad_sample not in ("fail", "skip"):
-        raise ConfigError(f"on_bad_sample must be fail or skip, got {on_bad_sample!r}")
     return JobOptions(
-        batch_size=batch_size,
-        micro_batch=micro_batch,
+        batch_size=checks.whole("batch_size", batch_size),
+        micro_batch=checks.whole("micro_batch", micro_batch, most=MAX_MICRO_BATCH),
         seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        on_bad_sample=on_bad_sample,
-        num_workers=workers,
-        connections=connections,
-        per_request=per_request,
-        window_bytes=window_bytes,
+        shuffle=checks.flag("shuffle", shuffle),
+        drop_last=checks.flag("drop_last", drop_last),
+        on_bad_sample=checks.choice("on_bad_sample", on_bad_sample, ("fail", "skip")),
+        num_workers=checks.whole("num_workers", workers, most=most),
+        connections=checks.whole("connections", connections, most=most),
+        per_request=checks.whole("per_request", per_request, most=DEFAULT_CAPS.micro_batches),
+        window_bytes=checks.whole("window_bytes", window_bytes),
     )

@@ -76,7 +76,10 @@ class Address:
         Raises:
             ConfigError: If it is none.
         """
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            raise ConfigError(f"a server is http://HOST:PORT or https://HOST:PORT, got {url!r}") from None
         try:
             port = parts.port
         except ValueError:

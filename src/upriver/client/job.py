@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from upriver.client import checks
 from upriver.client.flow import first_micro_batch, steps
 from upriver.client.loader import LOCAL, Loader, LoaderReport, Remote
 from upriver.client.local import LocalSource
@@ -32,7 +33,7 @@ from upriver.program.freeze import FrozenGuard, keep_in_eval
 from upriver.program.split import Split
 from upriver.program.trace import in_eval
 from upriver.protocol import RunRequest
-from upriver.types import MicroBatch, Plan, Timings
+from upriver.types import MicroBatch, Plan, Timings, require_type
 
 log = logging.getLogger("upriver")
 
@@ -149,6 +150,7 @@ class FinetuneJob:
         self._pool = pool
         self._link_bytes = link_bytes
         self._on_close = on_close
+        self._closed = False
         self._device = next(model.parameters()).device
         self._guard = FrozenGuard(model, list(split.prefix_units))
         self._epoch = 0
@@ -170,6 +172,7 @@ class FinetuneJob:
         Raises:
             FrozenChanged: If a frozen parameter was written to since the job started.
         """
+        require_type("features", features, torch.Tensor, "what iterating over the job yields")
         self._guard.check_versions()
         keep_in_eval(self._model, list(self._split.in_eval))
         return self._split.tail(features)
@@ -183,7 +186,9 @@ class FinetuneJob:
         Raises:
             BadSample: If a stored sample cannot be read and the job was not asked to skip it.
             FrozenChanged: If a frozen parameter changed since the job started.
+            ConfigError: If the job was closed.
         """
+        self._check_open()
         if self._step and not self._resumed:
             self._epoch, self._step = self._epoch + 1, 0
         self._resumed = False
@@ -201,6 +206,10 @@ class FinetuneJob:
             self._tally.epoch_s.append(time.perf_counter() - began)
             self._tally.epoch_bytes.append(self._link_bytes() - bytes_before)
         self._epoch, self._step = self._epoch + 1, 0
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this job was closed; make another one with finetune()")
 
     def _order(self, epoch: int) -> EpochOrder:
         options = self._options
@@ -339,8 +348,16 @@ class FinetuneJob:
 
         Returns:
             The mean over all samples, or what ``compute()`` gives.
+
+        Raises:
+            ConfigError: If the job was closed, or an argument is none that can be used.
         """
-        size = batch_size or self._options.batch_size
+        self._check_open()
+        require_type("dataset", dataset, Dataset, "from upriver.index()")
+        keeps_count = all(callable(getattr(metric, name, None)) for name in ("update", "compute"))
+        if not keeps_count and not callable(metric):
+            raise ConfigError(f"metric must be a function, or have update() and compute(), got {metric!r}")
+        size = self._options.batch_size if batch_size is None else checks.whole("batch_size", batch_size)
         order = EpochOrder(
             ids=tuple(range(len(dataset))), batch_size=size, micro_batch=self._options.micro_batch
         )
@@ -358,14 +375,14 @@ class FinetuneJob:
                     continue
                 targets = dataset.targets[ids].to(features.device)
                 outputs = self._split.tail(features)
-                if hasattr(metric, "update"):
+                if keeps_count:
                     metric.update(outputs, targets)
                 else:
                     total += float(metric(outputs, targets)) * len(ids)
                 count += len(ids)
         if not count:
             raise DatasetError("no sample of the dataset could be evaluated")
-        return float(metric.compute()) if hasattr(metric, "update") else total / count
+        return float(metric.compute()) if keeps_count else total / count
 
     # ----------------------------------------------------------------------------- state and report
 
@@ -392,8 +409,9 @@ class FinetuneJob:
             ConfigError: If the state is of another job; names what differs.
         """
         mine = self.state_dict()
-        if state.get("schema") != STATE_SCHEMA or set(state) != set(mine):
-            raise ConfigError(f"not the state of a fine-tuning job: fields {sorted(state)}")
+        require_type("state", state, Mapping, "from state_dict()")  # type: ignore[type-abstract]
+        if set(state) != set(mine):
+            raise ConfigError(f"not the state of a fine-tuning job: fields {sorted(map(str, state))}")
         for key, value in mine.items():
             if key not in ("epoch", "step") and state[key] != value:
                 raise ConfigError(
@@ -450,7 +468,8 @@ class FinetuneJob:
             self._loader.close()
 
     def close(self) -> None:
-        """Stop fetching and let the servers go. May be called again."""
+        """Stop fetching and let the servers go; no further iteration. May be called again."""
+        self._closed = True
         self.close_loader()
         if self._pool is not None:
             self._pool.close()

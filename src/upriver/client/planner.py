@@ -73,8 +73,8 @@ class Planner:
             NoFeasibleCut: If no cut fits the memory.
         """
         start, freeze = self.dataset.chain.start, self.parts.freeze
-        if cut is not None and cut != start and not 1 <= cut <= freeze:
-            raise ConfigError(f"cut must be {start} (unsplit) or lie in 1..{freeze}, got {cut}")
+        if cut is not None and (type(cut) is not int or (cut != start and not 1 <= cut <= freeze)):
+            raise ConfigError(f"cut must be {start} (unsplit) or lie in 1..{freeze}, got {cut!r}")
         if self.parts.program is None:
             log.warning("the model runs unsplit: %s", self.parts.why_not)
             return self._unsplit(policy, f"the model runs unsplit: {self.parts.why_not}"), None
