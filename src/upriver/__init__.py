@@ -56,6 +56,10 @@ if TYPE_CHECKING:
     from upriver.types import Plan as Plan
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Looked up when first used: `upriver --help` and a compute worker need few of these, and torch takes
     # seconds.

@@ -112,6 +112,44 @@ def test_unexpected_error_is_one_line_and_exit_code_1(
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "code", "named"),
+    [
+        (["index", "ftp://x"], 2, "bad_config", "ftp://x"),
+        (["index", "file:///does/not/exist"], 2, "store", "/does/not/exist"),
+        (["index"], 2, "bad_command", "uri"),
+        (["cuts", "broken_models:model"], 1, "unexpected", "ZeroDivisionError: two lines"),
+    ],
+)
+def test_with_json_an_error_is_the_one_document(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    code: str,
+    named: str,
+) -> None:
+    (tmp_path / "broken_models.py").write_text("def model():\n    raise ZeroDivisionError('two\\nlines')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([*arguments, "--json"]) == status
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)["error"]
+    assert error["code"] == code
+    assert named.lower() in error["message"].lower()
+    assert captured.err.startswith(f"error: {error['message']}")
+    assert captured.err.count("\n") == 1
+
+
+def test_the_package_lists_its_names() -> None:
+    code = "import upriver, sys; print(*dir(upriver)); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names, torch_loaded = done.stdout.splitlines()
+    assert {"connect", "index", "Dataset", "freeze_to", "__version__"} <= set(names.split())
+    assert "importlib" not in names.split()
+    assert torch_loaded == "False"
+
+
 def test_interruption_ends_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,9 @@ def test_it_goes_on_where_it_was_interrupted(folder: Path, capsys: pytest.Captur
     assert out == ""
     assert "Traceback" not in err
     assert (folder / "parts.st.checkpoint").exists()
+    last = err.splitlines()[-1]
+    assert last.startswith("interrupted; the same command goes on from")
+    assert last.endswith("parts.st.checkpoint")
     assert not (folder / "parts.st").exists()
 
     parts = trained(capsys, path)

@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import traceback
@@ -66,23 +67,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        return _report(error, debug="--debug" in arguments)
+        return _report(error, debug="--debug" in arguments, as_json="--json" in arguments)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _report(error: Exception, *, debug: bool) -> int:
+def _report(error: Exception, *, debug: bool, as_json: bool) -> int:
     """Say what went wrong, in one line, and with which code to leave."""
     if debug:
         traceback.print_exception(error)
+    status, code, message = _described(error)
+    message = " ".join(message.split())
+    hint = " (an error we did not expect; --debug shows where)" if status == EXIT_ERROR and not debug else ""
+    print(f"error: {message}{hint}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": {"code": code, "message": message}}), flush=True)
+    return status
+
+
+def _described(error: Exception) -> tuple[int, str, str]:
+    """Exit status, machine-readable code, and message."""
     if isinstance(error, TyperException):
-        return _say(getattr(error, "format_message", lambda: str(error))(), EXIT_BAD_INPUT)
+        message = getattr(error, "format_message", lambda: str(error))()
+        return EXIT_BAD_INPUT, "bad_command", message
     if isinstance(error, UpriverError):
-        return _say(str(error), EXIT_BAD_INPUT)
-    hint = "" if debug else " (an error we did not expect; --debug shows where)"
-    return _say(f"{type(error).__name__}: {error}{hint}", EXIT_ERROR)
-
-
-def _say(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return code
+        return EXIT_BAD_INPUT, error.code, str(error)
+    return EXIT_ERROR, "unexpected", f"{type(error).__name__}: {error}"

@@ -132,7 +132,11 @@ def train(
         if resumed:
             note(f"going on after epoch {len(trainer.epochs)}, from {_checkpoint_path(settings)}")
             bar.advance(task, len(trainer.epochs) * len(dataset))
-        trainer.run(settings.epochs)
+        try:
+            trainer.run(settings.epochs)
+        except KeyboardInterrupt:
+            note(_interrupted(_checkpoint_path(settings)))
+            raise
         save_tensors(output, model.state_dict())
         document = _document(settings, job, trainer, resumed=resumed)
     with suppress(FileNotFoundError):
@@ -233,6 +237,12 @@ def _trainer(
 
 def _checkpoint_path(settings: TrainFile) -> Path:
     return Path(f"{settings.output}.checkpoint")
+
+
+def _interrupted(checkpoint: Path) -> str:
+    if not checkpoint.exists():
+        return "interrupted before the first checkpoint was written; the same command begins anew"
+    return f"interrupted; the same command goes on from the checkpoint {checkpoint}"
 
 
 def _token(settings: TrainFile) -> str | None:
