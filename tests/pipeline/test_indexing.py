@@ -453,3 +453,12 @@ def test_another_file_with_such_a_name_does_not_matter(tmp_path: Path) -> None:
     with open(os.path.join(os.fsencode(tmp_path), b"\xff.txt"), "wb"):
         pass
     assert [name for name, _, _ in stored(tmp_path.as_uri())] == ["cat/1.jpg"]
+
+
+@pytest.mark.parametrize(("name", "named"), [("1.npy", "load_tensor with format 'npy'"), ("1.jpg", "decode")])
+def test_the_error_of_a_first_stage_says_which_it_must_be(tmp_path: Path, name: str, named: str) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / name).write_bytes(b"x")
+    stages = STAGES if name == "1.npy" else (LoadTensor("npy"),)
+    with pytest.raises(ConfigError, match=f"it must be {named}"):
+        index(tmp_path.as_uri(), stages=stages)

@@ -196,9 +196,10 @@ def check_reads(chain: InputChain, format: str) -> None:
     first = chain.stages[0]
     reads = first.format if isinstance(first, LoadTensor) else "image"
     if reads != format:
-        stage = "decode" if format == "image" else f"load_tensor with format {format!r}"
+        needed = "decode" if format == "image" else f"load_tensor with format {format!r}"
         raise ConfigError(
-            f"the samples are stored as {format}; the first stage ({first.name}) reads {reads}: begin with {stage}"
+            f"the samples are stored as {format}; the first stage ({first.name}) reads {reads}; "
+            f"it must be {needed}"
         )
 
 

@@ -366,8 +366,9 @@ def stage_from_json(data: object) -> InputStage:
         ConfigError: If a field's value is not allowed.
     """
     if not isinstance(data, dict) or not isinstance(data.get("stage"), str):
+        known = ", ".join(STAGES)
         raise DatasetError(
-            f"an input stage is an object with a name under 'stage' ({', '.join(STAGES)}), got {str(data)[:200]}"
+            f"an input stage is an object with a name under 'stage' ({known}), got {str(data)[:200]}"
         )
     cls = STAGES.get(data["stage"])
     if cls is None:
