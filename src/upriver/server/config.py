@@ -48,7 +48,14 @@ class ServerConfig:
         max_datasets: Indexes kept between requests.
         job_timeout_s: A worker that takes longer for one micro-batch is ended; the slowest network measured
             takes 11 s for 16 samples on one core.
-        stall_timeout_s: A client that takes nothing for so long is dropped.
+        stall_timeout_s: A client that takes nothing for so long is dropped, and so is the request of one that
+            stops in the middle of its body.
+        head_timeout_s: A connection that has sent no whole request head by then is closed. 20 s: a head is
+            one packet, and one that is lost three times in a row comes after 7 s.
+        idle_timeout_s: A connection without a request is closed after so long. 75 s: longer than any pause
+            between two micro-batches of training.
+        max_connections: One more, and whoever has gone longest without a request is disconnected. 512: half
+            of the descriptors that a process may usually have, enough for dozens of training jobs.
         grace_s: What is running may finish for so long after a request to stop.
         caps: Limits of frames and requests.
     """
@@ -67,6 +74,9 @@ class ServerConfig:
     max_datasets: int = 16
     job_timeout_s: float = 300.0
     stall_timeout_s: float = 120.0
+    head_timeout_s: float = 20.0
+    idle_timeout_s: float = 75.0
+    max_connections: int = 512
     grace_s: float = 10.0
     caps: Caps = DEFAULT_CAPS
 
@@ -80,13 +90,14 @@ class ServerConfig:
             "workers",
             "max_requests",
             "max_datasets",
+            "max_connections",
             "program_budget_bytes",
             "buffer_budget_bytes",
         ):
             require_finite(name, getattr(self, name), at_least=1)
         if self.threads is not None:
             require_finite("threads", self.threads, at_least=1)
-        for name in ("job_timeout_s", "stall_timeout_s"):
+        for name in ("job_timeout_s", "stall_timeout_s", "head_timeout_s", "idle_timeout_s"):
             require_finite(name, getattr(self, name), positive=True)
         require_finite("grace_s", self.grace_s)
         if not 0 <= self.port <= 65535:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -14,9 +15,7 @@ import uvicorn
 from upriver.errors import ConfigError
 from upriver.server.app import create_app
 from upriver.server.config import ServerConfig
-
-KEEP_ALIVE_S = 75
-"""An idle connection stays open longer than any pause between two micro-batches of training."""
+from upriver.server.http import HttpLimits, bounded_http
 
 OnListening = Callable[[Mapping[str, object]], None]
 
@@ -60,14 +59,21 @@ class Server(uvicorn.Server):
             app,
             # Both are what was measured: with uvloop a buffer is still being sent when `send` returns.
             loop="asyncio",
-            http="httptools",
+            http=bounded_http(
+                HttpLimits(
+                    head_timeout_s=config.head_timeout_s,
+                    stall_timeout_s=config.stall_timeout_s,
+                    max_connections=config.max_connections,
+                    on_refused=lambda code: app.state.front.metrics.errors.labels(code).inc(),
+                )
+            ),
             ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=math.ceil(config.idle_timeout_s),
             timeout_graceful_shutdown=max(1, round(config.grace_s)),
         )
         super().__init__(settings)

@@ -1,0 +1,251 @@
+"""Uvicorn's HTTP with limits: what a stranger can make the server hold, before anyone has looked at a token.
+
+Uvicorn's fast protocol takes heads of any size, waits for their end for ever, and queues as many requests of
+a connection as come. Here all of that is bounded, and so is the number of connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import ClassVar, Literal
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from upriver.errors import Overloaded, ProtocolError, TooLarge, UpriverError
+from upriver.protocol import error_body
+
+log = logging.getLogger(__name__)
+
+HEAD_BYTES = 64 * 1024
+"""Of a request line and its headers; ours have a few hundred. As much may come between parts of a body."""
+
+HEAD_FIELDS = 100
+"""Headers of a request: as Python objects, short ones take twenty times what they took on the wire."""
+
+PIPELINED = 1
+"""Requests that may wait for the answer to the one before them. Our clients never send one early."""
+
+LINGER_S = 2.0
+"""After a refusal, what still comes is thrown away for so long: a reset could overtake the answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpLimits:
+    """What `bounded_http` enforces.
+
+    Attributes:
+        head_timeout_s: See `upriver.server.ServerConfig`, as for the next two.
+        stall_timeout_s: For what is sent.
+        max_connections: At once.
+        on_refused: Told the code of each error that is answered here.
+    """
+
+    head_timeout_s: float
+    stall_timeout_s: float
+    max_connections: int
+    on_refused: Callable[[str], None]
+
+
+def bounded_http(limits: HttpLimits) -> type[HttpToolsProtocol]:
+    """The protocol class for uvicorn, which makes an object of it for each connection."""
+    return type("LimitedHttp", (BoundedHttp,), {"limits": limits})
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection.
+
+    While no request is being answered one of two clocks runs: uvicorn's own between two requests, and ours
+    from a connection's start, or the first byte of a later head, to the end of the head. Ours also bounds how
+    long the rest of a body may take that was answered before it was there (401, say). While a request is
+    being answered its own handler has the clock.
+    """
+
+    limits: ClassVar[HttpLimits]
+
+    _phase: Literal["before", "head", "body"] = "before"
+    _no_body_nbytes = 0
+    _progress = False
+    _deaf = False
+    _since = 0.0
+    _reason: UpriverError | None = None
+    _clock: asyncio.TimerHandle | None = None
+    _write_clock: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = None  # where `cycle` is the one that waits for it
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # ---------------------------------------------------------------------------- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for it if need be, and wait for its first head."""
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        self._start_clock(self.limits.head_timeout_s, self._too_slow)
+        if len(self.connections) > self.limits.max_connections:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the handlers, and stop the clocks."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._stop_clock()
+        self._stop_write_clock()
+        if self._running is not None:  # uvicorn tells only the last one
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse no more at a time than may still come without being part of a body."""
+        while data and not self._deaf and not self.transport.is_closing():
+            take = HEAD_BYTES + 1 - self._no_body_nbytes
+            piece, data = data[:take], data[take:]
+            self._progress = False
+            super().data_received(piece)
+            self._no_body_nbytes = 0 if self._progress else self._no_body_nbytes + len(piece)
+            if self._no_body_nbytes > HEAD_BYTES and not self._deaf:
+                self._refuse(431, TooLarge(f"the head of a request has at most {HEAD_BYTES} bytes"))
+        self._watch()
+
+    def pause_writing(self) -> None:
+        """The client takes less than we send: not for ever."""
+        super().pause_writing()
+        self._write_clock = self.loop.call_later(self.limits.stall_timeout_s, self._takes_nothing)
+
+    def resume_writing(self) -> None:
+        """It took some."""
+        super().resume_writing()
+        self._stop_write_clock()
+
+    def _make_room(self) -> None:
+        """End whoever has gone longest without a request: that may be a stranger; refuse if nobody has."""
+        others = [other for other in self.connections if isinstance(other, BoundedHttp) and other is not self]
+        unused = [other for other in others if not other.busy and not other.transport.is_closing()]
+        if unused:
+            min(unused, key=lambda other: other._since).transport.abort()
+        else:
+            most = self.limits.max_connections
+            self._refuse(503, Overloaded(f"all of {most} connections are in use"))
+
+    # -------------------------------------------------------------------- what the parser has found
+
+    def on_message_begin(self) -> None:
+        """The first byte of a head."""
+        if len(self.pipeline) >= PIPELINED:
+            raise self._because(ProtocolError("wait for an answer before you send the next request"))
+        self._phase = "head"
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer."""
+        if len(self.headers) >= HEAD_FIELDS:
+            raise self._because(TooLarge(f"a request has at most {HEAD_FIELDS} headers"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The end of a head; its request is answered from here on, or waits for its turn."""
+        before = self.cycle if self.busy else None
+        self._phase, self._progress = "body", True
+        super().on_headers_complete()
+        self._running = before
+
+    def on_body(self, body: bytes) -> None:
+        """Some of a body."""
+        self._progress = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The end of a request."""
+        self._phase, self._progress = "before", True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The end of an answer; the rest of its request may not be here yet."""
+        self._since = self.loop.time()
+        self._running = None
+        super().on_response_complete()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Not HTTP, or refused above: called by uvicorn when parsing broke off."""
+        error = self._reason or ProtocolError(msg)
+        self._refuse(431 if isinstance(error, TooLarge) else 400, error)
+
+    # ------------------------------------------------------------------------------------- clocks
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing was asked for long; what the client has not taken by now it never will."""
+        self.transport.abort()
+
+    def _watch(self) -> None:
+        """Have the right clock running."""
+        if self._deaf:
+            return
+        if self.busy or self.transport.is_closing():
+            self._stop_clock()
+        elif self._phase != "before":
+            self._unset_keepalive_if_required()
+            if self._clock is None:
+                self._start_clock(self.limits.head_timeout_s, self._too_slow)
+        elif self.timeout_keep_alive_task is None:
+            self._stop_clock()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _too_slow(self) -> None:
+        if self._phase == "head":
+            self._refuse(408, ProtocolError(f"no whole head came within {self.limits.head_timeout_s:g} s"))
+        else:
+            self.transport.abort()
+
+    def _takes_nothing(self) -> None:
+        log.warning("dropped a client that took nothing for %g s", self.limits.stall_timeout_s)
+        self.transport.abort()
+
+    def _start_clock(self, seconds: float, then: Callable[[], None]) -> None:
+        self._stop_clock()
+        self._clock = self.loop.call_later(seconds, then)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _stop_write_clock(self) -> None:
+        if self._write_clock is not None:
+            self._write_clock.cancel()
+            self._write_clock = None
+
+    # ------------------------------------------------------------------------------------ refusals
+
+    def _because(self, error: UpriverError) -> UpriverError:
+        """Keep a reason: of an error in a callback the parser tells only that there was one."""
+        self._reason = error
+        return error
+
+    def _refuse(self, status: int, error: UpriverError) -> None:
+        """Answer with an error, or break off an answer that is under way; and listen no more."""
+        self._deaf = True
+        self.limits.on_refused(error.code)
+        if self.busy or self.transport.is_closing():
+            self.transport.close()
+            return
+        body = msgspec.json.encode(error_body(error))
+        head = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            "connection: close",
+        ]
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        self.transport.write_eof()
+        self._unset_keepalive_if_required()
+        self._start_clock(LINGER_S, self.transport.abort)
