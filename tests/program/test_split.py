@@ -72,6 +72,14 @@ def test_the_tail_takes_any_number_of_samples() -> None:
         assert torch.equal(parts.tail(features), model(torch.cat([x] * 3)[:7]))
 
 
+def test_the_tail_takes_nothing_but_features() -> None:
+    x = torch.randn(4, 3, 16, 16)
+    parts = cut(frozen_small(), x)
+    for wrong in (x, torch.randn(4, 8, 8), torch.randn(4, 8, 9, 8), "features"):
+        with pytest.raises(ConfigError, match=r"of shape \(n, 8, 8, 8\), got"):
+            parts.tail(wrong)
+
+
 def test_the_tail_owns_nothing_and_shares_everything() -> None:
     model = frozen_small()
     keys = list(model.state_dict())

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from upriver.errors import CaptureError, ModelError
+from upriver.errors import CaptureError, ConfigError, ModelError
 from upriver.program.trace import Shape, Trace
 
 
@@ -137,11 +137,31 @@ class Tail(nn.Module):
 
         Args:
             features: What the boundary module gives, samples in the dimension in which the model has them.
+
+        Raises:
+            ConfigError: If they have another shape.
         """
-        samples = self._features.samples_of(features.shape)
+        samples = self._samples(features)
         shadow = self._build(self.model, self._recipe, features, samples)
         inputs = [placeholder(shape, samples, features.device) for shape in self._inputs]
         return shadow(*inputs)
+
+    def _samples(self, features: torch.Tensor) -> int:
+        """How many samples these features are of.
+
+        Raises:
+            ConfigError: If they are none of this boundary's, the model's own input for example.
+        """
+        form = self._features
+        if isinstance(features, torch.Tensor) and features.dim() == len(form.base):
+            samples = form.samples_of(features.shape)
+            if tuple(features.shape) == form.at(samples):
+                return samples
+        got = tuple(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
+        wanted = ", ".join(
+            "n" if slope else str(size) for size, slope in zip(form.base, form.slope, strict=True)
+        )
+        raise ConfigError(f"call the job with the features it yields, of shape ({wanted}), got {got}")
 
     def _plan(self, model: nn.Module, calls: Trace, end: int) -> _Clone:
         names = {module: path for path, module in model.named_modules()}
