@@ -58,7 +58,7 @@ def get(url: object, path: str, token: str | None = None) -> tuple[int, bytes]:
 
 
 def wait_until_ready(url: object) -> None:
-    """It listens before its workers have started; a worker imports torch first."""
+    """One worker was ready when it said that it listens."""
     for _ in range(600):
         if get(url, "/readyz")[0] == 200:
             return
@@ -132,6 +132,42 @@ def test_refuses_to_listen_to_others_without_a_token(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ")
     assert "0.0.0.0" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--threads", "0", "threads must be a whole number >= 1, got 0"),
+        ("--workers", "0", "workers must be a whole number >= 1, got 0"),
+        ("--workers", "-1", "workers must be a whole number >= 1, got -1"),
+        ("--device", "cuda:99", "device 'cuda:99' is not available here; torch sees: cpu"),
+        ("--device", "toaster", "device 'toaster' is none that torch knows; it sees here: cpu"),
+        ("--threads", str(2**40), "no worker can start here, 3 were tried: "),
+    ],
+)
+def test_what_can_never_work_is_one_line_and_no_server(
+    tmp_path: Path, option: str, value: str, said: str
+) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "upriver",
+            "serve",
+            "--store",
+            tmp_path.as_uri(),
+            "--port",
+            "0",
+            option,
+            value,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.startswith(f"error: {said}")
+    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_names_of_stores() -> None:

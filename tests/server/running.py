@@ -28,6 +28,7 @@ from upriver.server import ServerConfig, serve
 settings = json.loads(sys.argv[1])
 if "caps" in settings:
     settings["caps"] = msgspec.convert(settings["caps"], Caps)
+sys.executable = settings.pop("python", sys.executable)  # what workers are started with
 serve(ServerConfig(**settings), on_listening=lambda found: print(json.dumps(dict(found)), flush=True))
 """
 

@@ -69,7 +69,7 @@ def serve(
 ) -> None:
     """Run the near-data server: frozen first layers, beside the store.
 
-    When it accepts connections it prints one JSON line with "listening" on stdout.
+    When its first compute process is ready it prints one JSON line with "listening" on stdout.
     """
     file = read_toml(config, ServeFile) if config is not None else ServeFile()
     settings = _settings(

@@ -228,7 +228,7 @@ def _wait_for_url(process: subprocess.Popen[bytes], errors: _Tail, deadline: flo
 def _wait_until_ready(
     process: subprocess.Popen[bytes], errors: _Tail, url: str, token: str | None, deadline: float
 ) -> None:
-    """Its workers start after it listens."""
+    """One worker was ready when it said that it listens; whether it still answers is seen by asking."""
     with ServerClient(url, token=token) as client:
         while process.poll() is None and (left_s := deadline - time.monotonic()) > 0:
             with contextlib.suppress(UpriverError):

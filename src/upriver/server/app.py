@@ -23,6 +23,7 @@ from upriver.errors import NotAuthorized, Overloaded, ProtocolError, TooLarge, U
 from upriver.protocol import Info, error_body, valid_digest
 from upriver.server.access import Access
 from upriver.server.config import ServerConfig
+from upriver.server.device import check_device
 from upriver.server.jobs import Setup
 from upriver.server.metrics import Metrics
 from upriver.server.pool import WorkerPool
@@ -67,11 +68,12 @@ class Front:
         config: The operator's decisions.
 
     Raises:
-        ConfigError: If a store's URI is not understood.
+        ConfigError: If a store's URI is not understood, or the device is not there.
         StoreError: If a store is not there.
     """
 
     def __init__(self, config: ServerConfig) -> None:
+        check_device(config.device)
         self._config = config
         self.metrics = Metrics()
         self._stores = config.open_stores()
@@ -126,7 +128,7 @@ class Front:
     async def ready(self, request: Request) -> Response:
         """There is a worker to compute."""
         if not self.pool.ready:
-            raise Overloaded("workers are starting")
+            raise Overloaded(self.pool.why)
         return PlainTextResponse("ready\n")
 
     async def show_metrics(self, request: Request) -> Response:
@@ -137,7 +139,7 @@ class Front:
         """What this server is; the fingerprint is a worker's, for that is what computes."""
         hello = self.pool.hello
         if hello is None:
-            raise Overloaded("workers are starting")
+            raise Overloaded(self.pool.why)
         info = Info(
             version=upriver.__version__,
             fingerprint=hello.fingerprint,
@@ -215,7 +217,7 @@ def create_app(config: ServerConfig) -> Starlette:
     """The whole server as an ASGI application.
 
     Raises:
-        ConfigError: If a store's URI is not understood.
+        ConfigError: If a store's URI is not understood, or the device is not there.
         StoreError: If a store is not there.
     """
     front = Front(config)

@@ -94,9 +94,9 @@ class ServerConfig:
             "program_budget_bytes",
             "buffer_budget_bytes",
         ):
-            require_finite(name, getattr(self, name), at_least=1)
+            _require_count(name, getattr(self, name))
         if self.threads is not None:
-            require_finite("threads", self.threads, at_least=1)
+            _require_count("threads", self.threads)
         for name in ("job_timeout_s", "stall_timeout_s", "head_timeout_s", "idle_timeout_s"):
             require_finite(name, getattr(self, name), positive=True)
         require_finite("grace_s", self.grace_s)
@@ -128,6 +128,11 @@ class ServerConfig:
             raise ConfigError(
                 f"binding {self.host!r} lets others in: set a token, or bind a loopback address (127.0.0.1)"
             )
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
 
 
 def is_loopback(host: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +34,14 @@ from upriver.server.jobs import (
     UseSlot,
 )
 from upriver.server.memory import SealedFile, Slot, SlotPool
+from upriver.server.output import Output
 from upriver.types import Timings
 
 START_TIMEOUT_S = 120.0
 """Importing PyTorch takes 2 s here, and has taken 20 on a cold disk."""
+
+END_TIMEOUT_S = 5.0
+"""A process whose socket is closed is on its way out, and how it ended is all there is to tell of it."""
 
 _KEPT_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -98,6 +104,7 @@ class WorkerHandle:
     def __init__(self, process: subprocess.Popen[bytes], channel: Channel[FromWorker]) -> None:
         self._process = process
         self._channel = channel
+        self._output = Output(process.stdout) if process.stdout is not None else None
         self._slots = SlotPool()
         self._known: set[int] = set()
         self._loaded: set[str] = set()
@@ -107,16 +114,19 @@ class WorkerHandle:
     def start(cls, *, threads: int) -> WorkerHandle:
         """Start a process, which dies with the thread that calls this."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
+        with theirs, ExitStack() as stack:
+            stack.callback(ours.close)
             boot = str(Path(__file__).with_name("boot.py"))
             process = subprocess.Popen(
                 [sys.executable, "-P", boot, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # whatever a library prints, the front's own output stays clean
+                stdout=subprocess.PIPE,  # whatever a library prints, the front's own stdout stays clean
+                stderr=subprocess.STDOUT,
                 close_fds=True,
                 pass_fds=[theirs.fileno()],
                 env=worker_environment(os.environ, threads=threads),
             )
+            stack.pop_all()
         return cls(process, Channel(ours, FromWorker))  # type: ignore[arg-type]
 
     @property
@@ -128,15 +138,27 @@ class WorkerHandle:
         """Wait until the worker is ready.
 
         Raises:
+            UpriverError: If it reports why it cannot be.
             OSError: If it died, said something else, or was not ready in time.
         """
         self._channel.set_timeout(START_TIMEOUT_S)
-        self._channel.send(setup)
-        answer = self._receive()
-        if not isinstance(answer, Hello):
-            raise ChannelClosed(f"a worker says hello first, got {type(answer).__name__}")
-        self._channel.set_timeout(job_timeout_s)
-        return answer
+        try:
+            self._channel.send(setup)
+            answer = self._receive()
+        except ChannelClosed:
+            raise ChannelClosed(self._last_words()) from None
+        except TimeoutError:
+            raise TimeoutError(f"it was not ready within {START_TIMEOUT_S:g} s") from None
+        match answer:
+            case Hello():
+                self._channel.set_timeout(job_timeout_s)
+                if self._output is not None:
+                    self._output.pass_on()
+                return answer
+            case Failed():
+                raise error_from(answer.body)
+            case _:
+                raise ChannelClosed(f"a worker says hello first, got {type(answer).__name__}")
 
     def load(self, program: ProgramFiles) -> None:
         """Have a program in the worker.
@@ -185,15 +207,29 @@ class WorkerHandle:
         """The front does not keep this program any more: unload it at the next occasion; from any thread."""
         self._outdated.append(digest)
 
-    def reap(self) -> None:
-        """Take note that the process has ended; without that it stays a zombie."""
-        self._process.poll()
+    def ending(self) -> str:
+        """How the process ended, without what it printed: that may be a client's data. Also reaps it."""
+        code = self._process.poll()
+        if code is None:
+            return "broke off"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"was ended by signal {-code}"
 
     def kill(self) -> None:
         """End the process now."""
         self._process.kill()
         self._process.wait()
         self._channel.close()
+
+    def _last_words(self) -> str:
+        """How a process that is not ready yet ended, with the last line it printed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
+        line = self._output.last_line(timeout_s=END_TIMEOUT_S) if self._output is not None else ""
+        return f"it {self.ending()}: {line}" if line else f"it {self.ending()}"
 
     def _answer(self) -> Result:
         payload = memoryview(b"")

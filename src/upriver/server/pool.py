@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
 from upriver.engine.clock import Clock
-from upriver.errors import Overloaded, UpriverError, WorkerCrashed
+from upriver.errors import ConfigError, Overloaded, UpriverError, WorkerCrashed
 from upriver.server.handle import Job, ProgramFiles, Result, WorkerHandle
 from upriver.server.jobs import Hello, Setup
 
@@ -20,8 +21,14 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 2
 """A crash may be another tenant's fault, or chance; twice with the same job it is the job's."""
 
-MAX_PAUSE_S = 5.0
-"""Longest wait before a worker that does not start is started again."""
+START_ATTEMPTS = 3
+"""Workers that may die before the first one is ready. One may be chance (memory was short), three are not."""
+
+FIRST_PAUSE_S = 0.1
+"""Before a worker is started again that died twice; doubled each time."""
+
+MAX_PAUSE_S = 30.0
+"""Longest such pause: starting one takes 2 s of a core, which others may need."""
 
 _T = TypeVar("_T")
 
@@ -48,6 +55,11 @@ class WorkerPool:
         self._starting: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="upriver-worker")
         self._closed = False
+        self._deaths = 0  # since a worker last did a job
+        self._settled = asyncio.Event()
+        self._failure: ConfigError | None = None
+        self.why = "workers are starting"
+        """Why there may be none to work; holds nothing of a client's."""
         self.hello: Hello | None = None
         """What the workers said of themselves; None until the first one is ready."""
 
@@ -55,6 +67,16 @@ class WorkerPool:
         """Start all workers, and do not wait for them."""
         for _ in range(self._count):
             self._start_one()
+
+    async def first(self) -> None:
+        """Wait for the first worker.
+
+        Raises:
+            ConfigError: If none can start here; none is tried any more then.
+        """
+        await self._settled.wait()
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def ready(self) -> bool:
@@ -116,7 +138,7 @@ class WorkerPool:
         try:
             result = await asyncio.get_running_loop().run_in_executor(self._threads, work, worker)
         except UpriverError:
-            self._idle.put_nowait(worker)
+            self._put_back(worker)
             raise
         except OSError as error:
             self._bury(worker, error)
@@ -124,8 +146,13 @@ class WorkerPool:
         except BaseException as error:  # nobody knows what state it is in
             self._bury(worker, error)
             raise
-        self._idle.put_nowait(worker)
+        self._put_back(worker)
         return result
+
+    def _put_back(self, worker: WorkerHandle) -> None:
+        """It has done a job, so workers can work here."""
+        self._deaths = 0
+        self._idle.put_nowait(worker)
 
     async def _take(self) -> WorkerHandle:
         """Wait for a worker, first come first served; whoever gives up waiting goes by being cancelled."""
@@ -142,10 +169,10 @@ class WorkerPool:
             worker.kill()  # it died while it was idle, and was replaced then
 
     def _bury(self, worker: WorkerHandle, error: BaseException) -> None:
-        self._lose(worker, str(error) or type(error).__name__)
+        self._lose(worker, f"failed ({str(error) or type(error).__name__})")
         worker.kill()
 
-    def _lose(self, worker: WorkerHandle, reason: str = "its process ended") -> None:
+    def _lose(self, worker: WorkerHandle, reason: str = "") -> None:
         """Count on it no more, and start another in its place; once, whoever notices first.
 
         Its channel stays open: a thread may still be reading the end of it.
@@ -155,9 +182,11 @@ class WorkerPool:
             return
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
-        worker.reap()
+        ending = worker.ending()
         if not self._closed:
-            log.warning("worker %d is gone (%s); starting another", worker.pid, reason)
+            log.warning("worker %d is gone: it %s; starting another", worker.pid, reason or ending)
+            self.why = f"the last worker {ending}; another is being started"
+            self._deaths += 1
             self._on_restart()
             self._start_one()
 
@@ -167,24 +196,40 @@ class WorkerPool:
         task.add_done_callback(self._starting.discard)
 
     async def _bring_up(self) -> None:
-        pause_s = 0.1
-        while not self._closed:
-            worker = WorkerHandle.start(threads=self._setup.threads)
-            try:
-                hello = await asyncio.to_thread(
-                    worker.shake_hands, self._setup, job_timeout_s=self._job_timeout_s
-                )
-            except OSError as error:
-                log.error("a worker did not start: %s", str(error) or type(error).__name__)
-                worker.kill()
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
-            except BaseException:
-                worker.kill()
-                raise
-            else:
-                self._welcome(worker, hello)
+        while not self._closed and self._failure is None:
+            await asyncio.sleep(pause_s(self._deaths))
+            if await self._tried():
                 return
+
+    async def _tried(self) -> bool:
+        """Start one worker; whether that worked."""
+        try:
+            worker = WorkerHandle.start(threads=self._setup.threads)
+        except OSError as error:
+            self._not_started(str(error))
+            return False
+        try:
+            hello = await asyncio.to_thread(
+                worker.shake_hands, self._setup, job_timeout_s=self._job_timeout_s
+            )
+        except (OSError, UpriverError) as error:
+            worker.kill()
+            self._not_started(str(error) or type(error).__name__)
+            return False
+        except BaseException:
+            worker.kill()
+            raise
+        self._welcome(worker, hello)
+        return True
+
+    def _not_started(self, reason: str) -> None:
+        self._deaths += 1
+        self.why = f"the last worker did not start: {reason}"
+        if self.hello is not None:
+            log.warning("a worker did not start: %s", reason)
+        elif self._deaths >= START_ATTEMPTS and self._failure is None:
+            self._failure = ConfigError(f"no worker can start here, {self._deaths} were tried: {reason}")
+            self._settled.set()
 
     def _welcome(self, worker: WorkerHandle, hello: Hello) -> None:
         if self._closed:
@@ -193,9 +238,18 @@ class WorkerPool:
         if self.hello is None and hello.network:
             log.warning("workers cannot be cut off from the network here: neither root nor user namespaces")
         self.hello = hello
+        self._settled.set()
         self._alive[worker] = pidfd = os.pidfd_open(worker.pid)
         asyncio.get_running_loop().add_reader(pidfd, self._lose, worker)
         self._idle.put_nowait(worker)
+
+
+def pause_s(deaths: int) -> float:
+    """How long to wait before a worker is started, after so many deaths in a row; half of it by chance."""
+    if deaths < 2:
+        return 0.0
+    longest = min(FIRST_PAUSE_S * 2.0 ** min(deaths - 2, 20), MAX_PAUSE_S)
+    return longest * random.uniform(0.5, 1.0)
 
 
 class _Died(Exception):

@@ -27,10 +27,11 @@ def serve(config: ServerConfig, *, on_listening: OnListening | None = None) -> N
 
     Args:
         config: The operator's decisions.
-        on_listening: Told once connections are accepted: ``{"listening": URL, "pid": N}``.
+        on_listening: Told once the first worker is ready: ``{"listening": URL, "pid": N}``. Connections are
+            accepted before that, and told to wait.
 
     Raises:
-        ConfigError: If the address cannot be bound or a store's URI is not understood.
+        ConfigError: If the address cannot be bound, a store's URI is not understood, or no worker can start.
         StoreError: If a store is not there.
     """
     server = Server(config, on_listening=on_listening)
@@ -41,6 +42,8 @@ def serve(config: ServerConfig, *, on_listening: OnListening | None = None) -> N
         asyncio.run(server.serve(sockets=[server.socket]))
     finally:
         server.socket.close()
+    if server.failure is not None:
+        raise server.failure
 
 
 class Server(uvicorn.Server):
@@ -49,12 +52,19 @@ class Server(uvicorn.Server):
     Args:
         config: The operator's decisions.
         on_listening: See `serve`.
+
+    Attributes:
+        failure: Why it stopped by itself, if it did.
     """
+
+    failure: Exception | None = None
 
     def __init__(self, config: ServerConfig, *, on_listening: OnListening | None = None) -> None:
         app = create_app(config)
         self.socket = bind(config.host, config.port)
         self._on_listening = on_listening
+        self._first_worker = app.state.front.pool.first
+        self._announcing: asyncio.Task[None] | None = None
         settings = uvicorn.Config(
             app,
             # Both are what was measured: with uvloop a buffer is still being sent when `send` returns.
@@ -85,10 +95,25 @@ class Server(uvicorn.Server):
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then say so."""
+        """Start, and say so when there is someone to work."""
         await super().startup(sockets=sockets)
-        if self.started and self._on_listening is not None:
-            self._on_listening({"listening": self.url, "pid": os.getpid()})
+        if self.started:
+            self._announcing = asyncio.create_task(self._announce())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop."""
+        if self._announcing is not None:
+            self._announcing.cancel()
+        await super().shutdown(sockets=sockets)
+
+    async def _announce(self) -> None:
+        try:
+            await self._first_worker()
+            if self._on_listening is not None:
+                self._on_listening({"listening": self.url, "pid": os.getpid()})
+        except Exception as error:
+            self.failure = error
+            self.should_exit = True
 
 
 def bind(host: str, port: int) -> socket.socket:

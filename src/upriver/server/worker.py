@@ -13,7 +13,7 @@ import torch
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.engine.fingerprint import fingerprint
-from upriver.errors import TooLarge, UpriverError
+from upriver.errors import ConfigError, TooLarge, UpriverError
 from upriver.pipeline import InputChain
 from upriver.program import Program
 from upriver.protocol import build_batch, data_head, error_body, lay_out, parse_data_header
@@ -46,12 +46,26 @@ def work(fd: int, *, network: bool) -> None:
         setup, _ = channel.receive()
         if not isinstance(setup, Setup):
             raise SystemExit(f"expected Setup first, got {type(setup).__name__}")
-        torch.set_num_threads(setup.threads)
-        torch.set_num_interop_threads(1)
-        channel.send(Hello(fingerprint=fingerprint(setup.device), network=network))
+        try:
+            hello = _prepare(setup, network=network)
+        except Exception as error:  # told to the front, which says it in one line
+            channel.send(Failed(body=error_body(ConfigError(_one_line(error)))))
+            return
+        channel.send(hello)
         Worker(channel, setup).serve()
     except ChannelClosed:
         return
+
+
+def _prepare(setup: Setup, *, network: bool) -> Hello:
+    torch.set_num_threads(setup.threads)
+    torch.set_num_interop_threads(1)
+    torch.zeros(1, device=setup.device)  # that torch sees a device is not yet that it can be used
+    return Hello(fingerprint=fingerprint(setup.device), network=network)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0][:500]
 
 
 class Worker:
@@ -79,8 +93,7 @@ class Worker:
             except UpriverError as error:
                 self._channel.send(Failed(body=error_body(error)))
             except Exception as error:  # from libraries, on inputs nobody has seen: the worker lives on
-                text = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-                self._channel.send(Failed(body=error_body(UpriverError(text[:500]))))
+                self._channel.send(Failed(body=error_body(UpriverError(_one_line(error)))))
             finally:
                 for fd in fds:
                     os.close(fd)

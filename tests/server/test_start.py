@@ -1,0 +1,134 @@
+"""Workers that cannot start: a server that never can says so and ends, one that could waits and says why."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.server.running import ask, run, running, wait_for
+from upriver.errors import ConfigError
+from upriver.server import Server, ServerConfig
+from upriver.server.pool import MAX_PAUSE_S, pause_s
+
+CLI = """
+import sys
+from upriver.cli import main
+
+sys.executable = sys.argv.pop(1)  # what workers are started with
+sys.exit(main())
+"""
+
+
+class Python:
+    """Starts Python for the workers, unless it is broken."""
+
+    def __init__(self, folder):
+        self.path = folder / "python"
+        self._broken = folder / "broken"
+        self._starts = folder / "starts"
+        self.greet("")
+        self.path.chmod(0o755)
+
+    def greet(self, line):
+        """Print a line at each start."""
+        self.path.write_text(
+            f"#!/bin/sh\necho >>{self._starts}\necho '{line}'\n"
+            f"if [ -e {self._broken} ]; then echo 'libxyz is broken' >&2; exit 3; fi\n"
+            f'exec {sys.executable} "$@"\n'
+        )
+
+    @property
+    def starts(self):
+        return self._starts.stat().st_size
+
+    def damage(self):
+        self._broken.touch()
+
+    def repair(self):
+        self._broken.unlink()
+
+
+@pytest.fixture
+def python(tmp_path):
+    (tmp_path / "bin").mkdir()
+    return Python(tmp_path / "bin")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "no device", ""])
+def test_a_device_that_is_not_there_is_an_error_before_anything_is_bound(device):
+    with pytest.raises(ConfigError, match=rf"device '{device}' .* cpu"):
+        Server(ServerConfig(stores={"default": "memory://start"}, port=0, device=device))
+
+
+@pytest.mark.slow
+def test_a_server_whose_workers_never_start_gives_up(world, python):
+    python.damage()
+    done = subprocess.run(
+        [sys.executable, "-c", CLI, python.path, "serve", "--store", world.store.uri, "--port", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == (
+        "error: no worker can start here, 3 were tried: it ended with exit code 3: libxyz is broken\n"
+    )
+    assert (done.returncode, done.stdout, python.starts) == (2, "", 3)
+
+
+@pytest.mark.slow
+def test_a_python_that_is_not_there_is_named(world, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", CLI, tmp_path / "none", "serve", "--store", world.store.uri, "--port", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.startswith("error: no worker can start here, 3 were tried: ")
+    assert str(tmp_path / "none") in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.slow
+def test_workers_that_stop_starting_are_tried_again_and_the_reason_is_told(world, python):
+    def why():
+        status, _, body = ask(server, "GET", "/readyz")
+        return "" if status == 200 else json.loads(body)["error"]["message"]
+
+    with running(world.store.uri, python=str(python.path)) as server:
+        (worker,) = server.workers()
+        python.damage()
+        os.kill(worker, signal.SIGKILL)
+        assert wait_for(lambda: "libxyz" in why() and why()) == (
+            "the last worker did not start: it ended with exit code 3: libxyz is broken"
+        )
+        wait_for(lambda: python.starts > 3)  # more often than a server tries that never had one
+        assert ask(server, "GET", "/livez")[0] == 200
+        python.repair()
+        server.wait_ready()
+        assert len(run(server, world.request((0, 1)))) == 1
+
+
+@pytest.mark.slow
+def test_what_a_worker_prints_is_passed_on_and_stdout_stays_clean(world, python):
+    python.greet("warning of a library")
+    command = [sys.executable, "-c", CLI, python.path, "serve", "--store", world.store.uri, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert "listening" in json.loads(process.stdout.readline())
+            assert process.stderr.readline() == "warning of a library\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.communicate(timeout=60)[0] == ""
+        finally:
+            process.kill()
+
+
+def test_pauses_grow_and_stay_bounded():
+    assert [pause_s(0), pause_s(1)] == [0, 0]
+    for deaths in range(2, 12):
+        longest = min(0.1 * 2 ** (deaths - 2), MAX_PAUSE_S)
+        assert all(longest / 2 <= pause_s(deaths) <= longest for _ in range(20))
+    assert pause_s(10**9) <= MAX_PAUSE_S
+    assert len({pause_s(8) for _ in range(20)}) > 1
