@@ -32,11 +32,12 @@ from upriver.program.graph import (
     Weight,
     digest_of,
     encode_argument,
+    liveness,
     references,
 )
 from upriver.program.operators import ALLOWED
 from upriver.program.program import Program, count_flops
-from upriver.program.stages import Boundary, boundaries, liveness, peak_bytes
+from upriver.program.stages import Boundary, boundaries, peak_bytes
 from upriver.program.trace import Trace, in_eval, no_fast_path, trace
 
 _ROOT = "model"

@@ -8,7 +8,6 @@ import msgspec
 import torch
 
 from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound
-from upriver.program.graph import Graph
 from upriver.program.program import Program
 from upriver.store import Store
 
@@ -82,15 +81,3 @@ def load(
     except ObjectNotFound as error:
         raise ProgramNotFound(f"no program {digest} in store {store.name!r}: {error}") from None
     return Program.from_bytes(graph, weights, device=device, digest=digest)
-
-
-__all__ = [
-    "DEFAULT_PREFIX",
-    "Graph",
-    "check_digest",
-    "graph_path",
-    "load",
-    "publish",
-    "weights_digest_of",
-    "weights_path",
-]

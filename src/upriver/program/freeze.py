@@ -143,14 +143,10 @@ class FrozenGuard:
     a digest of the values is compared once an epoch.
     """
 
-    def __init__(self, model: nn.Module, units: list[str], boundary_order: set[str] | None = None) -> None:
-        """Remember the state of the frozen units of ``model``.
-
-        Args:
-            boundary_order: Only these units (those in the prefix); None takes all.
-        """
+    def __init__(self, model: nn.Module, units: list[str]) -> None:
+        """Remember the state of these frozen units."""
         self._model = model
-        self._units = [unit for unit in units if boundary_order is None or unit in boundary_order]
+        self._units = units
         self._versions = self._read_versions()
         self._digest = self._read_digest()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -237,8 +237,9 @@ def _check_stages(graph: Graph) -> None:
     stops = [stage.stop for stage in graph.stages]
     if not stops or stops != sorted(stops) or stops[0] < 0 or stops[-1] != len(graph.nodes):
         raise ProgramError("stages do not cover the nodes in order")
-    for position, live in enumerate(live_sets(graph)):
-        if position and not set(graph.stages[position - 1].live) >= live:
+    live = liveness(graph.nodes, graph.stages[-1].live, {weight.name for weight in graph.weights})
+    for position, stage in enumerate(graph.stages, start=1):
+        if not set(stage.live) >= live[stage.stop]:
             raise ProgramError(f"stage {position}: what later stages read does not cross its cut")
     made = {value.name for value in graph.inputs}
     start = 0
@@ -250,18 +251,14 @@ def _check_stages(graph: Graph) -> None:
             raise ProgramError(f"stage {stage.name!r}: {stage.live} are not tensors made before its cut")
 
 
-def live_sets(graph: Graph) -> list[set[str]]:
-    """What later stages read at each position 0…n, weights apart; the last is what the last stage gives."""
-    weights = {weight.name for weight in graph.weights}
-    alive = set(graph.stages[-1].live)
-    sets = [set(alive)]
-    start = len(graph.nodes)
-    for stage in [*reversed(graph.stages[:-1]), None]:
-        stop, start = start, stage.stop if stage else 0
-        for node in reversed(graph.nodes[start:stop]):
-            alive -= {output.name for output in node.outputs if output is not None}
-            alive |= set(references([node.args, node.kwargs])) - weights
-        sets.append(set(alive))
+def liveness(nodes: Sequence[Node], outputs: Sequence[str], weights: set[str]) -> list[frozenset[str]]:
+    """Names alive at each position 0…len(nodes): made before, read at or after it; weights apart."""
+    alive: set[str] = set(outputs)
+    sets = [frozenset(alive)]
+    for node in reversed(nodes):
+        alive -= {output.name for output in node.outputs if output is not None}
+        alive |= set(references([node.args, node.kwargs])) - weights
+        sets.append(frozenset(alive))
     return sets[::-1]
 
 
@@ -332,13 +329,3 @@ def decode_argument(argument: Any, values: dict[str, torch.Tensor], device: torc
         case [("layout", "strided")]:
             return torch.strided
     raise ProgramError(f"argument {str(argument)[:80]!r} is of no known form")
-
-
-def total_bytes(values: Iterable[Value]) -> int:
-    """Bytes of storage of several values."""
-    return sum(value.spec.nbytes for value in values)
-
-
-def names_of(values: Sequence[Value]) -> list[str]:
-    """Their names, in order."""
-    return [value.name for value in values]

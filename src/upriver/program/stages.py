@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from upriver.program.graph import Node, TensorSpec, references
+from upriver.program.graph import Node, TensorSpec
 from upriver.program.trace import Call
 
 
@@ -20,17 +20,6 @@ class Boundary:
     name: str
     stop: int
     live: tuple[str, ...]
-
-
-def liveness(nodes: Sequence[Node], outputs: Sequence[str], weights: set[str]) -> list[frozenset[str]]:
-    """Names alive at each position 0…len(nodes): made before, read at or after it; weights apart."""
-    alive: set[str] = set(outputs)
-    sets = [frozenset(alive)]
-    for node in reversed(nodes):
-        alive -= {output.name for output in node.outputs if output is not None}
-        alive |= set(references([node.args, node.kwargs])) - weights
-        sets.append(frozenset(alive))
-    return sets[::-1]
 
 
 def boundaries(
