@@ -1,7 +1,7 @@
 """Input stages, per-sample randomness, dataset index."""
 
 from upriver.pipeline.chain import InputChain, stored_tensor
-from upriver.pipeline.dataset import DEFAULT_PREFIX, Dataset, SampleRef
+from upriver.pipeline.dataset import Dataset, SampleRef
 from upriver.pipeline.draw import Draw
 from upriver.pipeline.errors import SampleError
 from upriver.pipeline.indexing import index
@@ -19,7 +19,6 @@ from upriver.pipeline.stages import (
 )
 
 __all__ = [
-    "DEFAULT_PREFIX",
     "CenterCrop",
     "Dataset",
     "Decode",

@@ -17,10 +17,7 @@ from upriver.pipeline import manifest as files
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.manifest import Manifest
 from upriver.pipeline.stages import InputStage, LoadTensor
-from upriver.store import Store, check_name
-
-DEFAULT_PREFIX = ".upriver"
-"""Where upriver keeps its own objects in a store, unless the operator says otherwise."""
+from upriver.store import DEFAULT_PREFIX, Store, check_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,9 +16,9 @@ from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import manifest as files
 from upriver.pipeline import tarshard
 from upriver.pipeline.chain import InputChain
-from upriver.pipeline.dataset import DEFAULT_PREFIX, Dataset, check_reads
+from upriver.pipeline.dataset import Dataset, check_reads
 from upriver.pipeline.stages import InputStage
-from upriver.store import ObjectInfo, Store, check_name
+from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, check_name
 from upriver.types import require_type
 
 Layout = Literal["auto", "webdataset", "folders"]

@@ -2,7 +2,6 @@
 
 from upriver.program.capture import capture
 from upriver.program.files import (
-    DEFAULT_PREFIX,
     check_digest,
     graph_path,
     load,
@@ -15,7 +14,6 @@ from upriver.program.program import Program
 from upriver.program.tail import Tail
 
 __all__ = [
-    "DEFAULT_PREFIX",
     "Graph",
     "Program",
     "Stage",

@@ -9,9 +9,8 @@ import torch
 
 from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound
 from upriver.program.program import Program
-from upriver.store import Store
+from upriver.store import DEFAULT_PREFIX, Store
 
-DEFAULT_PREFIX = ".upriver"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from upriver.errors import ConfigError
 from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
-from upriver.store import Store
+from upriver.store import DEFAULT_PREFIX, Store
 from upriver.types import require_finite
 
 
@@ -67,7 +67,7 @@ class ServerConfig:
     workers: int = 1
     threads: int | None = None
     device: str = "cpu"
-    prefix: str = ".upriver"
+    prefix: str = DEFAULT_PREFIX
     program_budget_bytes: int = 4 << 30
     buffer_budget_bytes: int = 1 << 30
     max_requests: int = 32

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from upriver.errors import ConfigError
 
+DEFAULT_PREFIX = ".upriver"
+"""Where upriver keeps its own objects in a store, unless the operator says otherwise."""
+
 MAX_NAME_BYTES = 1024
 """The longest key that S3 allows."""
 
