@@ -77,7 +77,15 @@ class Engine:
             position=self.chain.start,
             tensors=tuple(stored_tensor(blob) for blob in blobs),
         )
-        return self._input(stored, object_names, min(stop, 0), seed, epoch, on_bad_sample, clock or Clock())
+        return self.resume(
+            stored,
+            object_names=object_names,
+            stop=min(stop, 0),
+            seed=seed,
+            epoch=epoch,
+            on_bad_sample=on_bad_sample,
+            clock=clock,
+        )
 
     def resume(
         self,
