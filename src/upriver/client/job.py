@@ -139,7 +139,6 @@ class FinetuneJob:
         *,
         pool: ServerPool | None,
         link_bytes: Callable[[], int],
-        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Made by ``finetune``."""
         self.plan = plan
@@ -149,7 +148,6 @@ class FinetuneJob:
         self._options = options
         self._pool = pool
         self._link_bytes = link_bytes
-        self._on_close = on_close
         self._closed = False
         self._device = next(model.parameters()).device
         self._guard = FrozenGuard(model, list(split.prefix_units))
@@ -279,9 +277,11 @@ class FinetuneJob:
 
         def finish(batch: MicroBatch) -> torch.Tensor:
             clock = Clock()
+            # Only input stages can find a sample bad, and name its object; as a rule they have run.
+            names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
             done = engine.resume(
                 batch,
-                object_names=[ref.object for ref in dataset.locate(batch.ids)],
+                object_names=names,
                 stop=self._split.freeze,
                 seed=self._options.seed,
                 epoch=epoch,
@@ -473,7 +473,6 @@ class FinetuneJob:
         self.close_loader()
         if self._pool is not None:
             self._pool.close()
-        self._on_close()
 
     def __enter__(self) -> FinetuneJob:
         return self
