@@ -1,4 +1,4 @@
-"""What a model is called with: positional and keyword inputs of any nesting, and where a tensor comes from."""
+"""What a model is called with: positional and keyword inputs of any nesting, and where tensors come from."""
 
 from __future__ import annotations
 
