@@ -1,0 +1,40 @@
+"""Autocast as part of a program: what is captured under it must run under it, for export records no casts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from upriver.errors import ConfigError
+
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types that autocast may compute in."""
+
+
+def autocast_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    """The type to autocast to; None leaves autocast off.
+
+    Raises:
+        ConfigError: If it is none that autocast knows.
+    """
+    name = str(given).removeprefix("torch.") if given is not None else None
+    if name is not None and name not in AUTOCAST:
+        raise ConfigError(f"autocast must be {' or '.join(AUTOCAST)} or None, got {given!r}")
+    return AUTOCAST[name] if name is not None else None
+
+
+@contextlib.contextmanager
+def autocasting(device: torch.device | str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Run under autocast to ``dtype``, or without autocast whatever the caller has switched on.
+
+    A cast weight is not kept between uses: the cache would make a program's memory depend on the caller.
+    """
+    kind = torch.device(device).type
+    if dtype is None:
+        with torch.autocast(kind, enabled=False):
+            yield
+    else:
+        with torch.autocast(kind, dtype=dtype, cache_enabled=False):
+            yield
