@@ -1,7 +1,7 @@
 """Models by name: torchvision:resnet18, timm:NAME, transformers:NAME, package.module:callable.
 
 Nothing is fetched: a model comes from its configuration with random weights from a fixed seed, or with the
-weights of a safetensors file.
+weights of a safetensors file. Sizes are published ones (see :mod:`upriver.program.published`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +18,14 @@ import torch
 from torch import nn
 
 from upriver.errors import ModelError
+from upriver.program.example import Example
+from upriver.program.inputs import InputSpec, ModelInputs
+from upriver.program.published import build, inputs_of
+
+__all__ = ["IMAGE_SHAPE", "InputSpec", "ModelInputs", "load_model", "load_weights"]
 
 IMAGE_SHAPE = (3, 224, 224)
 """What a vision model takes where it says nothing else: the size that ImageNet models are trained at."""
-
-TOKENS = 128
-"""Length of the example a language model is captured with."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputSpec:
-    """One input of a model, for one sample.
-
-    Attributes:
-        shape: Without the batch dimension.
-        dtype: Floating point for pixels, int64 for tokens.
-        below: Integers are drawn from [0, below).
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    below: int = 2
-
-    def example(self, batch: int, *, seed: int = 0) -> torch.Tensor:
-        """Random values of this form: normal, or integers below the bound."""
-        generator = torch.Generator().manual_seed(seed)
-        if self.dtype.is_floating_point:
-            return torch.randn(batch, *self.shape, generator=generator, dtype=self.dtype)
-        return torch.randint(0, self.below, (batch, *self.shape), generator=generator, dtype=self.dtype)
 
 
 def load_model(
@@ -55,19 +34,23 @@ def load_model(
     weights: Path | None = None,
     seed: int = 0,
     input_shape: tuple[int, ...] | None = None,
-) -> tuple[nn.Module, InputSpec]:
+) -> tuple[nn.Module, ModelInputs]:
     """Build a model from its name.
 
     Args:
         name: ``torchvision:NAME``, ``timm:NAME``, ``transformers:NAME`` (a model type such as ``bert``,
-            or a class) or
-            ``package.module:callable`` (called without arguments, returns a module).
+            or a class) or ``package.module:callable`` (called without arguments; returns a module, or a
+            module and an example of its inputs).
         weights: A safetensors file with the model's state; random weights without it.
         seed: Decides the random weights; the caller's random state stays as it was.
         input_shape: Of one sample, where the model's own is not known or not wanted.
 
+    Returns:
+        The model, and what it takes.
+
     Raises:
         ModelError: If there is no such model, its package is not installed, or the weights do not fit.
+        ConfigError: If another shape is asked for inputs that came with the model.
     """
     source, separator, rest = name.partition(":")
     if not separator or not source or not rest:
@@ -77,12 +60,10 @@ def load_model(
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model, spec = _SOURCES[source](rest) if source in _SOURCES else _own(source, rest)
+        model, inputs = _SOURCES[source](rest) if source in _SOURCES else _own(source, rest)
     if weights is not None:
         load_weights(model, weights)
-    return model, spec if input_shape is None else InputSpec(
-        shape=input_shape, dtype=spec.dtype, below=spec.below
-    )
+    return model, inputs if input_shape is None else inputs.reshaped(input_shape)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -110,14 +91,21 @@ def load_weights(model: nn.Module, path: Path) -> None:
 # ------------------------------------------------------------------------------------------ sources
 
 
-def _torchvision(name: str) -> tuple[nn.Module, InputSpec]:
+def _image(shape: tuple[int, ...] = IMAGE_SHAPE) -> ModelInputs:
+    return ModelInputs(positional=(InputSpec(shape=shape),))
+
+
+def _torchvision(name: str) -> tuple[nn.Module, ModelInputs]:
     _require("torchvision", "upriver[vision]")
     from torchvision import models
 
     known = models.list_models(module=models)
     if name not in known:
         raise _unknown("torchvision", name, known)
-    return models.get_model(name, weights=None), InputSpec(shape=_torchvision_shape(models, name))
+    # Inception and GoogLeNet come with their auxiliary heads, and would warn where nothing is said of how
+    # they start.
+    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    return models.get_model(name, weights=None, **options), _image(_torchvision_shape(models, name))
 
 
 def _torchvision_shape(models: Any, name: str) -> tuple[int, ...]:
@@ -129,49 +117,26 @@ def _torchvision_shape(models: Any, name: str) -> tuple[int, ...]:
     return (3, size, size)
 
 
-def _timm(name: str) -> tuple[nn.Module, InputSpec]:
+def _timm(name: str) -> tuple[nn.Module, ModelInputs]:
     _require("timm", "upriver[models]")
     timm = importlib.import_module("timm")
     if not timm.is_model(name):
         raise _unknown("timm", name, timm.list_models())
     model = timm.create_model(name, pretrained=False)
-    return model, InputSpec(shape=tuple(model.default_cfg.get("input_size", IMAGE_SHAPE)))
+    return model, _image(tuple(model.default_cfg.get("input_size", IMAGE_SHAPE)))
 
 
-def _transformers(name: str) -> tuple[nn.Module, InputSpec]:
-    """A classifier of that model type, or that class, by its default configuration."""
+def _transformers(name: str) -> tuple[nn.Module, ModelInputs]:
+    """A classifier of that model type, or that class."""
     _require("transformers", "upriver[models]")
     transformers = importlib.import_module("transformers")
-    if isinstance(getattr(transformers, name, None), type):
-        model_class = getattr(transformers, name)
-        config = model_class.config_class()
-        build: Callable[[], Any] = lambda: model_class(config)  # noqa: E731
-    elif name in transformers.CONFIG_MAPPING:
-        config = transformers.AutoConfig.for_model(name)
-        auto = _auto_class(transformers, config)
-        build = lambda: auto.from_config(config)  # noqa: E731
-    else:
-        raise _unknown("transformers", name, transformers.CONFIG_MAPPING.keys())
-    if getattr(config, "pad_token_id", 0) is None:
-        config.pad_token_id = 0  # else GPT-2 and its kin refuse a batch of more than one
-    config.use_cache = False
-    model = build()
-    if model.main_input_name == "pixel_values":
-        size = getattr(config, "image_size", IMAGE_SHAPE[-1])
-        return model, InputSpec(shape=(getattr(config, "num_channels", 3), size, size))
-    return model, InputSpec(shape=(TOKENS,), dtype=torch.int64, below=config.vocab_size)
+    model = build(transformers, name)
+    if model is None:
+        raise _unknown("transformers", name, [*transformers.CONFIG_MAPPING.keys(), *dir(transformers)])
+    return model, inputs_of(model, name)
 
 
-def _auto_class(transformers: Any, config: Any) -> Any:
-    """The classifier family that knows this configuration."""
-    for family in ("AutoModelForSequenceClassification", "AutoModelForImageClassification"):
-        auto = getattr(transformers, family)
-        if type(config) in auto._model_mapping:
-            return auto
-    raise ModelError(f"transformers has no classifier for model type {config.model_type!r}")
-
-
-def _own(module_name: str, callable_name: str) -> tuple[nn.Module, InputSpec]:
+def _own(module_name: str, callable_name: str) -> tuple[nn.Module, ModelInputs]:
     """A user's own callable; the working directory counts, as it does for ``python -m``."""
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -184,15 +149,19 @@ def _own(module_name: str, callable_name: str) -> tuple[nn.Module, InputSpec]:
     factory = getattr(module, callable_name, None)
     if not callable(factory):
         raise ModelError(f"module {module_name!r} has no callable {callable_name!r}")
-    model = factory()
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"{module_name}:{callable_name} must return a torch module, got {type(model).__name__}"
-        )
-    return model, InputSpec(shape=IMAGE_SHAPE)
+    match factory():
+        case nn.Module() as model:
+            return model, _image()
+        case (nn.Module() as model, example):
+            return model, ModelInputs(given=Example.of(example))
+        case other:
+            raise ModelError(
+                f"{module_name}:{callable_name} must return a torch module, or a module and an example of "
+                f"its inputs, got {type(other).__name__}"
+            )
 
 
-_SOURCES: dict[str, Callable[[str], tuple[nn.Module, InputSpec]]] = {
+_SOURCES: dict[str, Callable[[str], tuple[nn.Module, ModelInputs]]] = {
     "torchvision": _torchvision,
     "timm": _timm,
     "transformers": _transformers,
