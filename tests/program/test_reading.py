@@ -31,7 +31,7 @@ def edited(edit: Callable[[Any], object]) -> bytes:
 
 
 EDITS: dict[str, Callable[[Any], object]] = {
-    "schema": lambda g: g.update(schema="upriver.program/2"),
+    "schema": lambda g: g.update(schema="upriver.program/3"),
     "unknown field": lambda g: g.update(code="import os"),
     "missing field": lambda g: g.pop("stages"),
     "forbidden operator": lambda g: g["nodes"][0].update(op="as_strided.default"),
@@ -139,4 +139,4 @@ def test_deep_nesting_is_an_error_not_a_crash() -> None:
 
 def test_encoding_is_canonical() -> None:
     assert decode(PROGRAM.graph_bytes).encode() == PROGRAM.graph_bytes
-    assert msgspec.json.decode(PROGRAM.graph_bytes)["schema"] == "upriver.program/1"
+    assert msgspec.json.decode(PROGRAM.graph_bytes)["schema"] == "upriver.program/2"

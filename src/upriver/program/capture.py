@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ProgramError
 from upriver.program import weights as weights_file
+from upriver.program.example import Example
 from upriver.program.graph import (
     SCHEMA,
     Graph,
@@ -35,7 +36,7 @@ from upriver.program.graph import (
     liveness,
     references,
 )
-from upriver.program.operators import ALLOWED
+from upriver.program.operators import ALLOWED, fingerprints
 from upriver.program.program import Program, count_flops
 from upriver.program.stages import Boundary, boundaries, peak_bytes
 from upriver.program.trace import Trace, in_eval, no_fast_path, trace
@@ -87,7 +88,7 @@ def capture(
     Raises:
         CaptureError: If the model cannot be captured; the message says why.
     """
-    calls = calls or trace(model, inputs)
+    calls = calls or trace(model, Example.of(inputs))
     exported = _export(_Prefix(model, boundary), inputs)
     graph, weights = _build(exported, model, calls, boundary, micro_batch=inputs[0].shape[0])
     program = Program(graph, weights, device=inputs[0].device)
@@ -151,6 +152,8 @@ def _build(
     graph = Graph(
         schema=SCHEMA,
         micro_batch=micro_batch,
+        autocast=None,
+        operators=fingerprints(node.op for node in nodes),
         weights_digest=digest_of(data),
         inputs=inputs,
         weights=weights,

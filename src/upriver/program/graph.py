@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ import torch
 
 from upriver.errors import ProgramError
 
-SCHEMA = "upriver.program/1"
+SCHEMA = "upriver.program/2"
 
 MAX_GRAPH_BYTES = 64 << 20
 MAX_NODES = 200_000
@@ -163,10 +163,21 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole ``graph.json``."""
+    """A whole ``graph.json``.
+
+    Attributes:
+        schema: Name and version of the format.
+        micro_batch: Samples a run takes.
+        autocast: Type that a run computes in under ``torch.autocast``; None for no autocast.
+        operators: Each operator used, with the fingerprint of its signature where the graph was made.
+        weights_digest: SHA-256 of the weights file.
+        stages: The last one's ``live`` are the outputs, in order; they alone may be constants.
+    """
 
     schema: str
     micro_batch: int
+    autocast: str | None
+    operators: dict[str, str]
     weights_digest: str
     inputs: list[Value]
     weights: list[Weight]
@@ -233,22 +244,103 @@ def _define(known: set[str], name: str, spec: TensorSpec, where: str) -> None:
     known.add(name)
 
 
+def constants(inputs: Iterable[Value], nodes: Iterable[Node]) -> frozenset[str]:
+    """Names of the values that no input has a path to: the same in each run, so computed once.
+
+    A position table, a causal mask, a folded weight. They are never live and never cross a cut.
+    """
+    varying = {value.name for value in inputs}
+    fixed: set[str] = set()
+    for node in nodes:
+        varies = any(name in varying for name in references([node.args, node.kwargs]))
+        made = {output.name for output in node.outputs if output is not None}
+        (varying if varies else fixed).update(made)
+    return frozenset(fixed)
+
+
+class Lifetimes:
+    """From where to where each value is alive, for a graph of any length in one pass.
+
+    A value is made once and never changed, so it is alive over one stretch of positions. Position ``p`` lies
+    before node ``p``.
+
+    Attributes:
+        stretch: Name to (first, last) position at which the value is alive: made before, read at or after.
+    """
+
+    def __init__(
+        self, inputs: Iterable[Value], nodes: Sequence[Node], outputs: Iterable[str], apart: Container[str]
+    ) -> None:
+        """Walk the graph once.
+
+        Args:
+            outputs: Names alive at the end.
+            apart: Names that are never alive: weights and constants.
+        """
+        born = {value.name: 0 for value in inputs}
+        last = dict.fromkeys(born, -1)
+        for index, node in enumerate(nodes):
+            for name in references([node.args, node.kwargs]):
+                last[name] = index
+            for output in node.outputs:
+                if output is not None:
+                    born[output.name] = index + 1
+        last |= dict.fromkeys(outputs, len(nodes))
+        self.end = len(nodes)
+        self.stretch = {
+            name: (first, last[name])
+            for name, first in born.items()
+            if name not in apart and last.get(name, -1) >= first
+        }
+
+    def walk(self) -> Iterator[tuple[int, Mapping[str, None]]]:
+        """Each position with the names alive there, in the order in which they were made.
+
+        One mapping, changed from position to position, so a walk takes time in the number of nodes; copy what
+        is to be kept.
+        """
+        ends: list[list[str]] = [[] for _ in range(self.end + 1)]
+        starts: list[list[str]] = [[] for _ in range(self.end + 1)]
+        for name, (first, last) in self.stretch.items():
+            starts[first].append(name)
+            ends[last].append(name)
+        alive: dict[str, None] = {}
+        for position in range(self.end + 1):
+            alive.update(dict.fromkeys(starts[position]))
+            yield position, alive
+            for name in ends[position]:
+                del alive[name]
+
+
 def _check_stages(graph: Graph) -> None:
     stops = [stage.stop for stage in graph.stages]
     if not stops or stops != sorted(stops) or stops[0] < 0 or stops[-1] != len(graph.nodes):
         raise ProgramError("stages do not cover the nodes in order")
-    live = liveness(graph.nodes, graph.stages[-1].live, {weight.name for weight in graph.weights})
-    for position, stage in enumerate(graph.stages, start=1):
-        if not set(stage.live) >= live[stage.stop]:
-            raise ProgramError(f"stage {position}: what later stages read does not cross its cut")
-    made = {value.name for value in graph.inputs}
-    start = 0
-    for stage in graph.stages:
-        for node in graph.nodes[start : stage.stop]:
-            made |= {output.name for output in node.outputs if output is not None}
-        start = stage.stop
-        if not set(stage.live) <= made or len(set(stage.live)) != len(stage.live):
-            raise ProgramError(f"stage {stage.name!r}: {stage.live} are not tensors made before its cut")
+    fixed = constants(graph.inputs, graph.nodes)
+    born = {value.name: 0 for value in graph.inputs}
+    for index, node in enumerate(graph.nodes, start=1):
+        born |= {output.name: index for output in node.outputs if output is not None}
+    for number, stage in enumerate(graph.stages, start=1):
+        allowed = frozenset() if number < len(graph.stages) else fixed
+        for name in stage.live:
+            if born.get(name, stage.stop + 1) > stage.stop or (name in fixed and name not in allowed):
+                raise ProgramError(f"stage {number}: {name!r} is no tensor made before its cut")
+        if len(set(stage.live)) != len(stage.live):
+            raise ProgramError(f"stage {number}: a tensor crosses its cut twice")
+    _check_live(graph, fixed | {weight.name for weight in graph.weights})
+
+
+def _check_live(graph: Graph, apart: frozenset[str]) -> None:
+    """What later stages read must cross every cut before them."""
+    stages = iter(enumerate(graph.stages, start=1))
+    number, stage = next(stages)
+    for position, alive in Lifetimes(graph.inputs, graph.nodes, graph.stages[-1].live, apart).walk():
+        while stage.stop == position:
+            if missing := alive.keys() - set(stage.live):
+                raise ProgramError(f"stage {number}: {min(missing)!r}, read later, does not cross its cut")
+            if number == len(graph.stages):
+                return
+            number, stage = next(stages)
 
 
 def liveness(nodes: Sequence[Node], outputs: Sequence[str], weights: set[str]) -> list[frozenset[str]]:
@@ -265,14 +357,21 @@ def liveness(nodes: Sequence[Node], outputs: Sequence[str], weights: set[str]) -
 # ------------------------------------------------------------------------------- arguments as JSON
 
 
+def reference(argument: Any) -> str | None:
+    """Name of the tensor that an encoded argument is; None for anything else."""
+    if isinstance(argument, dict) and len(argument) == 1 and isinstance(argument.get("tensor"), str):
+        return str(argument["tensor"])
+    return None
+
+
 def references(argument: Any) -> Iterator[str]:
-    """Names of the tensors that an encoded argument reads."""
-    if isinstance(argument, dict):
-        if set(argument) == {"tensor"} and isinstance(argument["tensor"], str):
-            yield argument["tensor"]
-        else:
-            for item in argument.values():
-                yield from references(item)
+    """Names of the tensors that an encoded argument reads, nested ones too."""
+    name = reference(argument)
+    if name is not None:
+        yield name
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from references(item)
     elif isinstance(argument, list):
         for item in argument:
             yield from references(item)
@@ -305,19 +404,15 @@ def encode_argument(argument: Any) -> Any:
     raise ProgramError(f"argument of type {type(argument).__name__} cannot stand in a program")
 
 
-def decode_argument(argument: Any, values: dict[str, torch.Tensor], device: torch.device) -> Any:
-    """The argument that :func:`encode_argument` wrote, with tensors looked up in ``values``.
+def decode_argument(argument: Any, device: torch.device) -> Any:
+    """The argument that :func:`encode_argument` wrote, where it is neither a tensor nor a list.
 
     Raises:
         ProgramError: If it is of no known form.
     """
-    if isinstance(argument, list):
-        return [decode_argument(item, values, device) for item in argument]
-    if not isinstance(argument, dict):
+    if not isinstance(argument, dict | list):
         return argument
-    match list(argument.items()):
-        case [("tensor", str(name))]:
-            return values[name]
+    match list(argument.items()) if isinstance(argument, dict) else ():
         case [("float", "inf" | "-inf" | "nan" as text)]:
             return float(text)
         case [("dtype", str(name))] if name in DTYPES:

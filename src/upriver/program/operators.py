@@ -7,7 +7,9 @@ sparse or quantised, anything whose output size depends on data, and every custo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -195,6 +197,20 @@ def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
     dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name == "scaled_dot_product_attention.default" and dropout != 0.0:
         raise ProgramError(f"{name} with dropout_p={dropout!r}: a program holds nothing random")
+
+
+def fingerprints(names: Iterable[str]) -> dict[str, str]:
+    """Each operator with a short hash of its signature in this version of torch, by name.
+
+    Raises:
+        ProgramError: If one is not allowed, or not known here.
+    """
+    return {name: _fingerprint(name) for name in sorted(set(names))}
+
+
+@functools.cache
+def _fingerprint(name: str) -> str:
+    return hashlib.sha256(str(resolve(name)._schema).encode()).hexdigest()[:16]
 
 
 def resolve(name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,46 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from upriver.errors import ProgramError
 from upriver.program import weights as weights_file
-from upriver.program.graph import (
-    Graph,
-    Node,
-    Stage,
-    Value,
-    Weight,
-    decode,
-    decode_argument,
-    digest_of,
-    references,
-)
-from upriver.program.operators import check_call, resolve
+from upriver.program.graph import Graph, Stage, Value, Weight, decode, digest_of
+from upriver.program.operators import check_call
+from upriver.program.precision import autocast_dtype, autocasting
+from upriver.program.steps import Step, Values, bind, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path
-
-
-class _Step:
-    """One node, ready to run: operator looked up, and what nobody needs afterwards."""
-
-    __slots__ = ("args", "done", "kwargs", "names", "operator", "where")
-
-    def __init__(self, index: int, node: Node) -> None:
-        self.operator = resolve(node.op)
-        check_call(node.op, node.args, node.kwargs)
-        self.args = node.args
-        self.kwargs = node.kwargs
-        self.names = [output.name if output is not None else None for output in node.outputs]
-        self.done: tuple[str, ...] = ()
-        self.where = f"node {index} ({node.op})"
-
-    def run(self, values: dict[str, torch.Tensor], device: torch.device) -> None:
-        args = decode_argument(self.args, values, device)
-        kwargs = {key: decode_argument(value, values, device) for key, value in self.kwargs.items()}
-        results = self.operator(*args, **kwargs)
-        if len(self.names) == 1 and isinstance(results, torch.Tensor):
-            results = (results,)
-        for name, result in zip(self.names, results, strict=True):
-            if name is not None:
-                values[name] = result
-        for name in self.done:
-            del values[name]
 
 
 class Program:
@@ -67,7 +31,7 @@ class Program:
     def __init__(
         self, graph: Graph, weights: bytes | memoryview | torch.Tensor, *, device: str | torch.device = "cpu"
     ) -> None:
-        """Bind a checked graph to its weights file.
+        """Bind a checked graph to its weights file, and compute what no input has a part in.
 
         Args:
             weights: The file; kept, not copied, so it must not change. On a CPU the stages read it in place.
@@ -80,11 +44,11 @@ class Program:
         self.digest = digest_of(self.graph_bytes)
         self.device = torch.device(device)
         self._file = _as_tensor(weights)
-        self._weights = _bind(graph.weights, weights_file.decode(self._file), self.device)
-        self._steps = [_Step(index, node) for index, node in enumerate(graph.nodes)]
-        self._starts = [0, *(stage.stop for stage in graph.stages)]
+        self._autocast = autocast_dtype(graph.autocast)
         self._live = _live_values(graph)
-        self._mark_last_uses()
+        self._weights = _bind(graph.weights, weights_file.decode(self._file), self.device)
+        self._constants = self._run_constants()
+        self._stages = self._bind_stages()
 
     @classmethod
     def from_bytes(
@@ -109,9 +73,8 @@ class Program:
             raise ProgramError(
                 f"the weights file has digest {found}, the graph names {parsed.weights_digest}"
             )
-        program = cls(parsed, file, device=device)
-        program._check_shapes()
-        return program
+        _check_shapes(parsed, torch.device(device))
+        return cls(parsed, file, device=device)
 
     @property
     def weights_bytes(self) -> memoryview:
@@ -156,7 +119,7 @@ class Program:
         *,
         on_stage: Callable[[int, float], None] | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Run stages [start, stop) on one micro-batch.
+        """Run stages [start, stop) on one micro-batch, under the program's autocast and no other.
 
         Args:
             tensors: What is live at ``start``, each for a full micro-batch.
@@ -170,17 +133,18 @@ class Program:
         """
         if not 0 <= start <= stop <= self.num_stages:
             raise ProgramError(f"stages [{start}, {stop}) lie outside 0..{self.num_stages}")
-        values = self._take(tensors, start) | self._weights
-        with no_fast_path():
+        values = self._take(tensors, start)
+        with no_fast_path(), autocasting(self.device, self._autocast):
             for position in range(start + 1, stop + 1):
                 began = time.perf_counter()
-                self._run_stage(position, values)
+                for step in self._stages[position - 1]:
+                    step.run(values)
                 if on_stage is not None:
                     self._synchronize()
                     on_stage(position, time.perf_counter() - began)
-        return tuple(values[value.name] for value in self.live(stop))
+        return tuple(self._result(value.name, values) for value in self.live(stop))
 
-    def _take(self, tensors: Sequence[torch.Tensor], start: int) -> dict[str, torch.Tensor]:
+    def _take(self, tensors: Sequence[torch.Tensor], start: int) -> Values:
         live = self.live(start)
         if len(tensors) != len(live):
             raise ProgramError(f"cut {start} is crossed by {len(live)} tensors, got {len(tensors)}")
@@ -193,45 +157,60 @@ class Program:
                 )
         return {value.name: tensor.to(self.device) for value, tensor in zip(live, tensors, strict=True)}
 
-    def _run_stage(self, position: int, values: dict[str, torch.Tensor]) -> None:
-        for step in self._steps[self._starts[position - 1] : self._starts[position]]:
-            step.run(values, self.device)
+    def _result(self, name: str, values: Values) -> torch.Tensor:
+        # A constant is copied: the caller may write into what it gets.
+        return values[name] if name in values else self._constants[name].clone()
 
-    def _mark_last_uses(self) -> None:
-        """Let each step drop what its stage needs no longer and what does not cross the cut after it.
+    @torch.no_grad()
+    def _run_constants(self) -> Values:
+        """What no input has a part in, as far as a stage reads it or it is an output."""
+        plan = schedule(self.graph)
+        values: Values = {}
+        steps = bind(plan.constants, self._weights, self.device)
+        mark_last_uses(steps, plan.constants, plan.kept)
+        with no_fast_path(), autocasting(self.device, self._autocast):
+            for step in steps:
+                step.run(values)
+        return values
+
+    def _bind_stages(self) -> list[list[Step]]:
+        """The steps of each stage; each drops what its stage needs no longer and does not ship.
 
         So a stage never sees more than another tier would have sent it.
         """
-        weights = set(self._weights)
-        for first, last, stage in zip(self._starts, self._starts[1:], self.graph.stages, strict=False):
-            needed = set(stage.live) | weights
-            for index in range(last - 1, first - 1, -1):
-                node = self.graph.nodes[index]
-                touched = set(references([node.args, node.kwargs]))
-                touched |= {output.name for output in node.outputs if output is not None}
-                self._steps[index].done = tuple(sorted(touched - needed))
-                needed |= touched
+        fixed = self._weights | self._constants
+        bound = []
+        for stage, nodes in zip(self.graph.stages, schedule(self.graph).stages, strict=True):
+            steps = bind(nodes, fixed, self.device)
+            mark_last_uses(steps, nodes, [*stage.live, *fixed])
+            bound.append(steps)
+        return bound
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _check_shapes(self) -> None:
-        """Run the graph without data and compare every declared shape with what the operators say."""
-        with FakeTensorMode() as mode:
-            self._propagate_shapes(mode)
 
-    def _propagate_shapes(self, mode: FakeTensorMode) -> None:
-        values = _shapes_of(self, mode)
-        for index, step in enumerate(self._steps):
+def _check_shapes(graph: Graph, device: torch.device) -> None:
+    """Run the graph without data and compare every declared shape with what the operators say."""
+    with (
+        FakeTensorMode() as mode,
+        torch.no_grad(),
+        no_fast_path(),
+        autocasting(device, autocast_dtype(graph.autocast)),
+    ):
+        values = _shapes_of(graph, mode, device)
+        for index, node in enumerate(graph.nodes):
+            check_call(node.op, node.args, node.kwargs)
+            step = Step(index, node, {}, device)
             try:
-                step.run(values, self.device)
+                step.run(values)
             except ProgramError:
                 raise
             except Exception as error:  # an operator raises whatever it likes on arguments that do not fit it
-                raise ProgramError(f"{step.where}: {str(error).strip().splitlines()[0]}") from None
-            for output in self.graph.nodes[index].outputs:
-                if output is None or output.name in step.done:
+                raise ProgramError(f"{step.where}: {[*str(error).strip().splitlines(), ''][0]}") from None
+            for output in node.outputs:
+                if output is None:
                     continue
                 made = values[output.name]
                 if list(made.shape) != output.spec.shape or str(made.dtype) != f"torch.{output.spec.dtype}":
@@ -253,10 +232,8 @@ def _as_tensor(data: bytes | memoryview | torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _bind(
-    weights: Sequence[Weight], file: dict[str, torch.Tensor], device: torch.device
-) -> dict[str, torch.Tensor]:
-    bound: dict[str, torch.Tensor] = {}
+def _bind(weights: Sequence[Weight], file: dict[str, torch.Tensor], device: torch.device) -> Values:
+    bound: Values = {}
     for weight in weights:
         stored = file.get(weight.key)
         spec = weight.spec
@@ -274,11 +251,11 @@ def _bind(
     return bound
 
 
-def _shapes_of(program: Program, mode: FakeTensorMode) -> dict[str, torch.Tensor]:
+def _shapes_of(graph: Graph, mode: FakeTensorMode, device: torch.device) -> Values:
     """Inputs and weights without memory; not on the meta device, where some operators give other strides."""
     with mode:
-        values: dict[str, torch.Tensor] = {v.name: v.spec.empty(program.device) for v in program.graph.inputs}
-        return values | {weight.name: weight.spec.empty(program.device) for weight in program.graph.weights}
+        values = {value.name: value.spec.empty(device) for value in graph.inputs}
+        return values | {weight.name: weight.spec.empty(device) for weight in graph.weights}
 
 
 def _live_values(graph: Graph) -> list[list[Value]]:
@@ -290,13 +267,17 @@ def _live_values(graph: Graph) -> list[list[Value]]:
 
 def count_flops(program: Program) -> list[float]:
     """Floating-point operations of each stage for a micro-batch, as torch counts them."""
+    graph = program.graph
     mode = FakeTensorMode()
-    values = _shapes_of(program, mode)
+    values = _shapes_of(graph, mode, program.device)
+    plan = schedule(graph)
     counts: list[float] = []
-    starts = program._starts
-    for first, last in pairwise(starts):
-        with mode, FlopCounterMode(display=False) as counter, torch.no_grad(), no_fast_path():
-            for step in program._steps[first:last]:
-                step.run(values, program.device)
-        counts.append(float(counter.get_total_flops()))
+    with mode, torch.no_grad(), no_fast_path(), autocasting(program.device, autocast_dtype(graph.autocast)):
+        for step in bind(plan.constants, {}, program.device):
+            step.run(values)
+        for nodes in plan.stages:
+            with FlopCounterMode(display=False) as counter:
+                for step in bind(nodes, {}, program.device):
+                    step.run(values)
+            counts.append(float(counter.get_total_flops()))
     return counts

@@ -1,0 +1,143 @@
+"""The nodes of a graph, ready to run: operators looked up and arguments resolved once, not in each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+import torch
+
+from upriver.program.graph import Graph, Node, constants, decode_argument, reference, references
+from upriver.program.operators import resolve
+
+Numbered: TypeAlias = tuple[int, Node]
+Values: TypeAlias = dict[str, torch.Tensor]
+Fill: TypeAlias = Callable[[Values], Any]
+"""Makes an argument from the values of a run."""
+
+
+class Step:
+    """One node, bound to a device and to the values that are the same in each run.
+
+    Attributes:
+        done: Names of the values that nobody needs after this step.
+        where: The node in words, for messages.
+    """
+
+    __slots__ = ("_args", "_fill", "_kwargs", "_kwfill", "_names", "_operator", "done", "where")
+
+    def __init__(
+        self, index: int, node: Node, fixed: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        """Resolve what does not change from run to run.
+
+        Args:
+            index: The node's, for messages.
+            fixed: Weights and constants.
+
+        Raises:
+            ProgramError: If the operator is not allowed, or an argument is of no known form.
+        """
+        self.where = f"node {index} ({node.op})"
+        self.done: tuple[str, ...] = ()
+        self._operator = resolve(node.op)
+        self._names = [output.name if output is not None else None for output in node.outputs]
+        args = [_prepare(argument, fixed, device) for argument in node.args]
+        kwargs = {key: _prepare(argument, fixed, device) for key, argument in node.kwargs.items()}
+        self._args = [value for value, _ in args]
+        self._fill = [(place, fill) for place, (_, fill) in enumerate(args) if fill is not None]
+        self._kwargs = {key: value for key, (value, _) in kwargs.items()}
+        self._kwfill = [(key, fill) for key, (_, fill) in kwargs.items() if fill is not None]
+
+    def arguments(self, values: Values) -> tuple[list[Any], dict[str, Any]]:
+        """What the operator is called with."""
+        args = self._args.copy()
+        for place, fill in self._fill:
+            args[place] = fill(values)
+        kwargs = self._kwargs
+        if self._kwfill:
+            kwargs = kwargs | {key: fill(values) for key, fill in self._kwfill}
+        return args, kwargs
+
+    def run(self, values: Values) -> None:
+        """Add the results to ``values`` and drop what nobody needs afterwards."""
+        args, kwargs = self.arguments(values)
+        results = self._operator(*args, **kwargs)
+        if isinstance(results, torch.Tensor):
+            results = (results,)
+        for name, result in zip(self._names, results, strict=True):
+            if name is not None:
+                values[name] = result
+        for name in self.done:
+            del values[name]
+
+
+def _prepare(
+    argument: Any, fixed: Mapping[str, torch.Tensor], device: torch.device
+) -> tuple[Any, Fill | None]:
+    """An argument's value where it is the same in each run, else what makes it."""
+    name = reference(argument)
+    if name is not None:
+        return (fixed[name], None) if name in fixed else (None, itemgetter(name))
+    if isinstance(argument, list):
+        parts = [_prepare(item, fixed, device) for item in argument]
+        if all(fill is None for _, fill in parts):
+            return [value for value, _ in parts], None
+        return None, lambda values: [value if fill is None else fill(values) for value, fill in parts]
+    return decode_argument(argument, device), None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """In which order nodes run, each with its index in the graph.
+
+    Attributes:
+        constants: Nodes that no input has a part in: run once, when a program is bound.
+        kept: Names of what they make and something else reads: a stage, or the answer.
+        stages: The other nodes, stage by stage.
+    """
+
+    constants: Sequence[Numbered]
+    kept: frozenset[str]
+    stages: Sequence[Sequence[Numbered]]
+
+
+def schedule(graph: Graph) -> Schedule:
+    """Take a graph apart into what runs once and what runs for each micro-batch."""
+    fixed = constants(graph.inputs, graph.nodes)
+    apart = fixed | {weight.name for weight in graph.weights}
+    first: list[Numbered] = []
+    rest: list[list[Numbered]] = []
+    start = 0
+    for stage in graph.stages:
+        rest.append([])
+        for index in range(start, stage.stop):
+            node = graph.nodes[index]
+            once = apart.issuperset(references([node.args, node.kwargs]))
+            (first if once else rest[-1]).append((index, node))
+        start = stage.stop
+    read = {name for nodes in rest for _, node in nodes for name in references([node.args, node.kwargs])}
+    kept = fixed & (read | set(graph.stages[-1].live))
+    return Schedule(constants=first, kept=kept, stages=rest)
+
+
+def bind(nodes: Sequence[Numbered], fixed: Mapping[str, torch.Tensor], device: torch.device) -> list[Step]:
+    """Steps for these nodes."""
+    return [Step(index, node, fixed, device) for index, node in nodes]
+
+
+def mark_last_uses(steps: Sequence[Step], nodes: Sequence[Numbered], keep: Iterable[str]) -> None:
+    """Let each step drop what no later one of these reads, so that memory goes as soon as it can.
+
+    Args:
+        nodes: What the steps were made from.
+        keep: Names that are needed afterwards, or belong to no run.
+    """
+    needed = set(keep)
+    for step, (_, node) in zip(reversed(steps), reversed(nodes), strict=True):
+        touched = set(references([node.args, node.kwargs]))
+        touched |= {output.name for output in node.outputs if output is not None}
+        step.done = tuple(sorted(touched - needed))
+        needed |= touched
