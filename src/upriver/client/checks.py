@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from upriver.client.connection import Address
 from upriver.errors import ConfigError
@@ -15,6 +15,9 @@ from upriver.types import require_type
 MAX_THREADS = 256
 """Threads or connections of one job. Each has a stack, a socket and a micro-batch in memory; the largest
 machines in common use have about as many cores, so a larger number is a slip."""
+
+COMPILE_OPTIONS = ("backend", "mode", "options", "fullgraph", "dynamic")
+"""Of ``torch.compile``: what decides how the tail is compiled."""
 
 _T = TypeVar("_T")
 
@@ -40,6 +43,36 @@ def choice(name: str, value: _T, allowed: Collection[_T]) -> _T:
         separator = " or " if len(allowed) == 2 else ", "
         raise ConfigError(f"{name} must be {separator.join(map(str, allowed))}, got {_shown(value)}")
     return value
+
+
+def shard(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
+    """Which of how many ranks; both or neither. One process alone is rank 0 of 1."""
+    if rank is None and num_ranks is None:
+        return 0, 1
+    if rank is None or num_ranks is None:
+        given, missing = ("num_ranks", "rank") if rank is None else ("rank", "num_ranks")
+        raise ConfigError(f"{given} was given without {missing}: a shard is one of several")
+    whole("num_ranks", num_ranks)
+    if type(rank) is not int or not 0 <= rank < num_ranks:
+        raise ConfigError(f"rank must be a whole number in 0..{num_ranks - 1}, got {_shown(rank)}")
+    return rank, num_ranks
+
+
+def compiling(value: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Arguments for ``torch.compile``; None to leave the tail as it is."""
+    if isinstance(value, Mapping):
+        unknown = [name for name in value if name not in COMPILE_OPTIONS]
+        if unknown:
+            raise ConfigError(
+                f"compile_tail takes {', '.join(COMPILE_OPTIONS)}, which go to torch.compile, "
+                f"got {_shown(unknown)}"
+            )
+        return dict(value)
+    if type(value) is not bool:
+        raise ConfigError(
+            f"compile_tail must be True, False or a mapping of torch.compile's arguments, got {_shown(value)}"
+        )
+    return {} if value else None
 
 
 def function(name: str, value: _T) -> _T:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from upriver.client.pool import Answer, Lease, ServerPool
-from upriver.client.slots import Claim, Delivery, SlotTable, Way, Window
+from upriver.client.slots import Claim, Delivery, Pin, SlotTable, Way, Window
 from upriver.errors import (
     ConfigError,
     NotAuthorized,
@@ -115,6 +115,8 @@ class Loader:
         num_workers: Threads of the plain way.
         expected_bytes: What a micro-batch weighs in memory, by way, before any has arrived.
         on_timings: Called with index, source and timings of each micro-batch when it is handed out.
+        pins: Micro-batches that must come from a certain place, as in an earlier run: nobody else is asked
+            for them, and what fails there is an error.
     """
 
     def __init__(
@@ -128,11 +130,16 @@ class Loader:
         num_workers: int = 1,
         expected_bytes: Mapping[Way, int] | None = None,
         on_timings: Callable[[int, str, Timings], None] | None = None,
+        pins: Mapping[int, Pin] | None = None,
     ) -> None:
         if num_workers < 1:
             raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
+        if remote is None and any(pin.way is Way.REMOTE for pin in (pins or {}).values()):
+            raise ConfigError("micro-batches that must come from a server need servers to ask")
         window = window or Window()
-        table = SlotTable(len(micro_batches), first=first, window=window, expected_bytes=expected_bytes)
+        table = SlotTable(
+            len(micro_batches), first=first, window=window, expected_bytes=expected_bytes, pins=pins
+        )
         self._crew = _Crew(micro_batches, table, local=local, remote=remote)
         self._on_timings = on_timings
         self._samples: dict[str, int] = {}
@@ -283,8 +290,11 @@ class _Crew:
                     self._fetch(lease, claim, remote.make_request)
             except Overloaded:
                 self._release(claim)
-            except FAILED:
-                self._give_up(claim, retry=pool.budget.withdraw())
+            except FAILED as error:
+                if self.table.pin(claim.indices[0]) is not None:  # nobody else may do it
+                    self._put_error(claim, lease.client.url, error)
+                else:
+                    self._give_up(claim, retry=pool.budget.withdraw())
             except StoreError as error:
                 # Only the plain kind: a missing or changed object is a fact, and stays one.
                 if type(error) is StoreError:
@@ -298,11 +308,23 @@ class _Crew:
         """Wait for a run of free micro-batches and a server with room; None when it is over."""
         with self._changed:
             while not self._stopped:
-                run = self.table.find(Way.REMOTE, most)
-                if run and (lease := pool.borrow()):
-                    return lease, self.table.claim(Way.REMOTE, run)
+                if run := self.table.find(Way.REMOTE, most):
+                    pin = self.table.pin(run[0])
+                    if lease := pool.borrow(None if pin is None else pin.source):
+                        return lease, self.table.claim(Way.REMOTE, run)
+                    if pin is not None and (why := pool.lost(pin.source)) is not None:
+                        self._cannot_replay(run, pin, why)
+                        continue
                 self._changed.wait()
         return None
+
+    def _cannot_replay(self, run: Sequence[int], pin: Pin, why: str) -> None:
+        """A server that a replay needs is lost: another one might give other bits, so say so instead."""
+        error = ServerUnavailable(
+            f"micro-batch {run[0]} came from {pin.source}, which cannot be asked now ({why}); "
+            "a replay asks no other"
+        )
+        self._put_error(self.table.claim(Way.REMOTE, run), pin.source, error)
 
     def _fetch(self, lease: Lease, claim: Claim, make_request: RequestMaker) -> None:
         """One request: each micro-batch is there for the consumer as soon as it has arrived."""

@@ -1,8 +1,10 @@
-"""The order of an epoch: a pure function of (seed, epoch), divided into micro-batches and steps."""
+"""The order of an epoch: a pure function of (seed, epoch), divided into ranks, micro-batches and steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import torch
 
@@ -54,13 +56,20 @@ def epoch_order(
     micro_batch: int,
     shuffle: bool,
     drop_last: bool = False,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> EpochOrder:
-    """The order of one epoch.
+    """The order of one epoch, or one rank's shard of it.
 
     Args:
         num_samples: Samples in the dataset.
+        batch_size: Samples of a training step, on each rank.
         shuffle: Permute them, with a permutation drawn from (seed, epoch).
         drop_last: Leave out the samples of a last, short training batch.
+        rank: Which of the ranks this is.
+        num_ranks: Processes that train on one epoch together. Each takes every ``num_ranks``-th sample of the
+            same order; all take equally many, for which the first ones of the order come again at its end
+            (none with ``drop_last``).
     """
     if shuffle:
         draw = Draw(seed=seed, epoch=epoch, sample=0, stage=_ORDER_STAGE)
@@ -69,5 +78,13 @@ def epoch_order(
     else:
         ids = list(range(num_samples))
     if drop_last:
-        ids = ids[: num_samples - num_samples % batch_size]
-    return EpochOrder(ids=tuple(ids), batch_size=batch_size, micro_batch=micro_batch)
+        ids = ids[: num_samples - num_samples % (batch_size * num_ranks)]
+    shard = _evened(ids, num_ranks)[rank::num_ranks]
+    return EpochOrder(ids=tuple(shard), batch_size=batch_size, micro_batch=micro_batch)
+
+
+def _evened(ids: Sequence[int], num_ranks: int) -> list[int]:
+    """The order, begun again at its end until every rank has equally many: ranks must step together."""
+    if not ids:
+        return []
+    return list(islice(cycle(ids), -(-len(ids) // num_ranks) * num_ranks))

@@ -206,10 +206,11 @@ class ServerPool:
 
     # ------------------------------------------------------------------------------- for borrowers
 
-    def borrow(self) -> Lease | None:
-        """The least-loaded healthy server that has room, or None."""
+    def borrow(self, url: str | None = None) -> Lease | None:
+        """The least-loaded healthy server that has room (the one at ``url``, if that is given), or None."""
         with self._changed:
-            free = [m for m in self._members if m.health is Health.UP and m.in_flight < int(m.limit)]
+            asked = [m for m in self._members if url is None or m.client.url == url]
+            free = [m for m in asked if m.health is Health.UP and m.in_flight < int(m.limit)]
             if not free or self._closed:
                 return None
             member = min(free, key=lambda m: (m.in_flight, m.served))
@@ -224,6 +225,15 @@ class ServerPool:
         """Whether any server is up, be it at its limit."""
         with self._changed:
             return any(member.health is Health.UP for member in self._members)
+
+    def lost(self, url: str) -> str | None:
+        """Why this server cannot be used, if that is more than a matter of waiting; None if it is not."""
+        for status in self.status():
+            if status.url == url:
+                return (
+                    (status.reason or status.health) if status.health in (Health.DOWN, Health.OUT) else None
+                )
+        return "it is none of this job's servers"
 
     def wait_joined(self, timeout_s: float, urls: Collection[str] | None = None) -> bool:
         """Wait until each server (of ``urls``) was let in or failed to be, once; whether any is up."""

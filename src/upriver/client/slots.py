@@ -51,6 +51,21 @@ class Way(StrEnum):
     LOCAL = "local"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pin:
+    """Where a micro-batch must come from, when an earlier run is replayed.
+
+    Attributes:
+        way: By a server or here.
+        source: The server's URL.
+        cut: The position up to which it runs there.
+    """
+
+    way: Way
+    source: str
+    cut: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Delivery:
     """What came of a micro-batch: itself, or the error that stands in its place."""
@@ -98,6 +113,7 @@ class SlotTable:
         first: Where to start; those before count as taken.
         window: How far to run ahead.
         expected_bytes: What a micro-batch weighs, by way; corrected by what arrives.
+        pins: Micro-batches that must come from a certain place; all others may come from anywhere.
     """
 
     def __init__(
@@ -107,6 +123,7 @@ class SlotTable:
         first: int,
         window: Window,
         expected_bytes: Mapping[Way, int] | None = None,
+        pins: Mapping[int, Pin] | None = None,
     ) -> None:
         if not 0 <= first <= num_micro_batches:
             raise ConfigError(f"first must lie in 0..{num_micro_batches}, got {first}")
@@ -116,6 +133,7 @@ class SlotTable:
         self._window = window
         share = window.num_bytes // window.micro_batches  # where nothing is known
         self._expected_bytes = {way: (expected_bytes or {}).get(way, share) for way in Way}
+        self._pins = dict(pins or {})
         self._slots: dict[int, _Slot] = {}
         self._held_bytes = 0
         self._failures: dict[int, int] = {}
@@ -146,10 +164,20 @@ class SlotTable:
         """
         run: list[int] = []
         for index in self._free(way, only_failed=only_failed):
-            if len(run) == limit or (run and index != run[-1] + 1) or not self._fits(index, len(run), way):
+            if len(run) == limit or (run and not self._goes_with(index, run[-1])):
+                break
+            if not self._fits(index, len(run), way):
                 break
             run.append(index)
         return () if self._worth_waiting(run, limit) else tuple(run)
+
+    def pin(self, index: int) -> Pin | None:
+        """Where this micro-batch must come from; None when from anywhere."""
+        return self._pins.get(index)
+
+    def _goes_with(self, index: int, before: int) -> bool:
+        """Whether one request can be for both."""
+        return index == before + 1 and self.pin(index) == self.pin(before)
 
     def claim(self, way: Way, run: Sequence[int]) -> Claim:
         """Give a run that `find` returned to one thread."""
@@ -161,10 +189,14 @@ class SlotTable:
 
     def _free(self, way: Way, *, only_failed: bool) -> Iterator[int]:
         for index in range(self.taken, min(self._stop, self._window_end)):
-            failed = self._failures.get(index, 0) >= MAX_REMOTE_ATTEMPTS
-            wanted = not failed if way is Way.REMOTE else failed or not only_failed
-            if wanted and index not in self._slots:
+            if index not in self._slots and self._wanted(index, way, only_failed=only_failed):
                 yield index
+
+    def _wanted(self, index: int, way: Way, *, only_failed: bool) -> bool:
+        if (pin := self.pin(index)) is not None:
+            return way is pin.way
+        failed = self._failures.get(index, 0) >= MAX_REMOTE_ATTEMPTS
+        return not failed if way is Way.REMOTE else failed or not only_failed
 
     @property
     def _window_end(self) -> int:
