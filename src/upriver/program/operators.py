@@ -37,6 +37,7 @@ _OVERLOADS: dict[str, str] = {
     "group_norm": "default",
     "rms_norm": "default",
     "instance_norm": "default",
+    "_weight_norm": "default",
     # activations
     "relu": "default",
     "gelu": "default",
@@ -94,6 +95,7 @@ _OVERLOADS: dict[str, str] = {
     "erf": "default",
     "sign": "default",
     "floor": "default",
+    "ceil": "default",
     "round": "default",
     "clamp": "default Tensor",
     "clamp_min": "default",
@@ -176,6 +178,7 @@ _OVERLOADS: dict[str, str] = {
     "zeros": "default",
     "zeros_like": "default",
     "zero": "default",
+    "eye": "default",
     "ones": "default",
     "ones_like": "default",
     "scalar_tensor": "default",
