@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -192,3 +193,215 @@ class TwoInputs(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.head(self.first(x) + y)
+
+
+class Towers(nn.Module):
+    """Two towers, the frozen one run second, and a head on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.frozen = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 6), nn.Tanh())
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = self.trained(x)
+        right = self.frozen(x)
+        return self.head(torch.cat([left, right], 1))
+
+
+class Skips(nn.Module):
+    """A small U-Net: what the way down gives is read again on the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1 = nn.Conv2d(3, 4, 3, padding=1)
+        self.down2 = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, padding=1), nn.ReLU())
+        self.down3 = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+        self.up2 = nn.Conv2d(16, 4, 3, padding=1)
+        self.up1 = nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.down1(x)
+        two = self.down2(one)
+        three = functional.interpolate(self.down3(two), scale_factor=2)
+        back = functional.interpolate(self.up2(torch.cat([two, three], 1)), scale_factor=2)
+        return self.up1(torch.cat([one, back], 1))
+
+
+class Masked(nn.Module):
+    """Tokens and a mask by keyword, a nested dict of options, and an answer that is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.block1 = nn.Linear(8, 8)
+        self.block2 = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        options: dict[str, torch.Tensor | None] | None = None,
+    ) -> dict[str, torch.Tensor | None]:
+        x = self.block2(torch.tanh(self.block1(self.embed(ids))))
+        if mask is not None:
+            x = x * mask.unsqueeze(-1)
+        if options is not None and options["shift"] is not None:
+            x = x + options["shift"].unsqueeze(1)
+        return {"logits": self.head(x.mean(1)), "nothing": None, "hidden": x}
+
+
+class BranchingLate(nn.Module):
+    """Control flow that depends on data, in the trained part only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+        self.other = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.relu(self.first(x)))
+        return self.head(x) if x.sum() > 0 else self.other(x)
+
+
+class LayerDrop(nn.Module):
+    """Leaves out layers at random while it trains, as speech models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not self.training or torch.rand([]) > 0.1:
+                x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Noisy(nn.Module):
+    """The second frozen module adds noise, also in eval."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.noise = Jitter()
+        self.third = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.third(self.noise(self.first(x))))
+
+
+class Jitter(nn.Module):
+    """A scale and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + torch.rand_like(x)
+
+
+class Counting(nn.Module):
+    """A frozen module that counts its calls in a buffer and reads the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.counter = Counter()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.counter(self.first(x)))
+
+
+class Counter(nn.Module):
+    """See above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x * self.scale + self.count
+
+
+class Checkpointed(nn.Module):
+    """Activation checkpointing around blocks, one or two at a time."""
+
+    def __init__(self, *, together: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(6, 2)
+        self.together = together
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        step = 2 if self.together else 1
+        for start in range(0, 4, step):
+            x = checkpoint(self._run, x, start, start + step, use_reentrant=False)
+        return self.head(x)
+
+    def _run(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        for block in self.blocks[start:stop]:
+            x = block(x)
+        return x
+
+
+class SideChannel(nn.Module):
+    """A frozen module keeps a value as an attribute, which is read after the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Keeping()
+        self.second = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x)) + self.first.kept)
+
+
+class Keeping(nn.Module):
+    """See above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = torch.tanh(x)
+        return self.inner(x)
+
+
+class TimeFirst(nn.Module):
+    """Samples lie in the second dimension of what crosses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(x.transpose(0, 1))).mean(0)
+
+
+class Windows(nn.Module):
+    """Each sample becomes four rows before the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x.reshape(-1, 6))
+        return self.head(rows).reshape(x.shape[0], -1)

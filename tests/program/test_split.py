@@ -13,7 +13,7 @@ from tests.program.nets import (
     Casting,
     Encoder,
     InPlaceAfter,
-    Late,
+    LayerDrop,
     Mixing,
     Reading,
     Shared,
@@ -80,11 +80,12 @@ def test_the_tail_takes_nothing_but_features() -> None:
             parts.tail(wrong)
 
 
-def test_the_tail_owns_nothing_and_shares_everything() -> None:
+def test_the_tail_shares_everything_with_the_model() -> None:
     model = frozen_small()
     keys = list(model.state_dict())
     parts = cut(model, torch.randn(4, 3, 16, 16))
-    assert not list(parts.tail.parameters())
+    mine = {id(parameter) for parameter in parts.tail.parameters()}
+    assert mine == {id(parameter) for parameter in model.parameters()}
     assert list(model.state_dict()) == keys
     assert parts.program is not None
     features = parts.program.run((torch.randn(4, 3, 16, 16),), 0, parts.freeze)[0]
@@ -192,9 +193,10 @@ def test_control_flow_on_data_gives_one_line_and_prints_nothing(capfd: pytest.Ca
     freeze(model.first)
     freeze(model.second)
     parts = split(model, torch.randn(4, 6))
-    assert parts.program is None
-    assert "could not capture" in parts.why_not
-    assert "\n" not in parts.why_not
+    assert parts.boundary == "first"
+    given_up = parts.attempts[0].why_not
+    assert "could not capture" in given_up
+    assert "\n" not in given_up
     assert capfd.readouterr() == ("", "")
 
 
@@ -203,6 +205,12 @@ def test_a_model_that_cannot_be_called_with_one_tensor_says_so() -> None:
     freeze(model.first)
     with pytest.raises(ModelError, match=r"float32 \(2, 6\): TypeError.*'y'"):
         split(model, torch.randn(4, 6))
+
+
+def test_what_is_no_input_is_refused() -> None:
+    for wrong in ([torch.randn(4, 6)], "x", (), {"x": None}, torch.tensor(1.0)):
+        with pytest.raises(ConfigError, match="inputs"):
+            split(frozen_small(), wrong)  # type: ignore[arg-type]
 
 
 def test_threads_do_not_disturb_each_other() -> None:
@@ -233,7 +241,8 @@ def test_threads_do_not_disturb_each_other() -> None:
     ("model", "frozen", "reason"),
     [
         (Mixing(), ["first", "second"], "influence each other"),
-        (Late(), ["first"], "another answer"),
+        (Branching(), ["second"], "trained, begins"),
+        (LayerDrop(), ["layers.0", "layers.1"], "random number which of its layers run"),
     ],
 )
 def test_what_cannot_be_cut_exactly_runs_unsplit_and_says_why(

@@ -1,34 +1,17 @@
-"""The freeze point, found from ``requires_grad`` as users already write it.
+"""What is frozen, from ``requires_grad`` as users already write it, and that it stays so.
 
 A *frozen unit* is a maximal module all of whose parameters are frozen. It runs whole, in eval: BatchNorm by
-its running statistics, Dropout and stochastic depth off. Parameter-free modules before the last frozen unit
-belong to the prefix, those after it to the tail. The boundary is the end of the last frozen unit that
-finishes before any trainable parameter is near.
+its running statistics, Dropout and stochastic depth off. Modules without parameters on which a frozen unit
+depends belong to the prefix, too; those behind the last one belong to the tail.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import nn
 
 from upriver.errors import ConfigError, FrozenChanged, ModelError
-from upriver.program.trace import Call, Shape, Trace, finished_before, parameters_of
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FreezePoint:
-    """Where the frozen prefix ends.
-
-    Attributes:
-        boundary: Name of the module that ends the prefix; None when nothing can be cut off.
-        why_not: Why there is none.
-    """
-
-    boundary: str | None
-    why_not: str = ""
 
 
 def freeze_to(model: nn.Module, last: str) -> None:
@@ -83,49 +66,6 @@ def check_trainable(model: nn.Module) -> None:
         )
     if not any(flags):
         raise ModelError("everything is frozen: leave requires_grad on for the layers that are to be trained")
-
-
-def find(model: nn.Module, calls: Trace) -> FreezePoint:
-    """The end of the frozen prefix, in the order in which the model's modules ran.
-
-    Raises:
-        ModelError: If nothing or everything is frozen.
-    """
-    check_trainable(model)
-    owners = parameters_of(model)
-    trainable = {
-        path for path, m in owners.items() if any(p.requires_grad for p in m.parameters(recurse=False))
-    }
-    first = min((call.enter for call in calls.calls if call.path in trainable), default=None)
-    if first is None:
-        return FreezePoint(boundary=None, why_not="no module with trainable parameters was called")
-    before = [call for call in calls.calls if call.exit < first]
-    units = set(frozen_units(model))
-    candidates = [call for call in before if call.path in units]
-    for call in reversed(candidates):
-        if _one_tensor(call) and len(calls.of(call.path)) == 1:
-            return FreezePoint(boundary=call.path)
-    if not candidates:
-        owner = next(call.path for call in calls.calls if call.enter == first)
-        where = repr(owner) if owner else "the model itself"
-        return FreezePoint(
-            boundary=None, why_not=f"no frozen module finishes before {where}, which is trained, begins"
-        )
-    return FreezePoint(boundary=None, why_not="no frozen module gives a single tensor and is called once")
-
-
-def _one_tensor(call: Call) -> bool:
-    return isinstance(call.result, Shape) and any(call.result.slope)
-
-
-def eval_modules(model: nn.Module, calls: Trace, boundary: str | None) -> list[str]:
-    """What runs in eval whatever ``train()`` says: frozen units, and parameter-free modules of the prefix."""
-    units = frozen_units(model)
-    if boundary is None:
-        return units
-    prefix = finished_before(calls, boundary)
-    free = [path for path in sorted(prefix) if not any(True for _ in model.get_submodule(path).parameters())]
-    return units + free
 
 
 def keep_in_eval(model: nn.Module, units: list[str]) -> None:

@@ -1,74 +1,141 @@
 """Proof before use: prefix + tail against the whole model, to the bit, before a job starts.
 
-Outputs and the gradients of every trainable parameter are compared with ``torch.equal`` on random inputs of
-one micro-batch; the prefix is compared stage by stage as it runs (a run keeps nothing but what crosses each
-cut, so a right answer proves every cut). Then other rows are changed: a row whose features move with its
-neighbours shows a model that mixes samples.
+What is compared, with ``torch.equal``, on random micro-batches and on one whose last rows are padding:
+
+- the answers and the gradients of every trainable parameter, whole and cut at the freeze point;
+- what crosses each cut of the program, computed in one go and from tensors that were sent over a wire at the
+  cut before;
+- the features of some samples while the other rows change: one that moves with its neighbours shows a model
+  that mixes samples.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from upriver.errors import CaptureError
-from upriver.program.capture import tensors_in
+from upriver.program.alignment import as_shipped
+from upriver.program.example import Example, tensors_in
 from upriver.program.freeze import keep_in_eval
+from upriver.program.precision import autocasting
 from upriver.program.program import Program
 from upriver.program.tail import Tail
-from upriver.program.trace import no_fast_path
+from upriver.program.trace import buffers_kept, mode, no_fast_path
+
+RANDOM_INPUTS = 2
+"""Micro-batches of random values that everything is compared on; one more has padding rows."""
 
 
-def prove(
-    model: nn.Module, program: Program, tail: Tail, units: list[str], *, inputs: int = 2, seed: int = 0
+def prove_split(
+    model: nn.Module,
+    program: Program,
+    tail: Tail,
+    example: Example,
+    in_eval: Sequence[str],
+    *,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
 ) -> None:
-    """Compare the split model with the whole one.
+    """Compare the model cut at the freeze point with the whole one.
 
     Args:
-        units: The model's frozen units; they run in eval.
-        inputs: How many random micro-batches to compare.
+        example: A micro-batch; its integers are shuffled, not made up, since they may be indices.
+        in_eval: Modules that stay in eval.
+        autocast: What the program was captured under.
 
     Raises:
-        CaptureError: Naming what differed; the job then runs unsplit.
+        CaptureError: Naming what differed.
     """
     generator = torch.Generator().manual_seed(seed)
-    first = _random_input(program, generator)
-    for number in range(inputs):
-        given = first if number == 0 else _random_input(program, generator)
-        features = program.run((given,), 0, program.num_stages)
-        _same_answers(model, tail, units, given, features[0])
-    _rows_are_independent(program, first, generator)
+    given = [_random_like(example, generator) for _ in range(RANDOM_INPUTS)]
+    given.append(_padded(given[-1], program.micro_batch - max(1, program.micro_batch // 4)))
+    for number, one in enumerate(given):
+        values = program.run(one.tensors, 0, program.num_stages)
+        # As in training and as in evaluation; one sample is too few for a BatchNorm that trains.
+        with mode(model, training=number != 1 and program.micro_batch > 1):
+            _same_answers(model, tail, in_eval, one, values, autocast)
+    _rows_are_independent(program, tail, given[0], _random_like(example, generator))
 
 
-def _random_input(program: Program, generator: torch.Generator) -> torch.Tensor:
-    spec = program.graph.inputs[0].spec
-    dtype = getattr(torch, spec.dtype)
-    if dtype.is_floating_point:
-        return torch.randn(spec.shape, generator=generator).to(dtype).to(program.device)
-    return torch.randint(0, 100, spec.shape, generator=generator).to(dtype).to(program.device)
+def prove_cuts(program: Program, example: Example, *, seed: int = 0) -> None:
+    """Compare each stage on tensors that stay in memory with the same on tensors that were sent.
+
+    With the prefix as a whole proven, this proves each cut of it.
+
+    Raises:
+        CaptureError: Naming the first cut that changes a bit.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for one in (_random_like(example, generator) for _ in range(RANDOM_INPUTS)):
+        kept: Sequence[torch.Tensor] = one.tensors
+        for position in range(program.num_stages):
+            going_on = program.run(kept, position, position + 1)
+            sent = program.run(as_shipped(kept), position, position + 1)
+            if not all(_equal(a, b) for a, b in zip(going_on, sent, strict=True)):
+                after = program.stages[position - 1].name if position else "the input"
+                raise CaptureError(f"a cut after {after!r} changes bits of what follows it")
+            kept = going_on
+
+
+def _random_like(example: Example, generator: torch.Generator) -> Example:
+    """Other values of the same form: normal numbers, and integers taken from those that the example has."""
+    return example.with_tensors([_random(tensor, generator) for tensor in example.tensors])
+
+
+def _random(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if tensor.is_floating_point():
+        made = torch.randn(tensor.shape, generator=generator).to(tensor.dtype).to(tensor.device)
+        return torch.empty_like(tensor).copy_(made)  # strides decide low bits
+    if tensor.numel() == 0:
+        return tensor
+    flat = tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
+    chosen = torch.randint(0, flat.shape[0], (flat.shape[0],), generator=generator).to(tensor.device)
+    # Whole rows, so that what makes a sample legal (a mask that ends, an index that grows) stays.
+    return flat.index_select(0, chosen).reshape(tensor.shape)
+
+
+def _padded(example: Example, samples: int) -> Example:
+    """The same with rows past ``samples`` as padding leaves them."""
+    size = example.samples
+    changed = []
+    for tensor in example.tensors:
+        padded = tensor
+        if tensor.dim() and tensor.shape[0] == size:
+            padded = torch.empty_like(tensor).copy_(tensor)
+            padded[samples:] = 0
+        changed.append(padded)
+    return example.with_tensors(changed)
 
 
 def _same_answers(
-    model: nn.Module, tail: Tail, units: list[str], given: torch.Tensor, features: torch.Tensor
+    model: nn.Module,
+    tail: Tail,
+    in_eval: Sequence[str],
+    given: Example,
+    values: tuple[torch.Tensor, ...],
+    autocast: torch.dtype | None,
 ) -> None:
-    with buffers_kept(model), no_fast_path():
-        whole, whole_gradients = _answer(model, model, units, given)
-    with buffers_kept(model), no_fast_path():
-        try:
-            split, split_gradients = _answer(model, tail, units, features)
-        except Exception as error:  # the user's forward, on a model of which a part is missing
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise CaptureError(f"the model cut after {tail.boundary!r} does not run: {reason}") from error
+    kept = [value.clone() for value in values]
+    whole, whole_gradients = _answer(model, model, given.args, given.kwargs, in_eval, autocast)
+    try:
+        features = tail.values.one_or_all(values)
+        split, split_gradients = _answer(model, tail, (features,), {}, in_eval, autocast)
+    except CaptureError:
+        raise
+    except Exception as error:  # the user's forward, on a model of which a part is missing
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CaptureError(f"the model cut after {tail.boundary!r} does not run: {reason}") from error
     if len(whole) != len(split) or not all(_equal(a, b) for a, b in zip(whole, split, strict=True)):
         raise CaptureError(f"the model cut after {tail.boundary!r} gives another answer than the whole one")
     for name, gradient in whole_gradients.items():
         other = split_gradients[name]
         if (gradient is None) != (other is None) or (gradient is not None and not _equal(gradient, other)):
             raise CaptureError(f"the model cut after {tail.boundary!r} gives another gradient of {name!r}")
+    if not all(_equal(a, b) for a, b in zip(kept, values, strict=True)):
+        raise CaptureError(f"the model cut after {tail.boundary!r} writes into what it was given")
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor | None) -> bool:
@@ -81,51 +148,57 @@ def _equal(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 
 
 def _answer(
-    model: nn.Module, run: nn.Module, units: list[str], given: torch.Tensor
+    model: nn.Module,
+    run: nn.Module,
+    args: Sequence[object],
+    kwargs: object,
+    in_eval: Sequence[str],
+    autocast: torch.dtype | None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
-    keep_in_eval(model, units)
+    keep_in_eval(model, list(in_eval))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    devices = [given.device] if given.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    device = next(iter(trainable.values())).device
+    with (
+        buffers_kept(model),
+        no_fast_path(),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.enable_grad(),
+    ):
         torch.manual_seed(0)
-        answers = [t for t in tensors_in(run(given)) if t.requires_grad]
+        with autocasting(device, autocast):
+            answers = tensors_in(run(*args, **dict(kwargs)))  # type: ignore[call-overload]
         # Squares, so that a gradient depends on the values; scaled, so that it stays finite in half
         # precision.
-        loss = sum((t.float() / 16).square().mean() for t in answers if t.is_floating_point())
-        if not isinstance(loss, torch.Tensor):
+        terms = [(t.float() / 16).square().mean() for t in answers if t.requires_grad]
+        if not terms:
             raise CaptureError("the model's answer does not depend on its trainable parameters")
-        gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+        gradients = torch.autograd.grad(torch.stack(terms).sum(), list(trainable.values()), allow_unused=True)
     return [t.detach() for t in answers], dict(zip(trainable, gradients, strict=True))
 
 
-@contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Leave running statistics as they were."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if not torch.equal(buffer, before[name]):
-                    buffer.copy_(before[name])
-
-
-def _rows_are_independent(program: Program, given: torch.Tensor, generator: torch.Generator) -> None:
+def _rows_are_independent(program: Program, tail: Tail, given: Example, other: Example) -> None:
     """Change every row but the first half: the features of that half must not move."""
-    if program.micro_batch == 1:
+    size = program.micro_batch
+    if size == 1:
         return
-    kept = program.micro_batch // 2
-    changed = given.clone()
-    changed[kept:] = _random_input(program, generator)[kept:]
-    padded = given.clone()
-    padded[kept:] = 0
-    reference = program.run((given,), 0, program.num_stages)[0]
-    for other in (changed, padded):
-        features: Any = program.run((other,), 0, program.num_stages)[0]
-        if features.shape[0] != program.micro_batch:
-            raise CaptureError("the features do not have the samples in their first dimension")
-        if not torch.equal(features[:kept], reference[:kept]):
+    kept = list(range(size // 2))
+    reference = tail.values.select(program.run(given.tensors, 0, program.num_stages), kept)
+    for changed in (_mixed(given, other, len(kept)), _padded(given, len(kept))):
+        features = tail.values.select(program.run(changed.tensors, 0, program.num_stages), kept)
+        if not all(_equal(a, b) for a, b in zip(features, reference, strict=True)):
             raise CaptureError(
                 "samples influence each other in the frozen part: the answer for one row depends on others"
             )
+
+
+def _mixed(given: Example, other: Example, first: int) -> Example:
+    """The first rows of one example, the others of another one."""
+    size = given.samples
+    mixed = []
+    for mine, theirs in zip(given.tensors, other.tensors, strict=True):
+        tensor = mine
+        if mine.dim() and mine.shape[0] == size:
+            tensor = torch.empty_like(mine).copy_(mine)
+            tensor[first:] = theirs[first:]
+        mixed.append(tensor)
+    return given.with_tensors(mixed)

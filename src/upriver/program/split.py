@@ -1,32 +1,89 @@
-"""A model in two: a proven program for the frozen part, and the user's own tail."""
+"""A model in two: a proven program for the frozen part, and the user's own tail.
+
+What is tried, each only after the one before it has failed its proof:
+
+1. every cut of the granularity that was asked for;
+2. cuts at the ends of modules only, if that was finer;
+3. the freeze point alone;
+4. the same with a prefix that ends before the first branch on data, where there is one;
+5. unsplit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from upriver.errors import CaptureError
-from upriver.program import freeze
 from upriver.program.capture import capture
+from upriver.program.chance import random_branch
+from upriver.program.example import Example, Inputs, Source
+from upriver.program.freeze import check_trainable, frozen_units
+from upriver.program.point import FreezePoint, Ship, eval_modules, find
+from upriver.program.precision import autocasting
 from upriver.program.program import Program
-from upriver.program.proof import prove
+from upriver.program.proof import prove_cuts, prove_split
+from upriver.program.remember import is_proven, proof_digest, remember
+from upriver.program.stages import Granularity
 from upriver.program.tail import Tail
-from upriver.program.trace import finished_before, trace
+from upriver.program.trace import Shape, Trace, trace
+from upriver.program.values import Values
 
 
 class Whole(nn.Module):
-    """A model that runs unsplit: the tail is all of it. Owns no parameters, like :class:`Tail`."""
+    """A model that runs unsplit: the tail is all of it, its features are the model's inputs.
 
-    def __init__(self, model: nn.Module) -> None:
+    Attributes:
+        values: The inputs.
+    """
+
+    def __init__(self, model: nn.Module, example: Example, *, autocast: torch.dtype | None = None) -> None:
         super().__init__()
-        self._model = (model,)
+        self.values = Values(_as_ships(example))
+        self.module = model
+        self._example = example
+        self._autocast = autocast
 
-    def forward(self, inputs: torch.Tensor) -> object:
+    def forward(self, features: torch.Tensor | tuple[torch.Tensor, ...]) -> object:
         """The model's answer."""
-        return self._model[0](inputs)
+        values = (features,) if isinstance(features, torch.Tensor) else features
+        call = self._example.with_tensors(values)
+        with autocasting(values[0].device, self._autocast):
+            return self.module(*call.args, **call.kwargs)
+
+
+def _as_ships(example: Example) -> list[Ship]:
+    size = example.samples
+    ships = []
+    for leaf, tensor in enumerate(example.tensors):
+        batched = tensor.dim() > 0 and tensor.shape[0] == size
+        base = tuple(tensor.shape) if not batched else (0, *tensor.shape[1:])
+        slope = tuple(int(batched and dim == 0) for dim in range(tensor.dim()))
+        ships.append(
+            Ship(source=Source(path=None, leaf=leaf), shape=Shape(dtype=tensor.dtype, base=base, slope=slope))
+        )
+    return ships
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """A way of cutting that was tried.
+
+    Attributes:
+        step: What it was.
+        why_not: Why it was given up; empty for the one that was taken.
+        remembered: Whether its proof was made by an earlier job.
+    """
+
+    step: str
+    why_not: str = ""
+    remembered: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.step}: {self.why_not or ('proven before' if self.remembered else 'proven')}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,19 +92,23 @@ class Split:
 
     Attributes:
         program: The frozen prefix; None when the model runs unsplit.
-        tail: Runs what is left, from the value at the freeze point (or from the input).
+        tail: Runs what is left, from what crosses the freeze point (or from the inputs).
         in_eval: Modules that stay in eval whatever ``model.train()`` says.
-        prefix_units: Frozen units that run in the program.
-        boundary: The module that ends the prefix; empty when unsplit.
+        prefix_units: Frozen modules that run in the program.
+        boundary: The last module of the prefix; empty when unsplit.
         why_not: Why the model runs unsplit; empty when it does not.
+        note: Why the freeze point is not later, where something but a trainable parameter ended the prefix.
+        attempts: What was tried, in order.
     """
 
     program: Program | None
-    tail: nn.Module
+    tail: Tail | Whole
     in_eval: tuple[str, ...]
     prefix_units: tuple[str, ...] = ()
     boundary: str = ""
     why_not: str = ""
+    note: str = ""
+    attempts: tuple[Attempt, ...] = ()
 
     @property
     def freeze(self) -> int:
@@ -56,41 +117,141 @@ class Split:
 
 
 def split(
-    model: nn.Module, example: torch.Tensor, *, on_progress: Callable[[str], None] | None = None
+    model: nn.Module,
+    example: Inputs,
+    *,
+    autocast: torch.dtype | None = None,
+    granularity: Granularity = "module",
+    on_progress: Callable[[str], None] | None = None,
 ) -> Split:
-    """Find the freeze point of a model, capture what lies before it, and prove the cut.
+    """Find the freeze point of a model, capture what lies before it, and prove every cut.
 
     Args:
         model: The user's model; its parameters, buffers and flags are left as they are.
         example: One micro-batch of input, samples in dimension 0, on the model's device.
+        autocast: Run prefix and tail under autocast to this type.
+        granularity: Cuts at the ends of modules (``module``) or between any two operators (``op``).
         on_progress: Told what is being done.
 
     Raises:
         ModelError: If nothing or everything is frozen, or a module that would be skipped has hooks.
     """
-    tell = on_progress or (lambda text: None)
-    freeze.check_trainable(model)
-    try:
-        tell("tracing the model")
-        calls = trace(model, (example,))
-        point = freeze.find(model, calls)
-        if point.boundary is None:
-            raise CaptureError(point.why_not)
-        in_eval = freeze.eval_modules(model, calls, point.boundary)
-        tail = Tail(model, point.boundary, calls)
-        tell(f"capturing it up to {point.boundary}")
-        program = capture(model, (example,), boundary=point.boundary, calls=calls)
-        tell("proving that prefix and tail give what the whole model gives")
-        prove(model, program, tail, in_eval)
-    except CaptureError as error:
-        return Split(
-            program=None, tail=Whole(model), in_eval=tuple(freeze.frozen_units(model)), why_not=str(error)
+    job = _Splitting(model, Example.of(example), autocast, on_progress or (lambda text: None))
+    return job.run(granularity)
+
+
+class _Splitting:
+    """One run through the ways of cutting."""
+
+    def __init__(
+        self, model: nn.Module, example: Example, autocast: torch.dtype | None, tell: Callable[[str], None]
+    ) -> None:
+        self.model, self.example, self.autocast, self.tell = model, example, autocast, tell
+        self.attempts: list[Attempt] = []
+
+    def run(self, granularity: Granularity) -> Split:
+        """Try one way after the other."""
+        check_trainable(self.model)
+        units = frozen_units(self.model)
+        try:
+            self.tell("tracing the model")
+            calls = trace(self.model, self.example, autocast=self.autocast)
+        except CaptureError as error:
+            self.attempts.append(Attempt(step="trace", why_not=str(error)))
+            return self._unsplit(units)
+        for point in self._points(calls):
+            done = self._cut(calls, point, units, granularity)
+            if done is not None:
+                return done
+        return self._unsplit(units)
+
+    def _points(self, calls: Trace) -> Iterator[FreezePoint]:
+        """Freeze points to try: the largest prefix, then one that ends before control flow on data."""
+        tried: set[tuple[int, ...]] = set()
+        for before_branches in (False, True):
+            point = find(self.model, calls, before_branches=before_branches)
+            if point.why_not:
+                self.attempts.append(Attempt(step="freeze point", why_not=point.why_not))
+            elif point.skipped not in tried:
+                tried.add(point.skipped)
+                yield point
+
+    def _cut(
+        self, calls: Trace, point: FreezePoint, units: list[str], granularity: Granularity
+    ) -> Split | None:
+        in_eval = eval_modules(self.model, calls, point, units)
+        step = f"up to {point.name}"
+        try:
+            chance = random_branch(self.model, calls, point, in_eval, autocast=self.autocast)
+            if chance:
+                raise CaptureError(chance)
+            tail = Tail(self.model, point, calls, in_eval=in_eval, autocast=self.autocast)
+            proven = False
+            for level in _levels(granularity):
+                self.tell(f"capturing it {step}")
+                program = self._capture(calls, point, level)
+                proof = proof_digest(self.model, program, point, autocast=self.autocast)
+                known = is_proven(proof)
+                if not known and not proven:
+                    self.tell("proving that prefix and tail give what the whole model gives")
+                    prove_split(self.model, program, tail, self.example, in_eval, autocast=self.autocast)
+                    proven = True
+                if known or self._cuts_hold(program, f"{step}, {_LEVELS[level]}"):
+                    remember(proof, program)
+                    self.attempts.append(Attempt(step=f"{step}, {_LEVELS[level]}", remembered=known))
+                    return self._split(calls, point, tail, program, in_eval)
+        except CaptureError as error:  # a finer or coarser program would not help
+            self.attempts.append(Attempt(step=step, why_not=str(error)))
+        return None
+
+    def _cuts_hold(self, program: Program, step: str) -> bool:
+        try:
+            self.tell("proving every cut")
+            prove_cuts(program, self.example)
+        except CaptureError as error:
+            self.attempts.append(Attempt(step=step, why_not=str(error)))
+            return False
+        return True
+
+    def _capture(self, calls: Trace, point: FreezePoint, level: Granularity) -> Program:
+        outputs = [ship.source for ship in point.ships]
+        return capture(
+            self.model, self.example, outputs=outputs, calls=calls, autocast=self.autocast, granularity=level
         )
-    early = finished_before(calls, point.boundary)
-    return Split(
-        program=program,
-        tail=tail,
-        in_eval=tuple(in_eval),
-        prefix_units=tuple(unit for unit in freeze.frozen_units(model) if unit in early),
-        boundary=point.boundary,
-    )
+
+    def _split(
+        self, calls: Trace, point: FreezePoint, tail: Tail, program: Program, in_eval: list[str]
+    ) -> Split:
+        by_index = {call.index: call for call in calls.calls}
+        paths = dict.fromkeys(by_index[index].path for index in point.skipped)
+        return Split(
+            program=program,
+            tail=tail,
+            in_eval=tuple(in_eval),
+            prefix_units=tuple(
+                p for p in paths if any(True for _ in self.model.get_submodule(p).parameters())
+            ),
+            boundary=point.name,
+            note=point.note,
+            attempts=tuple(self.attempts),
+        )
+
+    def _unsplit(self, units: list[str]) -> Split:
+        return Split(
+            program=None,
+            tail=Whole(self.model, self.example, autocast=self.autocast),
+            in_eval=tuple(units),
+            why_not=self.attempts[0].why_not,
+            attempts=tuple(self.attempts),
+        )
+
+
+_LEVELS: dict[Granularity, str] = {
+    "op": "between operators",
+    "module": "at the ends of modules",
+    "end": "at the freeze point alone",
+}
+
+
+def _levels(granularity: Granularity) -> tuple[Granularity, ...]:
+    return ("op", "module", "end") if granularity == "op" else ("module", "end")

@@ -1,224 +1,377 @@
 """The tail stays the user's: their modules, parameters, hooks and ``forward``, without the frozen prefix.
 
-A *shadow* of the model is made of shallow clones of the boundary's ancestors in which every child that has
-finished before the boundary is replaced by a stub, and the boundary by a module that gives the shipped value.
-All else is shared by identity, so the optimizer, ``state_dict`` and hooks see the user's own objects. The
-user's own ``forward`` runs on the shadow. Stubs give stride-0 NaN tensors of the right shape: they cost
-nothing and poison any answer that should not have read them.
+A *shadow* of the model is made of shallow clones of the ancestors of skipped modules, in which each of those
+is replaced by a stub. All else is shared by identity, so the optimizer, ``state_dict`` and hooks see the
+user's own objects, and the user's own ``forward`` runs on the shadow. A stub gives what has crossed the cut
+where the tail reads it, and otherwise stride-0 NaN tensors of the right shape: they cost nothing and poison
+any answer that should not have read them.
 
-A fresh shadow is made for each call (a few dictionary copies), so calls share no state, and flags that the
-user sets on the model between calls are always the current ones.
+Each thread has a shadow of its own, brought up to date before each call, so that calls share no state and
+flags that the user sets on the model are always the current ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from upriver.errors import CaptureError, ConfigError, ModelError
-from upriver.program.trace import Shape, Trace
+from upriver.errors import CaptureError, ModelError
+from upriver.program.example import Example
+from upriver.program.freeze import keep_in_eval
+from upriver.program.point import FreezePoint
+from upriver.program.precision import autocasting
+from upriver.program.trace import Call, Shape, Trace
+from upriver.program.values import Values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Skip:
-    """A child that has finished before the boundary: what its first calls returned."""
+class _Given:
+    """Stands in a stub's result where value ``index`` of those that crossed belongs."""
+
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Poison:
+    """Stands in a stub's result for a tensor that nobody should read."""
+
+    shape: Shape
+    dense: bool = False
+
+    def make(self, samples: int, device: torch.device) -> torch.Tensor:
+        """A tensor of the right form that costs nothing, unless something writes into it."""
+        dtype = self.shape.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            value = torch.full((), float("nan"), dtype=dtype, device=device)
+        elif dtype is torch.bool:
+            value = torch.zeros((), dtype=dtype, device=device)
+        else:
+            value = torch.full((), torch.iinfo(dtype).min, dtype=dtype, device=device)
+        expanded = value.expand(self.shape.at(samples))
+        return expanded.clone() if self.dense else expanded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stubbed:
+    """A module of which calls are skipped: what each of them gives, None for those that run."""
 
     results: tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Ship:
-    """The boundary."""
+class _Cloned:
+    """An ancestor of skipped modules."""
+
+    children: Mapping[str, _Stubbed | _Cloned]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Clone:
-    """An ancestor of the boundary, or a container of skipped modules."""
+class _Feed:
+    """What has crossed the cut in the call that is running; the stubs of one shadow share it."""
 
-    children: Mapping[str, _Skip | _Ship | _Clone]
+    def __init__(self) -> None:
+        self.values: tuple[torch.Tensor, ...] | None = None
+        self.samples = 0
+
+    def open(self) -> None:
+        """Refuse a call from outside of the tail's forward.
+
+        Raises:
+            CaptureError: If nothing has crossed the cut.
+        """
+        if self.values is None:
+            raise CaptureError(
+                "a skipped module was called outside of the tail's forward: the cut lies in a region that "
+                "activation checkpointing runs again"
+            )
+
+    def take(self, item: Any) -> Any:
+        """A stub's result, or an input, for this call."""
+        values = self.values
+        assert values is not None  # open() was asked
+        if isinstance(item, _Given):
+            return values[item.index]
+        if isinstance(item, _Poison):
+            return item.make(self.samples, values[0].device)
+        return item
 
 
 class _Stub(nn.Module):
-    """Stands for a module's calls before the boundary; later calls go to the module itself.
+    """Stands for a module whose calls are skipped.
 
     It is a shallow clone of the module, of a subclass of its class: whatever the user's code reads from it,
-    or asks of its type, is as ever. Only ``forward`` is another.
+    or asks of its type, is as ever. Only calling it is another thing.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            result = next(self.__dict__["_upriver_results"])
-        except StopIteration:
-            return self.__dict__["_upriver_real"](*args, **kwargs)
-        samples, device = self.__dict__["_upriver_form"]
-        return pytree.tree_map_only(Shape, lambda s: placeholder(s, samples, device), result)
-
-
-class _Shipped(nn.Module):
-    """The boundary module, likewise: whatever goes in, the shipped value comes out."""
+    __call__ = nn.Module._wrapped_call_impl  # a class may have wrapped its own, as transformers' layers do
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_upriver_value"]
+        self._upriver_feed.open()
+        number = self._upriver_next
+        self._upriver_next = number + 1
+        leaves, spec = self._upriver_results[number] if number < len(self._upriver_results) else (None, None)
+        if leaves is None or spec is None:
+            return self._upriver_real[0](*args, **kwargs)
+        return pytree.tree_unflatten([self._upriver_feed.take(leaf) for leaf in leaves], spec)
+
+    _upriver_next: int
+    _upriver_results: tuple[tuple[list[Any], Any] | tuple[None, None], ...]
+    _upriver_real: tuple[nn.Module]
+    _upriver_feed: _Feed
 
 
-_STAND_INS: dict[tuple[type, type], type[nn.Module]] = {}
+_STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _stand_in(kind: type[nn.Module], module_class: type[nn.Module]) -> type[nn.Module]:
-    """The class of a stand-in: ``kind`` decides what it does, ``module_class`` what it is."""
-    key = (kind, module_class)
-    if key not in _STAND_INS:
+def _stand_in(module_class: type[nn.Module]) -> type[nn.Module]:
+    """The class of a stub for modules of that class."""
+    if module_class not in _STAND_INS:
         place = {"__module__": module_class.__module__}
-        _STAND_INS[key] = type(module_class.__name__, (kind, module_class), place)
-    return _STAND_INS[key]
+        _STAND_INS[module_class] = type(module_class.__name__, (_Stub, module_class), place)
+    return _STAND_INS[module_class]
 
 
-def _clone(module: nn.Module, clone_class: type[nn.Module], **state: Any) -> nn.Module:
-    """A module that shares everything with another one by identity, except what ``state`` says."""
-    clone: nn.Module = clone_class.__new__(clone_class)
-    clone.__dict__.update(module.__dict__)
-    clone.__dict__.update(state)
-    clone.__dict__.pop("forward", None)
-    return clone
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Twin:
+    """A clone, whose it is, and in what they differ."""
+
+    module: nn.Module
+    clone: nn.Module
+    own: Mapping[str, Any]
+
+    def update(self) -> None:
+        """Make the clone what the module is now, but for their differences."""
+        state = self.clone.__dict__
+        state.update(self.module.__dict__)
+        state.update(self.own)
+        state.pop("forward", None)
 
 
-def placeholder(shape: Shape, samples: int, device: torch.device) -> torch.Tensor:
-    """A tensor of the right form that costs nothing and poisons what reads it."""
-    if shape.dtype.is_floating_point or shape.dtype.is_complex:
-        poison = torch.full((), float("nan"), dtype=shape.dtype, device=device)
-    elif shape.dtype is torch.bool:
-        poison = torch.zeros((), dtype=shape.dtype, device=device)
-    else:
-        poison = torch.full((), torch.iinfo(shape.dtype).min, dtype=shape.dtype, device=device)
-    return poison.expand(shape.at(samples))
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Shadow:
+    """A shadow of the model and what goes with it."""
+
+    root: nn.Module
+    feed: _Feed
+    twins: list[_Twin] = field(default_factory=list)
 
 
 class Tail(nn.Module):
     """What is left of a model after its frozen prefix.
 
-    Calling it with the features at the boundary, of any number of samples, gives what the whole model would
-    have given. It owns no parameters: they stay the model's.
+    Calling it with what crosses the freeze point, of any number of samples, gives what the whole model would
+    have given. Its parameters are the model's own.
+
+    Attributes:
+        boundary: The last module of the prefix.
+        values: The tensors that cross.
     """
 
-    def __init__(self, model: nn.Module, boundary: str, calls: Trace) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        point: FreezePoint,
+        calls: Trace,
+        *,
+        in_eval: Sequence[str] = (),
+        autocast: torch.dtype | None = None,
+    ) -> None:
         """Work out which modules are skipped.
 
+        Args:
+            in_eval: Modules that stay in eval whatever ``train()`` says.
+            autocast: Run under autocast to this type.
+
         Raises:
-            CaptureError: If the boundary was not called exactly once, or an ancestor has a ``forward`` of
-                its own instance.
+            CaptureError: If an ancestor of a skipped module has a ``forward`` of its own instance.
             ModelError: If a module that will be skipped has hooks.
         """
         super().__init__()
-        found = calls.of(boundary)
-        if len(found) != 1 or not isinstance(found[0].result, Shape):
-            raise CaptureError(
-                f"module {boundary!r} was not called exactly once with a single tensor as its answer"
-            )
-        self.boundary = boundary
-        self._model = (model,)  # in a tuple: the parameters stay the model's, not the tail's
-        self._features = found[0].result
-        self._overwritten = found[0].overwritten
-        self._inputs = calls.inputs
-        self._recipe = self._plan(model, calls, found[0].exit)
+        self.boundary = point.name
+        self.values = Values(point.ships)
+        self._model = (model,)  # in a tuple: registered is the shadow
+        self._in_eval = list(in_eval)
+        self._autocast = autocast
+        self._example = _inputs(point, calls)
+        self._recipe = _Recipe(model, point, calls).make()
         _refuse_hooks(model, self._recipe)
+        self._shadows = _PerThread(model, self._recipe)
+        self._compiled = _build(model, self._recipe)
+        self.shadow = self._compiled.root
 
     @property
     def model(self) -> nn.Module:
         """The user's model."""
         return self._model[0]
 
-    def forward(self, features: torch.Tensor) -> Any:
-        """The model's answer, from the value at the boundary.
+    def forward(self, features: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
+        """The model's answer, from what crosses the freeze point.
 
         Args:
-            features: What the boundary module gives, samples in the dimension in which the model has them.
+            features: One tensor where one crosses, else a tuple of them; samples in the dimension in which
+                the model has them.
 
         Raises:
-            ConfigError: If they have another shape.
+            ConfigError: If they are others.
         """
-        samples = self._samples(features)
-        shadow = self._build(self.model, self._recipe, features, samples)
-        inputs = [placeholder(shape, samples, features.device) for shape in self._inputs]
-        return shadow(*inputs)
+        values = self.values.check(features)
+        if torch.compiler.is_compiling():
+            shadow = self._compiled
+            for twin in shadow.twins:
+                twin.clone.training = twin.module.training
+        else:
+            shadow = self._shadows.get()
+            keep_in_eval(self.model, self._in_eval)
+            for twin in shadow.twins:
+                twin.update()
+        return self._run(shadow, values)
 
-    def _samples(self, features: torch.Tensor) -> int:
-        """How many samples these features are of.
+    def _run(self, shadow: _Shadow, values: tuple[torch.Tensor, ...]) -> Any:
+        feed = shadow.feed
+        feed.values, feed.samples = self.values.unshared(values), self.values.samples_of(values)
+        for twin in shadow.twins:
+            if isinstance(twin.clone, _Stub):
+                twin.clone._upriver_next = 0
+        leaves, spec = self._example
+        args, kwargs = pytree.tree_unflatten([feed.take(leaf) for leaf in leaves], spec)
+        try:
+            with autocasting(values[0].device, self._autocast):
+                return shadow.root(*args, **kwargs)
+        finally:
+            feed.values = None
+
+
+class _PerThread(threading.local):
+    """One shadow a thread."""
+
+    def __init__(self, model: nn.Module, recipe: _Cloned) -> None:
+        self._shadow: _Shadow | None = None
+        self._make = (model, recipe)
+
+    def get(self) -> _Shadow:
+        """This thread's shadow."""
+        if self._shadow is None:
+            self._shadow = _build(*self._make)
+        return self._shadow
+
+
+class _Recipe:
+    """How to make a shadow: which modules are cloned, which stubbed, and what the stubs give."""
+
+    def __init__(self, model: nn.Module, point: FreezePoint, calls: Trace) -> None:
+        self.model = model
+        self.given = {ship.value: index for index, ship in enumerate(point.ships)}
+        self.skipped = set(point.skipped)
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.results: dict[str, list[Any]] = {}
+        by_index = {call.index: call for call in calls.calls}
+        for index in sorted(by_index):
+            if not self._inside_skipped(by_index[index], by_index):
+                call = by_index[index]
+                result = self._result(call) if index in self.skipped else None
+                self.results.setdefault(call.path, []).append(result)
+
+    def _inside_skipped(self, call: Call, calls: Mapping[int, Call]) -> bool:
+        parent = call.parent
+        while parent >= 0:
+            if parent in self.skipped:
+                return True
+            parent = calls[parent].parent
+        return False
+
+    def _result(self, call: Call) -> tuple[list[Any], Any]:
+        """A call's result as its stub gives it, flattened."""
+        leaves, spec = pytree.tree_flatten(call.result)
+        values = iter(call.values)
+        made: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Shape):
+                made.append(leaf)
+                continue
+            index = self.given.get(next(values))
+            made.append(_Poison(shape=leaf, dense=call.overwritten) if index is None else _Given(index=index))
+        return made, spec
+
+    def make(self) -> _Cloned:
+        """The recipe.
 
         Raises:
-            ConfigError: If they are none of this boundary's, the model's own input for example.
+            CaptureError: If there is none that runs the user's own forward.
         """
-        form = self._features
-        if isinstance(features, torch.Tensor) and features.dim() == len(form.base):
-            samples = form.samples_of(features.shape)
-            if tuple(features.shape) == form.at(samples):
-                return samples
-        got = tuple(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
-        wanted = ", ".join(
-            "n" if slope else str(size) for size, slope in zip(form.base, form.slope, strict=True)
-        )
-        raise ConfigError(f"call the job with the features it yields, of shape ({wanted}), got {got}")
-
-    def _plan(self, model: nn.Module, calls: Trace, end: int) -> _Clone:
-        names = {module: path for path, module in model.named_modules()}
-        finished: dict[str, list[Any]] = {}
-        for call in calls.calls:
-            if call.exit < end:
-                finished.setdefault(call.path, []).append(call.result)
-
-        def plan(module: nn.Module) -> _Skip | _Ship | _Clone | None:
-            path = names[module]
-            if path == self.boundary:
-                return _Ship()
-            if path in finished:
-                return _Skip(results=tuple(finished[path]))
-            planned = {name: plan(child) for name, child in module.named_children()}
-            children = {name: item for name, item in planned.items() if item is not None}
-            if children and "forward" in module.__dict__:
-                raise CaptureError(f"module {path or 'the model itself'!r} has a forward of its own instance")
-            return _Clone(children=children) if children else None
-
-        recipe = plan(model)
-        if not isinstance(recipe, _Clone):
-            raise CaptureError(f"module {self.boundary!r} lies in no module that could run the rest")
+        recipe = self._plan(self.model)
+        if not isinstance(recipe, _Cloned):
+            raise CaptureError("no module is left that could run the rest")
         return recipe
 
-    def _build(self, module: nn.Module, recipe: _Clone, features: torch.Tensor, samples: int) -> nn.Module:
+    def _plan(self, module: nn.Module) -> _Stubbed | _Cloned | None:
+        path = self.paths[module]
+        results = self.results.get(path, [])
+        if any(result is not None for result in results):
+            return _Stubbed(results=tuple((None, None) if result is None else result for result in results))
+        planned = {name: self._plan(child) for name, child in module.named_children()}
+        children = {name: item for name, item in planned.items() if item is not None}
+        if children and "forward" in module.__dict__:
+            raise CaptureError(f"module {path or 'the model itself'!r} has a forward of its own instance")
+        return _Cloned(children=children) if children else None
+
+
+def _inputs(point: FreezePoint, calls: Trace) -> tuple[list[Any], Any]:
+    """What the user's forward is called with: inputs that the tail reads have crossed, others are poison."""
+    crossing = {ship.source.leaf: index for index, ship in enumerate(point.ships) if ship.source.path is None}
+    example: Example = calls.example
+    leaves, spec = pytree.tree_flatten((example.args, dict(example.kwargs)))
+    shapes = iter(enumerate(calls.inputs))
+    made: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            made.append(leaf)
+            continue
+        index, shape = next(shapes)
+        made.append(_Given(index=crossing[index]) if index in crossing else _Poison(shape=shape))
+    return made, spec
+
+
+def _build(model: nn.Module, recipe: _Cloned) -> _Shadow:
+    feed = _Feed()
+    twins: list[_Twin] = []
+    made: dict[int, nn.Module] = {}
+
+    def twin(module: nn.Module, clone_class: type[nn.Module], own: dict[str, Any]) -> nn.Module:
+        clone: nn.Module = clone_class.__new__(clone_class)
+        twins.append(_Twin(module=module, clone=clone, own=own))
+        twins[-1].update()
+        return clone
+
+    def build(module: nn.Module, item: _Stubbed | _Cloned) -> nn.Module:
+        if id(module) not in made:  # a module with two names has one stand-in
+            made[id(module)] = stub(module, item) if isinstance(item, _Stubbed) else clone(module, item)
+        return made[id(module)]
+
+    def stub(module: nn.Module, item: _Stubbed) -> nn.Module:
+        own = {"_upriver_results": item.results, "_upriver_real": (module,), "_upriver_feed": feed}
+        return twin(module, _stand_in(type(module)), own | {"_upriver_next": 0})
+
+    def clone(module: nn.Module, item: _Cloned) -> nn.Module:
         children = dict(module._modules)
-        for name, item in recipe.children.items():
+        for name, inner in item.children.items():
             child = children[name]
             assert child is not None  # the recipe names only modules that are there
-            children[name] = self._replace(child, item, features, samples)
-        return _clone(module, module.__class__, _modules=children)
+            children[name] = build(child, inner)
+        return twin(module, type(module), {"_modules": children})
 
-    def _replace(
-        self, child: nn.Module, item: _Skip | _Ship | _Clone, features: torch.Tensor, samples: int
-    ) -> nn.Module:
-        match item:
-            case _Ship():
-                # In-place code after the boundary must not reach the caller's tensor.
-                value = features.clone() if self._overwritten else features
-                return _clone(child, _stand_in(_Shipped, type(child)), _upriver_value=value)
-            case _Skip(results=results):
-                return _clone(
-                    child,
-                    _stand_in(_Stub, type(child)),
-                    _upriver_results=iter(results),
-                    _upriver_form=(samples, features.device),
-                    _upriver_real=child,
-                )
-            case _Clone():
-                return self._build(child, item, features, samples)
+    root = build(model, recipe)
+    return _Shadow(root=root, feed=feed, twins=twins)
 
 
-def _refuse_hooks(model: nn.Module, recipe: _Clone, path: str = "") -> None:
+def _refuse_hooks(model: nn.Module, recipe: _Cloned, path: str = "") -> None:
     for name, item in recipe.children.items():
         here = f"{path}.{name}" if path else name
-        if isinstance(item, _Clone):
+        if isinstance(item, _Cloned):
             _refuse_hooks(model, item, here)
             continue
         for inner, module in model.get_submodule(here).named_modules():

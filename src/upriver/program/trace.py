@@ -1,4 +1,4 @@
-"""What a model's modules do in one forward pass: who is called, in which order, with what shapes.
+"""What a model's modules do in one forward pass: who is called, in which order, on what, with what shapes.
 
 The pass is run at two batch sizes; a dimension that differs between them grows with the batch, which is how a
 later stage can say what shape a skipped module would have given for any number of samples.
@@ -7,7 +7,7 @@ later stage can say what shape a skipped module would have given for any number 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ModelError
+from upriver.program.example import Example, Source, tensors_in
+from upriver.program.flow import Flow, Recorder, Value, has_only_plain_leaves
+from upriver.program.precision import autocasting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,18 +28,30 @@ class Call:
     Attributes:
         path: Name of the module in ``named_modules()`` (its first name, if it has several).
         number: 0 for the module's first call, 1 for its second.
+        index: Of this call among all, in the order in which they began; 0 is the model itself.
+        parent: Index of the call around it; -1 for the model itself.
         enter: Index of the event at which it began, in the order of all events.
         exit: Index of the event at which it ended.
         result: What it returned, tensors as :class:`Shape`.
+        values: The tensors of its result, in order, as they were when it ended.
+        opaque: Type of something in its result that is no tensor and no constant; empty for most.
         overwritten: Whether something wrote into its result in place afterwards.
     """
 
     path: str
     number: int
+    index: int
+    parent: int
     enter: int
     exit: int
     result: Any
+    values: tuple[Value, ...] = ()
+    opaque: str = ""
     overwritten: bool = False
+
+    def sources(self) -> list[Source]:
+        """The tensors of its result, by name."""
+        return [Source(path=self.path, number=self.number, leaf=leaf) for leaf in range(len(self.values))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +66,23 @@ class Shape:
         """The shape for so many samples."""
         return tuple(b + s * samples for b, s in zip(self.base, self.slope, strict=True))
 
+    @property
+    def batched(self) -> bool:
+        """Whether it has samples at all."""
+        return any(self.slope)
+
+    @property
+    def dim(self) -> int:
+        """The dimension that holds the samples.
+
+        Raises:
+            CaptureError: If that is no one dimension, or holds something beside the samples.
+        """
+        growing = [d for d, slope in enumerate(self.slope) if slope]
+        if len(growing) != 1 or self.base[growing[0]] != 0 or self.slope[growing[0]] < 1:
+            raise CaptureError(f"a tensor of shape {self} does not hold its samples in one dimension")
+        return growing[0]
+
     def samples_of(self, shape: Sequence[int]) -> int:
         """How many samples a tensor of this shape holds.
 
@@ -62,29 +94,63 @@ class Shape:
                 return (size - base) // slope
         raise CaptureError(f"a tensor of shape {tuple(shape)} does not depend on the number of samples")
 
+    def __str__(self) -> str:
+        sizes = []
+        for base, slope in zip(self.base, self.slope, strict=True):
+            grown = "n" if slope == 1 else f"{slope}n"
+            sizes.append(str(base) if not slope else f"{grown}+{base}" if base else grown)
+        return f"({', '.join(sizes)})"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """All calls of one pass, in the order in which they ended, and the shapes of the inputs."""
+    """All calls of one pass, in the order in which they ended, the shapes of the inputs, the data flow."""
 
     calls: tuple[Call, ...]
-    inputs: tuple[Any, ...]
+    inputs: tuple[Shape, ...]
+    example: Example
+    flow: Flow
 
     def of(self, path: str) -> list[Call]:
         """The calls of one module."""
         return [call for call in self.calls if call.path == path]
 
+    @property
+    def whole(self) -> Call:
+        """The call of the model itself."""
+        return self.calls[-1]
+
 
 @contextlib.contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
     """Put every module into eval, and back afterwards."""
+    with mode(model, training=False):
+        yield
+
+
+@contextlib.contextmanager
+def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put every module into training or evaluation mode, and back afterwards."""
     before = {module: module.training for module in model.modules()}
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:
-        for module, training in before.items():
-            module.training = training
+        for module, was in before.items():
+            module.training = was
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Leave running statistics as they were."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if not torch.equal(buffer, before[name]):
+                    buffer.copy_(before[name])
 
 
 @contextlib.contextmanager
@@ -98,75 +164,146 @@ def no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def trace(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Trace:
+def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = None) -> Trace:
     """Run ``model`` in eval on 2 and on 3 samples and write down its calls.
 
     Args:
-        inputs: Example inputs with the samples in dimension 0; only their form matters.
+        example: Only the form of its tensors matters, and the constants between them.
+        autocast: Run under autocast to this type.
 
     Raises:
         CaptureError: If the two passes call different modules.
         ModelError: If the model cannot be called with such an input.
     """
-    two, three = (tuple(_resize(x, count) for x in inputs) for count in (2, 3))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), in_eval(model), no_fast_path():
-        first, second = _record(model, two), _record(model, three)
-    if [call.path for call in first] != [call.path for call in second]:
+    two, three = example.resized(2), example.resized(3)
+    devices = {tensor.device for tensor in example.tensors if tensor.device.type == "cuda"}
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=list(devices)),
+        in_eval(model),
+        buffers_kept(model),
+        no_fast_path(),
+        autocasting(example.tensors[0].device, autocast),
+    ):
+        first, flow = watch(model, two)
+        second = _Pass(model, three)
+        second.run()
+    if [call.path for call in first] != [call.path for call in second.calls]:
         raise CaptureError("the model calls different modules for 2 and for 3 samples")
-    calls = tuple(_merge(a, b) for a, b in zip(first, second, strict=True))
-    return Trace(calls=calls, inputs=tuple(_shape(a, b) for a, b in zip(two, three, strict=True)))
+    return Trace(
+        calls=tuple(_merge(a, b) for a, b in zip(first, second.calls, strict=True)),
+        inputs=tuple(_shape(a, b) for a, b in zip(two.tensors, three.tensors, strict=True)),
+        example=two,
+        flow=flow,
+    )
 
 
-def _resize(example: torch.Tensor, count: int) -> torch.Tensor:
-    repeats = -(-count // max(1, example.shape[0]))
-    return torch.cat([example] * repeats)[:count]
+def watch(model: nn.Module, example: Example) -> tuple[list[Call], Flow]:
+    """Run the model once as it is, and write down its calls and the data flow; shapes of one size only.
+
+    Raises:
+        ModelError: If the model cannot be called with such an input.
+    """
+    run = _Pass(model, example)
+    with run.recorder:
+        run.run()
+    return run.calls, run.recorder.flow()
 
 
-def _record(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[Call]:
-    calls: list[Call] = []
-    versions: list[tuple[torch.Tensor | None, int]] = []
-    open_calls: list[int] = []
-    numbers: dict[str, int] = {}
-    events = 0
+class _Pass:
+    """One forward pass, watched from hooks on every module."""
 
-    def enter(_module: nn.Module, _args: Any) -> None:
-        nonlocal events
-        open_calls.append(events)
-        events += 1
+    def __init__(self, model: nn.Module, example: Example) -> None:
+        self.model = model
+        self.example = example
+        self.calls: list[Call] = []
+        self.recorder = Recorder(model, example.tensors)
+        self._open: list[tuple[int, int]] = []  # index, event
+        self._numbers: dict[str, int] = {}
+        self._begun = 0
+        self._events = 0
+        self._results: list[tuple[torch.Tensor, int] | None] = []
 
-    def leave(path: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, result: Any) -> None:
-            nonlocal events
-            number = numbers.get(path, 0)
-            numbers[path] = number + 1
-            calls.append(
-                Call(path=path, number=number, enter=open_calls.pop(), exit=events, result=_detached(result))
+    def run(self) -> None:
+        """Run it.
+
+        Raises:
+            ModelError: With whatever the user's forward raised.
+        """
+        with contextlib.ExitStack() as stack:
+            for path, module in self.model.named_modules():
+                # Ours run first on the way in and last on the way out, around whatever hooks the user has.
+                stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
+                stack.callback(module.register_forward_hook(self._leave(path)).remove)
+            try:
+                self.model(*self.example.args, **self.example.kwargs)
+            except Exception as error:  # whatever the user's forward raises
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise ModelError(
+                    f"the model cannot be called with {self.example.describe()}: {reason}"
+                ) from error
+        self.calls = [
+            replace(call, overwritten=kept is not None and kept[0]._version != kept[1])
+            for call, kept in zip(self.calls, self._results, strict=True)
+        ]
+        self._results.clear()
+
+    def _enter(self, _module: nn.Module, _args: Any) -> None:
+        self._open.append((self._begun, self._events))
+        self.recorder.call = self._begun
+        self._begun += 1
+        self._events += 1
+
+    def _leave(self, path: str) -> Callable[..., Any]:
+        def hook(_module: nn.Module, args: Any, result: Any) -> Any:
+            passed_on = isinstance(result, torch.Tensor) and any(
+                result is given for given in tensors_in(args)
             )
-            versions.append((result, result._version) if isinstance(result, torch.Tensor) else (None, 0))
-            events += 1
+            if passed_on:
+                # A Dropout in eval gives what it was given. Under a name of its own, so that one can see
+                # who reads the one and who the other.
+                result = result.view_as(result)
+            self._note(path, result)
+            return result if passed_on else None
 
         return hook
 
-    with contextlib.ExitStack() as stack:
-        for path, module in model.named_modules():
-            # Ours run first on the way in and last on the way out, around whatever hooks the user has.
-            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-            stack.callback(module.register_forward_hook(leave(path)).remove)
-        try:
-            model(*inputs)
-        except Exception as error:  # whatever the user's forward raises
-            given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in inputs)
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ModelError(f"the model cannot be called with {given}: {reason}") from error
-    return [
-        replace(call, overwritten=tensor is not None and tensor._version != version)
-        for call, (tensor, version) in zip(calls, versions, strict=True)
-    ]
+    def _note(self, path: str, result: Any) -> None:
+        index, enter = self._open.pop()
+        number = self._numbers.get(path, 0)
+        self._numbers[path] = number + 1
+        parent = self._open[-1][0] if self._open else -1
+        self.recorder.call = max(parent, 0)
+        self.calls.append(
+            Call(
+                path=path,
+                number=number,
+                index=index,
+                parent=parent,
+                enter=enter,
+                exit=self._events,
+                result=_detached(result),
+                values=tuple(self.recorder.value(tensor) for tensor in tensors_in(result)),
+                opaque=has_only_plain_leaves(result),
+            )
+        )
+        self._results.append((result, result._version) if isinstance(result, torch.Tensor) else None)
+        self._events += 1
 
 
 def _detached(result: Any) -> Any:
     # Shapes are all that is needed; keeping the tensors would keep every activation alive.
-    return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), result)
+    return pytree.tree_map_only(torch.Tensor, _form, result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _form(tensor: torch.Tensor) -> _Form:
+    return _Form(tensor.dtype, tuple(tensor.shape))
 
 
 def _merge(a: Call, b: Call) -> Call:
@@ -174,29 +311,21 @@ def _merge(a: Call, b: Call) -> Call:
     leaves_b, spec_b = pytree.tree_flatten(b.result)
     if spec_a != spec_b:
         raise CaptureError(f"module {a.path!r} returns different structures for 2 and for 3 samples")
-    leaves = [
-        _shape(x, y) if isinstance(x, torch.Tensor) else x for x, y in zip(leaves_a, leaves_b, strict=True)
-    ]
-    return replace(a, result=pytree.tree_unflatten(leaves, spec_a))
+    leaves = []
+    opaque = a.opaque
+    for x, y in zip(leaves_a, leaves_b, strict=True):
+        if isinstance(x, _Form) and isinstance(y, _Form):
+            leaves.append(_shape(x, y))
+            continue
+        if not opaque and not (x is y or x == y):
+            opaque = "number that depends on the batch"
+        leaves.append(x)
+    return replace(a, result=pytree.tree_unflatten(leaves, spec_a), opaque=opaque)
 
 
-def _shape(two: torch.Tensor, three: torch.Tensor) -> Shape:
+def _shape(two: _Form | torch.Tensor, three: _Form | torch.Tensor) -> Shape:
+    if len(two.shape) != len(three.shape):
+        raise CaptureError("a tensor has another number of dimensions for 2 than for 3 samples")
     slope = tuple(int(b) - int(a) for a, b in zip(two.shape, three.shape, strict=True))
     base = tuple(int(a) - 2 * s for a, s in zip(two.shape, slope, strict=True))
     return Shape(dtype=two.dtype, base=base, slope=slope)
-
-
-def finished_before(calls: Trace, boundary: str) -> set[str]:
-    """Paths of the modules that were called only before ``boundary`` ended, itself among them."""
-    end = calls.of(boundary)[0].exit
-    early = {call.path for call in calls.calls if call.exit <= end}
-    return early - {call.path for call in calls.calls if call.exit > end}
-
-
-def parameters_of(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Path to module, for modules that hold parameters of their own."""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-    }

@@ -1,0 +1,180 @@
+"""Which operator of one forward pass read what another one made: the data flow between module calls.
+
+Operators are seen as eager torch dispatches them, with real values, so control flow of any kind is no
+obstacle. Flow is followed from tensor to tensor, and through in-place writes: what is read is a tensor *as
+of* the last operator that had written into its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from upriver.program.example import tensors_in
+
+
+class Value(NamedTuple):
+    """A tensor at one moment: its number, and the operator that last wrote into it since it was made."""
+
+    tensor: int
+    writer: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One operator call.
+
+    Attributes:
+        name: ``aten::add`` and the like.
+        call: Index of the innermost module call around it.
+        reads: What its arguments were.
+        trouble: Why it may only run where the user's model runs; empty for most.
+        observes: Whether Python saw a value of the data (a branch may depend on it), or a size did.
+    """
+
+    name: str
+    call: int
+    reads: tuple[Value, ...]
+    trouble: str
+    observes: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """A tensor that no operator made: an input, a parameter, a buffer, or one the code had all along."""
+
+    kind: str
+    name: str = ""
+    trained: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """The data flow of one forward pass.
+
+    Attributes:
+        operations: In the order of execution.
+        makers: Number of a tensor to the operation that made it.
+        origins: Number of a tensor to where it comes from, for those that no operation made.
+    """
+
+    operations: tuple[Operation, ...]
+    makers: Mapping[int, int]
+    origins: Mapping[int, Origin]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes a :class:`Flow` while a model runs.
+
+    Attributes:
+        call: Index of the module call that is running; set by whoever follows the modules.
+    """
+
+    def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.call = 0
+        self._operations: list[Operation] = []
+        self._makers: dict[int, int] = {}
+        self._origins: dict[int, Origin] = {}
+        self._numbers: dict[int, int] = {}
+        self._tensors: list[torch.Tensor] = []  # kept, so that no identity is given out twice
+        self._made_at: list[int] = []
+        self._writers: dict[int, int] = {}
+        self._owners: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._originate(parameter, Origin(kind="parameter", name=name, trained=parameter.requires_grad))
+            self._owners.setdefault(_storage(parameter), f"parameter {name!r}")
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            self._originate(buffer, Origin(kind="buffer", name=name))
+            self._owners.setdefault(_storage(buffer), f"buffer {name!r}")
+        for index, tensor in enumerate(inputs):
+            self._originate(tensor, Origin(kind="input", name=str(index)))
+
+    def flow(self) -> Flow:
+        """What was recorded."""
+        return Flow(operations=tuple(self._operations), makers=self._makers, origins=self._origins)
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """A tensor as it is now."""
+        number = self._number(tensor)
+        writer = self._writers.get(_storage(tensor), -1)
+        return Value(number, writer if writer > self._made_at[number] else -1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Before the call: it may write into what it reads.
+        reads = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
+        written = list(_written(func, args, kwargs))
+        before = _random_state() if torch.Tag.nondeterministic_seeded in func.tags else None
+        result = func(*args, **kwargs)
+        self._note(func, reads, written, result, random=before is not None and before != _random_state())
+        return result
+
+    def _note(
+        self, func: Any, reads: tuple[Value, ...], written: list[torch.Tensor], result: Any, *, random: bool
+    ) -> None:
+        index = len(self._operations)
+        name = func._schema.name
+        owners = [self._owners[_storage(tensor)] for tensor in written if _storage(tensor) in self._owners]
+        trouble = f"changes {owners[0]}" if owners else f"runs the random operator {name}" if random else ""
+        made = tensors_in(result)
+        seen = bool(reads) and not made and not written
+        seen = seen or not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(
+            func.tags
+        )
+        self._operations.append(
+            Operation(name=name, call=self.call, reads=reads, trouble=trouble, observes=seen)
+        )
+        for tensor in made:
+            if id(tensor) not in self._numbers:
+                self._makers[self._number(tensor, made_at=index)] = index
+        for tensor in written:
+            self._writers[_storage(tensor)] = index
+
+    def _originate(self, tensor: torch.Tensor, origin: Origin) -> None:
+        if id(tensor) not in self._numbers:
+            self._origins[self._number(tensor)] = origin
+
+    def _number(self, tensor: torch.Tensor, *, made_at: int | None = None) -> int:
+        known = self._numbers.get(id(tensor))
+        if known is not None:
+            return known
+        number = self._numbers[id(tensor)] = len(self._tensors)
+        self._tensors.append(tensor)
+        self._made_at.append(-1 if made_at is None else made_at)
+        if made_at is None and number not in self._origins:
+            self._origins[number] = Origin(kind="constant", trained=tensor.requires_grad)
+        return number
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among its arguments that an operator writes into."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(given)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _random_state() -> bytes:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += torch.cuda.get_rng_state_all()
+    return b"".join(state.numpy().tobytes() for state in states)
+
+
+def has_only_plain_leaves(value: Any) -> str:
+    """The type of a leaf that is neither a tensor nor a constant, such as a cache; empty if there is none."""
+    plain = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+    for leaf in pytree.tree_leaves(value):
+        if leaf is not None and not isinstance(leaf, plain):
+            return type(leaf).__name__
+    return ""

@@ -1,0 +1,108 @@
+"""Proofs are made once: what was proven for a model, on this machine and these versions, is remembered.
+
+A proof is named by a digest of everything it depends on: the program (its graph and weights), the user's
+model as code (classes, their source, settings) and as a list of parameters, what crosses the freeze point,
+versions and processor. One small file a proof, under ``$UPRIVER_CACHE`` or the user's cache folder; losing
+it costs the seconds of a new proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import upriver
+from upriver.program.point import FreezePoint
+from upriver.program.program import Program
+
+SCHEMA = "upriver.proof/1"
+
+
+def proof_digest(
+    model: nn.Module, program: Program, point: FreezePoint, *, autocast: torch.dtype | None = None
+) -> str:
+    """The name of the proof that this program and this model's tail are the whole model."""
+    folded = hashlib.sha256()
+    for fact in _facts(model, program, point, autocast):
+        folded.update(fact.encode())
+        folded.update(b"\0")
+    return folded.hexdigest()
+
+
+def is_proven(digest: str) -> bool:
+    """Whether that proof was made before."""
+    try:
+        found = json.loads(_path(digest).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("schema") == SCHEMA and found.get("proof") == digest
+
+
+def remember(digest: str, program: Program) -> None:
+    """Keep that a proof was made. A cache that cannot be written is no error: the next job proves again."""
+    path = _path(digest)
+    text = json.dumps({"schema": SCHEMA, "proof": digest, "program": program.digest}) + "\n"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all, also when two jobs write it.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise
+
+
+def _path(digest: str) -> Path:
+    folder = os.environ.get("UPRIVER_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    base = Path(folder) if folder else Path.home() / ".cache"
+    return (base if os.environ.get("UPRIVER_CACHE") else base / "upriver") / "proofs" / f"{digest}.json"
+
+
+def _facts(
+    model: nn.Module, program: Program, point: FreezePoint, autocast: torch.dtype | None
+) -> Iterator[str]:
+    yield SCHEMA
+    yield f"{upriver.__version__} {torch.__version__} {platform.machine()} {torch.get_num_threads()}"
+    yield f"{torch.backends.cpu.get_cpu_capability()} {_device_name(program.device)} {autocast}"
+    yield program.digest
+    yield str([(str(ship.source), str(ship.shape), ship.overwritten) for ship in point.ships])
+    yield str(point.skipped)
+    yield repr(model)
+    yield from (_settings(module) for module in model.modules())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+    classes = {type(module) for module in model.modules()}
+    for module_class in sorted(classes, key=lambda kind: (kind.__module__, kind.__qualname__)):
+        yield f"{module_class.__module__}.{module_class.__qualname__} {_source(module_class)}"
+
+
+def _settings(module: nn.Module) -> str:
+    """What a forward may branch on: plain attributes, and a configuration object."""
+    plain = {
+        name: value for name, value in vars(module).items() if isinstance(value, (int, float, str, tuple))
+    }
+    return f"{sorted((name, repr(value)) for name, value in plain.items())} {vars(module).get('config', '')}"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _source(module_class: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(module_class)
+    except (OSError, TypeError):  # made at run time: its settings are all that there is
+        return ""
