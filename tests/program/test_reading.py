@@ -16,8 +16,9 @@ from torch import nn
 from upriver.errors import ProgramError
 from upriver.program import Program, capture
 from upriver.program import weights as weights_file
-from upriver.program.graph import decode
-from upriver.program.operators import ALLOWED, check_call, resolve
+from upriver.program.calls import check_call
+from upriver.program.operators import ALLOWED, resolve
+from upriver.program.reading import decode
 
 torch.manual_seed(0)
 PROGRAM = capture(nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.randn(3, 6),))
@@ -27,7 +28,7 @@ GRAPH = json.loads(PROGRAM.graph_bytes)
 def edited(edit: Callable[[Any], object]) -> bytes:
     graph = json.loads(PROGRAM.graph_bytes)
     edit(graph)
-    return json.dumps(graph).encode()
+    return msgspec.json.encode(graph)
 
 
 EDITS: dict[str, Callable[[Any], object]] = {
@@ -108,7 +109,7 @@ def test_a_mutated_graph_gives_a_typed_error_or_a_program(path: tuple[Any, ...],
         place = place[key]
     place[path[-1]] = value
     try:
-        Program.from_bytes(json.dumps(graph).encode(), PROGRAM.weights_bytes)
+        Program.from_bytes(msgspec.json.encode(graph), PROGRAM.weights_bytes)
     except ProgramError:
         return
 

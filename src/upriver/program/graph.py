@@ -1,4 +1,4 @@
-"""A captured network as data: ``graph.json``, written canonically and read with suspicion.
+"""A captured network as data: ``graph.json``, written canonically (and read, with suspicion, in ``reading``).
 
 The file names weights by digest and operators by their place in the allow-list; it holds no code. A graph is
 made for one micro-batch size. Its digest is the SHA-256 of its bytes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -18,11 +18,11 @@ from upriver.errors import ProgramError
 
 SCHEMA = "upriver.program/2"
 
-MAX_GRAPH_BYTES = 64 << 20
-MAX_NODES = 200_000
-MAX_DIMENSIONS = 12
-MAX_TENSOR_BYTES = 16 << 30
-"""Caps on what a graph file may declare: above the largest published networks, below what harms a server."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A size, a stride, a position or a number of bytes: what fits the signed 64 bits that torch counts in."""
+
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+"""Bytes or operations for one sample."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -53,8 +53,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Type, shape and strides (both in elements) of one tensor."""
 
     dtype: str
-    shape: list[int]
-    stride: list[int]
+    shape: list[Count]
+    stride: list[Count]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -93,21 +93,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def nbytes(self) -> int:
         """Bytes of storage it needs."""
         return self.span * self.itemsize
-
-    def check(self, where: str) -> None:
-        """Refuse what no tensor can be.
-
-        Raises:
-            ProgramError: Naming ``where``.
-        """
-        if self.dtype not in DTYPES:
-            raise ProgramError(f"{where}: type {self.dtype!r} is not allowed")
-        if len(self.shape) != len(self.stride) or len(self.shape) > MAX_DIMENSIONS:
-            raise ProgramError(f"{where}: {len(self.shape)} sizes, {len(self.stride)} strides")
-        if any(n < 0 for n in self.shape) or any(n < 0 for n in self.stride):
-            raise ProgramError(f"{where}: negative size or stride")
-        if max(self.nbytes, self.numel * self.itemsize) > MAX_TENSOR_BYTES:
-            raise ProgramError(f"{where}: larger than {MAX_TENSOR_BYTES} bytes")
 
     def empty(self, device: str | torch.device) -> torch.Tensor:
         """An uninitialised tensor of this form."""
@@ -154,12 +139,12 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     name: str
     kind: str
-    stop: int
+    stop: Count
     live: list[str]
-    out_bytes: float
-    param_bytes: int
-    flops: float
-    peak_bytes: float
+    out_bytes: Amount
+    param_bytes: Count
+    flops: Amount
+    peak_bytes: Amount
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,7 +160,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     schema: str
-    micro_batch: int
+    micro_batch: Count
     autocast: str | None
     operators: dict[str, str]
     weights_digest: str
@@ -197,51 +182,6 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def digest_of(data: bytes | memoryview) -> str:
     """SHA-256 in hexadecimal: the name of a program, a weights file or a dataset."""
     return hashlib.sha256(data).hexdigest()
-
-
-def decode(data: bytes | memoryview) -> Graph:
-    """Read a graph file from anyone.
-
-    Raises:
-        ProgramError: If it is not a well-formed graph of this schema; the message says what and where.
-    """
-    if len(data) > MAX_GRAPH_BYTES:
-        raise ProgramError(f"graph of {len(data)} bytes; at most {MAX_GRAPH_BYTES} are allowed")
-    try:
-        graph = msgspec.json.decode(data, type=Graph)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ProgramError(f"graph.json: {error}") from None
-    _check(graph)
-    return graph
-
-
-def _check(graph: Graph) -> None:
-    if graph.schema != SCHEMA:
-        raise ProgramError(f"graph schema {graph.schema!r}; this version reads {SCHEMA!r}")
-    if graph.micro_batch < 1:
-        raise ProgramError(f"micro_batch must be at least 1, got {graph.micro_batch}")
-    if len(graph.nodes) > MAX_NODES:
-        raise ProgramError(f"graph of {len(graph.nodes)} nodes; at most {MAX_NODES} are allowed")
-    known: set[str] = set()
-    declared: list[Value | Weight] = [*graph.inputs, *graph.weights]
-    for value in declared:
-        _define(known, value.name, value.spec, value.name)
-    for index, node in enumerate(graph.nodes):
-        where = f"node {index} ({node.op})"
-        for name in references([node.args, node.kwargs]):
-            if name not in known:
-                raise ProgramError(f"{where}: reads {name!r} before it is made")
-        for output in node.outputs:
-            if output is not None:
-                _define(known, output.name, output.spec, where)
-    _check_stages(graph)
-
-
-def _define(known: set[str], name: str, spec: TensorSpec, where: str) -> None:
-    if name in known:
-        raise ProgramError(f"{where}: {name!r} is made twice")
-    spec.check(where)
-    known.add(name)
 
 
 def constants(inputs: Iterable[Value], nodes: Iterable[Node]) -> frozenset[str]:
@@ -312,37 +252,6 @@ class Lifetimes:
                 del alive[name]
 
 
-def _check_stages(graph: Graph) -> None:
-    stops = [stage.stop for stage in graph.stages]
-    if not stops or stops != sorted(stops) or stops[0] < 0 or stops[-1] != len(graph.nodes):
-        raise ProgramError("stages do not cover the nodes in order")
-    fixed = constants(graph.inputs, graph.nodes)
-    born = {value.name: 0 for value in graph.inputs}
-    for index, node in enumerate(graph.nodes, start=1):
-        born |= {output.name: index for output in node.outputs if output is not None}
-    for number, stage in enumerate(graph.stages, start=1):
-        allowed = frozenset() if number < len(graph.stages) else fixed
-        for name in stage.live:
-            if born.get(name, stage.stop + 1) > stage.stop or (name in fixed and name not in allowed):
-                raise ProgramError(f"stage {number}: {name!r} is no tensor made before its cut")
-        if len(set(stage.live)) != len(stage.live):
-            raise ProgramError(f"stage {number}: a tensor crosses its cut twice")
-    _check_live(graph, fixed | {weight.name for weight in graph.weights})
-
-
-def _check_live(graph: Graph, apart: frozenset[str]) -> None:
-    """What later stages read must cross every cut before them."""
-    stages = iter(enumerate(graph.stages, start=1))
-    number, stage = next(stages)
-    for position, alive in Lifetimes(graph.inputs, graph.nodes, graph.stages[-1].live, apart).walk():
-        while stage.stop == position:
-            if missing := alive.keys() - set(stage.live):
-                raise ProgramError(f"stage {number}: {min(missing)!r}, read later, does not cross its cut")
-            if number == len(graph.stages):
-                return
-            number, stage = next(stages)
-
-
 def liveness(nodes: Sequence[Node], outputs: Sequence[str], weights: set[str]) -> list[frozenset[str]]:
     """Names alive at each position 0…len(nodes): made before, read at or after it; weights apart."""
     alive: set[str] = set(outputs)
@@ -404,7 +313,7 @@ def encode_argument(argument: Any) -> Any:
     raise ProgramError(f"argument of type {type(argument).__name__} cannot stand in a program")
 
 
-def decode_argument(argument: Any, device: torch.device) -> Any:
+def decode_argument(argument: Any, device: str | torch.device) -> Any:
     """The argument that :func:`encode_argument` wrote, where it is neither a tensor nor a list.
 
     Raises:

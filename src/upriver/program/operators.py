@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -31,6 +31,22 @@ _OVERLOADS: dict[str, str] = {
     "baddbmm": "default",
     "einsum": "default",
     "scaled_dot_product_attention": "default",
+    "convolution": "default",
+    "conv_transpose3d": "input",
+    "mv": "default",
+    "dot": "default",
+    "outer": "default",
+    "addmv": "default",
+    "bilinear": "default",
+    "tensordot": "default",
+    "linalg_matmul": "default",
+    "inner": "default",
+    "addbmm": "default",
+    "native_layer_norm": "default",
+    "native_group_norm": "default",
+    "batch_norm": "default",
+    "_fused_rms_norm": "default",
+    "cosine_similarity": "default",
     # normalisation in eval
     "_native_batch_norm_legit_no_training": "default",
     "layer_norm": "default",
@@ -76,6 +92,34 @@ _OVERLOADS: dict[str, str] = {
     "pixel_unshuffle": "default",
     "pad": "default",
     "constant_pad_nd": "default",
+    "max_pool2d_with_indices": "default",
+    "max_pool3d_with_indices": "default",
+    "max_pool1d_with_indices": "default",
+    "adaptive_max_pool1d": "default",
+    "adaptive_max_pool3d": "default",
+    "_adaptive_avg_pool2d": "default",
+    "_adaptive_avg_pool3d": "default",
+    "upsample_nearest1d": "default vec",
+    "upsample_nearest3d": "default vec",
+    "upsample_linear1d": "default vec",
+    "upsample_trilinear3d": "default vec",
+    "_upsample_bilinear2d_aa": "default vec",
+    "_upsample_bicubic2d_aa": "default vec",
+    "_upsample_nearest_exact2d": "default vec",
+    "grid_sampler": "default",
+    "grid_sampler_2d": "default",
+    "grid_sampler_3d": "default",
+    "affine_grid_generator": "default",
+    "channel_shuffle": "default",
+    "reflection_pad1d": "default",
+    "reflection_pad2d": "default",
+    "reflection_pad3d": "default",
+    "replication_pad1d": "default",
+    "replication_pad2d": "default",
+    "replication_pad3d": "default",
+    "im2col": "default",
+    "col2im": "default",
+    "unfold": "default",
     # elementwise
     "add": "Tensor Scalar",
     "sub": "Tensor Scalar",
@@ -95,16 +139,15 @@ _OVERLOADS: dict[str, str] = {
     "erf": "default",
     "sign": "default",
     "floor": "default",
-    "ceil": "default",
-    "round": "default",
+    "round": "default decimals",
     "clamp": "default Tensor",
-    "clamp_min": "default",
-    "clamp_max": "default",
+    "clamp_min": "default Tensor",
+    "clamp_max": "default Tensor",
     "maximum": "default",
     "minimum": "default",
-    "max": "default other",
-    "min": "default other",
-    "where": "self ScalarOther ScalarSelf",
+    "max": "default other dim",
+    "min": "default other dim",
+    "where": "self ScalarOther ScalarSelf Scalar",
     "masked_fill": "Scalar Tensor",
     "eq": "Tensor Scalar",
     "ne": "Tensor Scalar",
@@ -120,18 +163,86 @@ _OVERLOADS: dict[str, str] = {
     "__and__": "Tensor Scalar",
     "__or__": "Tensor Scalar",
     "bitwise_not": "default",
+    "celu": "default",
+    "hardshrink": "default",
+    "softshrink": "default",
+    "threshold": "default",
+    "exp2": "default",
+    "expm1": "default",
+    "log1p": "default",
+    "log2": "default",
+    "log10": "default",
+    "tan": "default",
+    "asin": "default",
+    "acos": "default",
+    "atan": "default",
+    "atan2": "default",
+    "sinh": "default",
+    "cosh": "default",
+    "asinh": "default",
+    "acosh": "default",
+    "atanh": "default",
+    "erfc": "default",
+    "erfinv": "default",
+    "ceil": "default",
+    "trunc": "default",
+    "frac": "default",
+    "square": "default",
+    "sgn": "default",
+    "logaddexp": "default",
+    "fmod": "Tensor Scalar",
+    "remainder": "Tensor Scalar",
+    "floor_divide": "default Scalar",
+    "true_divide": "Tensor",
+    "lerp": "Scalar Tensor",
+    "addcmul": "default",
+    "addcdiv": "default",
+    "logical_xor": "default",
+    "bitwise_xor": "Tensor Scalar",
+    "bitwise_left_shift": "Tensor_Scalar",
+    "bitwise_right_shift": "Tensor_Scalar",
+    "__xor__": "Tensor Scalar",
+    "isnan": "default",
+    "isinf": "default",
+    "isfinite": "default",
+    "nan_to_num": "default",
+    "clip": "default Tensor",
+    "_softmax": "default",
+    "_log_softmax": "default",
+    "logsumexp": "default",
+    "logit": "default",
+    "positive": "default",
+    "absolute": "default",
+    "negative": "default",
+    "multiply": "Tensor Scalar",
+    "divide": "Tensor Scalar",
+    "subtract": "Tensor Scalar",
+    "arctan": "default",
+    "float_power": "Tensor_Scalar",
+    "_prelu_kernel": "default",
     # reductions
     "mean": "default dim",
     "sum": "default dim_IntList",
     "amax": "default",
     "amin": "default",
     "argmax": "default",
-    "var": "correction dim",
-    "var_mean": "correction",
+    "var": "correction dim default",
+    "var_mean": "correction dim",
     "cumsum": "default",
     "linalg_vector_norm": "default",
-    "any": "default dim",
-    "all": "default dim",
+    "any": "default dim dims",
+    "all": "default dim dims",
+    "argmin": "default",
+    "prod": "default dim_int",
+    "std": "correction dim default",
+    "std_mean": "correction",
+    "norm": "ScalarOpt_dim Scalar ScalarOpt_dim_dtype",
+    "cumprod": "default",
+    "topk": "default",
+    "sort": "default stable",
+    "argsort": "default stable",
+    "aminmax": "default",
+    "count_nonzero": "dim_IntList default",
     # shape
     "view": "default",
     "_unsafe_view": "default",
@@ -148,7 +259,7 @@ _OVERLOADS: dict[str, str] = {
     "repeat": "default",
     "cat": "default",
     "stack": "default",
-    "split": "Tensor",
+    "split": "Tensor sizes",
     "split_with_sizes": "default",
     "chunk": "default",
     "unbind": "int",
@@ -168,9 +279,48 @@ _OVERLOADS: dict[str, str] = {
     "alias": "default",
     "detach": "default",
     "lift_fresh_copy": "default",
-    "to": "dtype dtype_layout",
+    "to": "dtype dtype_layout other",
     "_to_copy": "default",
     "type_as": "default",
+    "movedim": "int intlist",
+    "moveaxis": "int intlist",
+    "swapaxes": "default",
+    "swapdims": "default",
+    "ravel": "default",
+    "view_as": "default",
+    "reshape_as": "default",
+    "unsafe_split": "Tensor",
+    "unsafe_split_with_sizes": "default",
+    "tensor_split": "sections indices",
+    "hsplit": "int",
+    "tile": "default",
+    "repeat_interleave": "self_int",
+    "meshgrid": "default indexing",
+    "broadcast_to": "default",
+    "broadcast_tensors": "default",
+    "diagonal": "default",
+    "diag_embed": "default",
+    "rot90": "default",
+    "concat": "default",
+    "concatenate": "default",
+    "hstack": "default",
+    "vstack": "default",
+    "dstack": "default",
+    "take_along_dim": "default",
+    "masked_scatter": "default",
+    "scatter": "value",
+    "index_put": "default",
+    "searchsorted": "Tensor",
+    "bucketize": "Tensor",
+    "numpy_T": "default",
+    "fliplr": "default",
+    "flipud": "default",
+    "adjoint": "default",
+    "mT": "default",
+    "lift_fresh": "default",
+    "diagonal_scatter": "default",
+    "column_stack": "default",
+    "take": "default",
     # constants of a fixed size
     "arange": "default start start_step",
     "full": "default",
@@ -178,7 +328,6 @@ _OVERLOADS: dict[str, str] = {
     "zeros": "default",
     "zeros_like": "default",
     "zero": "default",
-    "eye": "default",
     "ones": "default",
     "ones_like": "default",
     "scalar_tensor": "default",
@@ -186,6 +335,10 @@ _OVERLOADS: dict[str, str] = {
     "new_ones": "default",
     "new_full": "default",
     "fill": "Scalar Tensor",
+    "tril_indices": "default",
+    "triu_indices": "default",
+    "eye": "default m",
+    "linspace": "default",
     "slice_scatter": "default",
     "select_scatter": "default",
 }
@@ -196,15 +349,23 @@ ALLOWED: frozenset[str] = frozenset(
 """Every operator a program may hold."""
 
 
-def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call that would make an allowed operator random: attention with dropout is the only one.
+def check_fingerprints(declared: Mapping[str, str], used: Set[str]) -> None:
+    """Refuse a program whose operators are not the ones that this version of torch has.
 
     Raises:
-        ProgramError: If it would.
+        ProgramError: Naming the first operator that is not allowed, not known, of another signature here,
+            used and not declared, or the other way round.
     """
-    dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    if name == "scaled_dot_product_attention.default" and dropout != 0.0:
-        raise ProgramError(f"{name} with dropout_p={dropout!r}: a program holds nothing random")
+    known = fingerprints(used)
+    for name in sorted(used ^ declared.keys()):
+        what = "is used and not" if name in used else "is not used and yet"
+        raise ProgramError(f"operator {name[:80]!r} {what} among the graph's operators")
+    for name, fingerprint in known.items():
+        if declared[name] != fingerprint:
+            raise ProgramError(
+                f"operator {name!r} has another signature in torch {torch.__version__} ({fingerprint}) than "
+                f"where the program was captured ({declared[name][:16]})"
+            )
 
 
 def fingerprints(names: Iterable[str]) -> dict[str, str]:
@@ -221,6 +382,12 @@ def _fingerprint(name: str) -> str:
     return hashlib.sha256(str(resolve(name)._schema).encode()).hexdigest()[:16]
 
 
+@functools.cache
+def _resolve(name: str) -> Any:
+    operator, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, operator), overload)
+
+
 def resolve(name: str) -> Any:
     """The operator called ``name``.
 
@@ -228,9 +395,8 @@ def resolve(name: str) -> Any:
         ProgramError: If it is not in the allow-list, or this version of torch has none of that name.
     """
     if name not in ALLOWED:
-        raise ProgramError(f"operator {name!r} is not allowed in a program")
-    operator, _, overload = name.partition(".")
+        raise ProgramError(f"operator {name[:80]!r} is not allowed in a program")
     try:
-        return getattr(getattr(torch.ops.aten, operator), overload)
+        return _resolve(name)
     except AttributeError:
         raise ProgramError(f"operator {name!r} is not known to torch {torch.__version__}") from None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from upriver.errors import ProgramError
 from upriver.program import weights as weights_file
-from upriver.program.graph import Graph, Stage, Value, Weight, decode, digest_of
-from upriver.program.operators import check_call
+from upriver.program.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.check import check
+from upriver.program.graph import Graph, Stage, Value, Weight, digest_of
 from upriver.program.precision import autocast_dtype, autocasting
-from upriver.program.steps import Step, Values, bind, mark_last_uses, schedule
+from upriver.program.reading import check_weight, decode
+from upriver.program.steps import Step, Values, bind, first_line, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path
 
 
@@ -29,7 +29,12 @@ class Program:
     """
 
     def __init__(
-        self, graph: Graph, weights: bytes | memoryview | torch.Tensor, *, device: str | torch.device = "cpu"
+        self,
+        graph: Graph,
+        weights: bytes | memoryview | torch.Tensor,
+        *,
+        device: str | torch.device = "cpu",
+        caps: GraphCaps = DEFAULT_CAPS,
     ) -> None:
         """Bind a checked graph to its weights file, and compute what no input has a part in.
 
@@ -43,10 +48,10 @@ class Program:
         self.graph_bytes = graph.encode()
         self.digest = digest_of(self.graph_bytes)
         self.device = torch.device(device)
-        self._file = _as_tensor(weights)
+        self._file = _as_tensor(weights, caps)
         self._autocast = autocast_dtype(graph.autocast)
         self._live = _live_values(graph)
-        self._weights = _bind(graph.weights, weights_file.decode(self._file), self.device)
+        self._weights = _bind(graph.weights, weights_file.decode(self._file, caps), self.device)
         self._constants = self._run_constants()
         self._stages = self._bind_stages()
 
@@ -58,23 +63,31 @@ class Program:
         *,
         device: str | torch.device = "cpu",
         digest: str | None = None,
+        caps: GraphCaps = DEFAULT_CAPS,
     ) -> Program:
         """Read a program from anyone: caps, digests, operators and shapes are checked before it runs.
+
+        Args:
+            digest: What the graph's must be, if it is known.
+            caps: What a program may take, at most.
 
         Raises:
             ProgramError: If anything is not as it says.
         """
         if digest is not None and digest_of(graph) != digest:
             raise ProgramError(f"graph.json has digest {digest_of(graph)}, not {digest}")
-        parsed = decode(graph)
-        file = _as_tensor(weights)
+        parsed = decode(graph, caps)
+        file = _as_tensor(weights, caps)
         found = digest_of(file.numpy().data)
         if found != parsed.weights_digest:
             raise ProgramError(
                 f"the weights file has digest {found}, the graph names {parsed.weights_digest}"
             )
-        _check_shapes(parsed, torch.device(device))
-        return cls(parsed, file, device=device)
+        tensors = weights_file.decode(file, caps)
+        for weight in parsed.weights:
+            check_weight(weight, tensors.get(weight.key))
+        check(parsed, device=device, caps=caps)
+        return cls(parsed, file, device=device, caps=caps)
 
     @property
     def weights_bytes(self) -> memoryview:
@@ -170,7 +183,10 @@ class Program:
         mark_last_uses(steps, plan.constants, plan.kept)
         with no_fast_path(), autocasting(self.device, self._autocast):
             for step in steps:
-                step.run(values)
+                try:
+                    step.run(values)
+                except Exception as error:  # what depends on data shows here: an index that is out of range
+                    raise ProgramError(f"{step.where}: {first_line(error)}") from error
         return values
 
     def _bind_stages(self) -> list[list[Step]]:
@@ -191,40 +207,13 @@ class Program:
             torch.cuda.synchronize(self.device)
 
 
-def _check_shapes(graph: Graph, device: torch.device) -> None:
-    """Run the graph without data and compare every declared shape with what the operators say."""
-    with (
-        FakeTensorMode() as mode,
-        torch.no_grad(),
-        no_fast_path(),
-        autocasting(device, autocast_dtype(graph.autocast)),
-    ):
-        values = _shapes_of(graph, mode, device)
-        for index, node in enumerate(graph.nodes):
-            check_call(node.op, node.args, node.kwargs)
-            step = Step(index, node, {}, device)
-            try:
-                step.run(values)
-            except ProgramError:
-                raise
-            except Exception as error:  # an operator raises whatever it likes on arguments that do not fit it
-                raise ProgramError(f"{step.where}: {[*str(error).strip().splitlines(), ''][0]}") from None
-            for output in node.outputs:
-                if output is None:
-                    continue
-                made = values[output.name]
-                if list(made.shape) != output.spec.shape or str(made.dtype) != f"torch.{output.spec.dtype}":
-                    raise ProgramError(
-                        f"{step.where}: declares {output.spec.shape}, gives {list(made.shape)}"
-                    )
-
-
-def _as_tensor(data: bytes | memoryview | torch.Tensor) -> torch.Tensor:
+def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torch.Tensor:
+    nbytes = data.nbytes if isinstance(data, torch.Tensor) else memoryview(data).nbytes
+    if not 0 < nbytes <= caps.weights_bytes:
+        raise ProgramError(f"a weights file has 1..{caps.weights_bytes} bytes, got {nbytes}")
     if isinstance(data, torch.Tensor):
         return data
     view = memoryview(data)
-    if view.nbytes == 0:
-        raise ProgramError("the weights file is empty")
     # Copied into the allocator's own memory: a bytes object lies on a 16-byte boundary, and alignment decides
     # low bits.
     tensor = torch.empty(view.nbytes, dtype=torch.uint8)
@@ -232,30 +221,15 @@ def _as_tensor(data: bytes | memoryview | torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _bind(weights: Sequence[Weight], file: dict[str, torch.Tensor], device: torch.device) -> Values:
+def _bind(weights: Sequence[Weight], file: Mapping[str, torch.Tensor], device: torch.device) -> Values:
+    moved: dict[str, torch.Tensor] = {}
     bound: Values = {}
     for weight in weights:
-        stored = file.get(weight.key)
-        spec = weight.spec
-        if stored is None:
-            raise ProgramError(f"the weights file has no {weight.key!r}")
-        if (
-            str(stored.dtype) != f"torch.{spec.dtype}"
-            or stored.numel() != spec.numel
-            or spec.span != spec.numel
-        ):
-            raise ProgramError(
-                f"weight {weight.key!r} is {stored.dtype} {tuple(stored.shape)}, the graph says {spec}"
-            )
-        bound[weight.name] = stored.reshape(-1).to(device).as_strided(spec.shape, spec.stride)
+        check_weight(weight, file.get(weight.key))
+        if weight.key not in moved:  # once, however many names it has
+            moved[weight.key] = file[weight.key].reshape(-1).to(device)
+        bound[weight.name] = moved[weight.key].as_strided(weight.spec.shape, weight.spec.stride)
     return bound
-
-
-def _shapes_of(graph: Graph, mode: FakeTensorMode, device: torch.device) -> Values:
-    """Inputs and weights without memory; not on the meta device, where some operators give other strides."""
-    with mode:
-        values = {value.name: value.spec.empty(device) for value in graph.inputs}
-        return values | {weight.name: weight.spec.empty(device) for weight in graph.weights}
 
 
 def _live_values(graph: Graph) -> list[list[Value]]:
@@ -266,18 +240,9 @@ def _live_values(graph: Graph) -> list[list[Value]]:
 
 
 def count_flops(program: Program) -> list[float]:
-    """Floating-point operations of each stage for a micro-batch, as torch counts them."""
-    graph = program.graph
-    mode = FakeTensorMode()
-    values = _shapes_of(graph, mode, program.device)
-    plan = schedule(graph)
-    counts: list[float] = []
-    with mode, torch.no_grad(), no_fast_path(), autocasting(program.device, autocast_dtype(graph.autocast)):
-        for step in bind(plan.constants, {}, program.device):
-            step.run(values)
-        for nodes in plan.stages:
-            with FlopCounterMode(display=False) as counter:
-                for step in bind(nodes, {}, program.device):
-                    step.run(values)
-            counts.append(float(counter.get_total_flops()))
-    return counts
+    """Floating-point operations of each stage for a micro-batch.
+
+    Raises:
+        ProgramError: If the program is not one that a reader would take.
+    """
+    return list(check(program.graph, device=program.device).flops)

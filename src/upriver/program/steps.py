@@ -61,17 +61,23 @@ class Step:
             kwargs = kwargs | {key: fill(values) for key, fill in self._kwfill}
         return args, kwargs
 
-    def run(self, values: Values) -> None:
-        """Add the results to ``values`` and drop what nobody needs afterwards."""
+    def call(self, values: Values) -> Sequence[torch.Tensor]:
+        """The operator's results."""
         args, kwargs = self.arguments(values)
         results = self._operator(*args, **kwargs)
-        if isinstance(results, torch.Tensor):
-            results = (results,)
+        return (results,) if isinstance(results, torch.Tensor) else results
+
+    def store(self, values: Values, results: Sequence[torch.Tensor]) -> None:
+        """Add results to ``values`` and drop what nobody needs any more."""
         for name, result in zip(self._names, results, strict=True):
             if name is not None:
                 values[name] = result
         for name in self.done:
             del values[name]
+
+    def run(self, values: Values) -> None:
+        """Call the operator and store its results."""
+        self.store(values, self.call(values))
 
 
 def _prepare(
@@ -141,3 +147,8 @@ def mark_last_uses(steps: Sequence[Step], nodes: Sequence[Numbered], keep: Itera
         touched |= {output.name for output in node.outputs if output is not None}
         step.done = tuple(sorted(touched - needed))
         needed |= touched
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in one line of bounded length."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

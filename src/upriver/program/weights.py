@@ -10,17 +10,24 @@ allowed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from upriver.errors import ProgramError
+from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph import DTYPES
 
 ALIGNMENT = 64
-MAX_HEADER_BYTES = 16 << 20
-MAX_TENSORS = 1_000_000
+LENGTH_BYTES = 8
+"""The header's length, before the header."""
+
+METADATA = "__metadata__"
+PADDING = "__pad__"
+"""Names that no weight may have: the format's own, and the beginning of those of padding tensors."""
 
 _CODES = {
     "float32": "F32",
@@ -52,11 +59,17 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def encode(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """A safetensors file of these tensors, in this order, each stored densely."""
+    """A safetensors file of these tensors, in this order, each stored densely.
+
+    Raises:
+        ProgramError: If a tensor has no dense form, or a name that the format keeps for itself.
+    """
     header: dict[str, Any] = {}
     pieces: list[bytes] = []
     offset = 0
     for name, tensor in tensors.items():
+        if _is_reserved(name):
+            raise ProgramError(f"a weight cannot be called {name!r}")
         data = _bytes_of(storage_order(tensor.detach()).cpu())
         code = _CODES[str(tensor.dtype).removeprefix("torch.")]
         shape = list(storage_order(tensor).shape)
@@ -65,60 +78,112 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> bytes:
         offset += len(data)
         if gap := -offset % ALIGNMENT:
             pad = {"dtype": "U8", "shape": [gap], "data_offsets": [offset, offset + gap]}
-            header[f"__pad__{len(pieces)}"] = pad
+            header[f"{PADDING}{len(pieces)}"] = pad
             pieces.append(bytes(gap))
             offset += gap
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    return b"".join([len(text).to_bytes(8, "little"), text, *pieces])
+    text += b" " * (-(len(text) + LENGTH_BYTES) % ALIGNMENT)
+    return b"".join([len(text).to_bytes(LENGTH_BYTES, "little"), text, *pieces])
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def decode(data: torch.Tensor) -> dict[str, torch.Tensor]:
+def _is_reserved(name: str) -> bool:
+    return name == METADATA or name.startswith(PADDING)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """A tensor as the header has it, in bytes of the body."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def decode(data: torch.Tensor, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, torch.Tensor]:
     """Views on the tensors of a weights file from anyone; nothing is copied.
 
     Args:
         data: The file as a one-dimensional uint8 tensor.
 
     Raises:
-        ProgramError: If the header lies about anything.
+        ProgramError: If the header lies about anything, the tensors overlap, leave holes, or do not begin at
+            64-byte boundaries, or one is larger than the caps allow.
     """
+    header, body = _header(data, caps)
+    entries = [_entry(name, entry, data.numel(), caps) for name, entry in header.items() if name != METADATA]
+    _check_layout(entries, body.numel())
+    return {entry.name: _view(body, entry) for entry in entries if not _is_reserved(entry.name)}
+
+
+def _header(data: torch.Tensor, caps: GraphCaps) -> tuple[dict[str, Any], torch.Tensor]:
+    """The table of tensors, and the bytes behind it."""
     total = data.numel()
-    if total < 8:
+    if total < LENGTH_BYTES:
         raise ProgramError(f"weights file of {total} bytes has no header")
-    length = int.from_bytes(bytes(data[:8].tolist()), "little")
-    if length > min(total - 8, MAX_HEADER_BYTES):
-        raise ProgramError(f"weights header of {length} bytes in a file of {total}")
+    length = int.from_bytes(bytes(data[:LENGTH_BYTES].tolist()), "little")
+    start = LENGTH_BYTES + length
+    if length > min(total - LENGTH_BYTES, caps.header_bytes):
+        raise ProgramError(
+            f"weights header of {length} bytes in a file of {total}; at most {caps.header_bytes} are allowed"
+        )
+    if start % ALIGNMENT:
+        raise ProgramError(f"the weights begin at byte {start}, not at a multiple of {ALIGNMENT}")
     try:
-        header = json.loads(data[8 : 8 + length].numpy().tobytes())
+        header = json.loads(data[LENGTH_BYTES:start].numpy().tobytes(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError):
         raise ProgramError("weights header is not JSON") from None
-    if not isinstance(header, dict) or len(header) > MAX_TENSORS:
-        raise ProgramError("weights header is not a table of tensors")
-    body = data[8 + length :]
-    return {
-        str(name): _view(body, str(name), entry)
-        for name, entry in header.items()
-        if name != "__metadata__" and not str(name).startswith("__pad__")
-    }
+    if not isinstance(header, dict) or len(header) > caps.header_entries:
+        raise ProgramError(f"weights header is not a table of at most {caps.header_entries} tensors")
+    return header, data[start:]
 
 
-def _view(body: torch.Tensor, name: str, entry: Any) -> torch.Tensor:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ProgramError("weights header names something twice")
+    return table
+
+
+def _entry(name: str, entry: Any, most: int, caps: GraphCaps) -> _Entry:
     match entry:
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if (
-            code in _NAMES and all(type(size) is int and size >= 0 for size in shape)
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)], **rest} if (
+            code in _NAMES and not rest and all(type(size) is int and size >= 0 for size in shape)
         ):
-            dtype = DTYPES[_NAMES[code]]
+            dtype = _NAMES[code]
         case _:
-            raise ProgramError(f"weight {name!r}: malformed entry")
-    nbytes = dtype.itemsize
-    for size in shape:
-        nbytes *= size
-    if not 0 <= start <= stop <= body.numel() or stop - start != nbytes:
-        raise ProgramError(f"weight {name!r}: bytes {start}..{stop} do not hold shape {shape} of {code}")
-    if start % dtype.itemsize:
-        raise ProgramError(f"weight {name!r}: starts at byte {start}, not aligned to its elements")
-    return body[start:stop].view(dtype).view(shape)
+            raise ProgramError(f"weight {name[:80]!r}: malformed entry")
+    if len(name) > caps.text or len(shape) > caps.dimensions:
+        raise ProgramError(f"weight {name[:80]!r}: a name or a shape that is too long")
+    # A size of 0 hides the others from the product, and torch multiplies those too.
+    elements = math.prod(max(1, size) for size in shape)
+    nbytes = 0 if 0 in shape else elements * DTYPES[dtype].itemsize
+    if not 0 <= start <= stop <= most or stop - start != nbytes or elements > caps.tensor_bytes:
+        raise ProgramError(f"weight {name[:80]!r}: bytes {start}..{stop} do not hold its shape of {code}")
+    return _Entry(name=name, dtype=dtype, shape=tuple(shape), start=start, stop=stop)
+
+
+def _check_layout(entries: list[_Entry], nbytes: int) -> None:
+    """Side by side, from the first byte to the last, each weight on a boundary."""
+    end = 0
+    for entry in sorted(entries, key=lambda e: (e.start, e.stop)):
+        if entry.start != end:
+            what = "overlaps the one before it" if entry.start < end else "leaves a hole before it"
+            raise ProgramError(f"weight {entry.name!r} {what}: it starts at byte {entry.start}, not {end}")
+        if entry.start % ALIGNMENT and not _is_reserved(entry.name):
+            raise ProgramError(f"weight {entry.name!r} starts at byte {entry.start}, not on a boundary of 64")
+        end = entry.stop
+    if end != nbytes:
+        raise ProgramError(f"the weights end at byte {end} of {nbytes}")
+
+
+def _view(body: torch.Tensor, entry: _Entry) -> torch.Tensor:
+    raw = body[entry.start : entry.stop]
+    if entry.dtype == "bool" and raw.numel() and int(raw.max()) > 1:
+        raise ProgramError(f"weight {entry.name!r}: a bool holds 0 or 1 only")
+    return raw.view(DTYPES[entry.dtype]).view(entry.shape)
