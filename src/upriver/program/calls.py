@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from upriver.errors import ProgramError
-from upriver.program.operators import resolve
 
 _MUST_BE: dict[str, dict[str, Any]] = {
     "scaled_dot_product_attention.default": {"dropout_p": 0},  # else random
@@ -20,18 +20,40 @@ _MUST_BE: dict[str, dict[str, Any]] = {
 _INDEX_TYPES = (torch.int64, torch.int32)
 
 
-def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, num_results: int = 1) -> None:
+def operator_of(name: str) -> Any:
+    """The ATen operator called ``<operator>.<overload>``, allowed or not.
+
+    Raises:
+        AttributeError: If this version of torch has none.
+    """
+    operator, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, operator), overload)
+
+
+@functools.cache
+def _signature(name: str) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Names of an operator's arguments in order, and the defaults of those that have one."""
+    arguments = operator_of(name)._schema.arguments
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return tuple(each.name for each in arguments), defaults
+
+
+def check_call(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, num_results: int | None = None
+) -> None:
     """Refuse a call that makes an allowed operator do what no program may.
 
     Args:
-        args: As the operator gets them: tensors, with or without data, not their names.
-        num_results: How many the caller expects.
+        args: As the operator gets them, tensors with or without data; or as a graph file has them, and then
+            what depends on the tensors themselves is not looked at.
+        num_results: How many the caller expects, once there are tensors.
 
     Raises:
         ProgramError: If it is random, writes into its arguments, has results whose size depends on data, or
             has more or fewer results than expected.
     """
-    given = _by_name(name, args, kwargs)
+    names, defaults = _signature(name)
+    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
     for argument, wanted in _MUST_BE.get(name, {}).items():
         if given.get(argument) != wanted:
             raise ProgramError(
@@ -50,16 +72,10 @@ def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, num
         _check_indices(name, given.get("indices"), _INDEX_TYPES)
     if name == "index_put.default":
         _check_indices(name, given.get("indices"), (torch.bool,))
-    results = _RESULTS[name](given) if name in _RESULTS else num_results
-    if results != num_results:
+    if num_results is None or name not in _RESULTS:
+        return
+    if (results := _RESULTS[name](given)) != num_results:
         raise ProgramError(f"{name} gives {results} results, not {num_results}")
-
-
-def _by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by their names in the operator's signature, defaults included."""
-    arguments = resolve(name)._schema.arguments
-    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    return defaults | dict(zip((each.name for each in arguments), args, strict=False)) | dict(kwargs)
 
 
 def _check_indices(name: str, indices: Any, allowed: Sequence[torch.dtype]) -> None:

@@ -15,6 +15,11 @@ from typing import Any
 import torch
 
 from upriver.errors import ProgramError
+from upriver.program.calls import check_call, operator_of
+
+__all__ = ["ALLOWED", "check_call", "check_fingerprints", "fingerprints", "resolve"]
+
+_operator_of = functools.cache(operator_of)
 
 _OVERLOADS: dict[str, str] = {
     # convolution, matrix products, attention
@@ -382,12 +387,6 @@ def _fingerprint(name: str) -> str:
     return hashlib.sha256(str(resolve(name)._schema).encode()).hexdigest()[:16]
 
 
-@functools.cache
-def _resolve(name: str) -> Any:
-    operator, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, operator), overload)
-
-
 def resolve(name: str) -> Any:
     """The operator called ``name``.
 
@@ -397,6 +396,6 @@ def resolve(name: str) -> Any:
     if name not in ALLOWED:
         raise ProgramError(f"operator {name[:80]!r} is not allowed in a program")
     try:
-        return _resolve(name)
+        return _operator_of(name)
     except AttributeError:
         raise ProgramError(f"operator {name!r} is not known to torch {torch.__version__}") from None

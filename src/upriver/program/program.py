@@ -180,7 +180,7 @@ class Program:
         plan = schedule(self.graph)
         values: Values = {}
         steps = bind(plan.constants, self._weights, self.device)
-        mark_last_uses(steps, plan.constants, plan.kept)
+        mark_last_uses(steps, plan.constants, [*plan.kept, *self._weights])
         with no_fast_path(), autocasting(self.device, self._autocast):
             for step in steps:
                 try:

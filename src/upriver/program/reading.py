@@ -94,8 +94,6 @@ def _check_names(graph: Graph, caps: GraphCaps) -> None:
         _define(known, value, "the graph", caps)
     for weight in graph.weights:
         _text(weight.key, f"weight {weight.name!r}", caps)
-        if storage_shape(weight.spec) is None:
-            raise ProgramError(f"weight {weight.name!r}: overlapping elements or gaps between them")
     for index, node in enumerate(graph.nodes):
         where = f"node {index} ({node.op[:80]})"
         _check_arguments([*node.args, *node.kwargs.values()], where, caps)
@@ -145,13 +143,16 @@ def check_weight(weight: Weight, stored: torch.Tensor | None) -> None:
         )
 
 
-def storage_shape(spec: TensorSpec) -> list[int] | None:
-    """Sizes in the order in which the elements lie in memory; None if they overlap or leave gaps."""
+def storage_shape(spec: TensorSpec) -> list[int]:
+    """How a weight stands in its file: sizes in the order in which its elements lie in memory.
+
+    One with gaps or repetitions between its elements is stored as the stretch of storage that it spans.
+    """
     order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], d))
     expected = 1
     for d in reversed(order):
         if spec.shape[d] != 1 and spec.stride[d] != expected and spec.numel:
-            return None
+            return [spec.span]
         expected *= spec.shape[d]
     return [spec.shape[d] for d in order]
 
