@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from upriver.errors import ProtocolError
+from upriver.program.alignment import as_shipped
 from upriver.protocol import DTYPES, Caps, aligned_empty, encode, lay_out, read_frame
 from upriver.types import MicroBatch
 
@@ -230,3 +231,19 @@ def test_kernels_give_the_same_bits_on_both_sides(sent: list[torch.Tensor]) -> N
         assert torch.equal(bits(one.softmax(-1)), bits(other.softmax(-1)))
         if other.dim() > 1:
             assert torch.equal(bits(one @ one.mT), bits(other @ other.mT))
+
+
+@settings(max_examples=100, deadline=None)
+@given(tensors(), tensors(numbers))
+def test_what_a_proof_takes_for_sent_is_what_a_frame_gives(
+    some: list[torch.Tensor], others: list[torch.Tensor]
+) -> None:
+    sent = [*some, *others]
+    before = [bits(tensor) for tensor in sent]
+    taken, got = as_shipped(sent), hop(sent)
+    assert_same(taken, got)
+    assert distances(taken) == distances(got)
+    for tensor in taken:
+        if tensor.numel():
+            tensor[(0,) * tensor.dim()] = 1
+    assert all(torch.equal(a, bits(b)) for a, b in zip(before, sent, strict=True)), "copies share memory"
