@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import safetensors.torch
 import torch
@@ -11,6 +13,9 @@ from tests.program.nets import Shared, Small, frozen_small
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import CaptureError, ProgramError
 from upriver.program import Program, capture
+from upriver.program.capture import graph_of
+from upriver.program.example import Example, Source
+from upriver.program.recording import record
 
 PUBLISHED = {
     # network: stages as HAPI counts them, and bytes per sample after some of them
@@ -20,6 +25,14 @@ PUBLISHED = {
     "vgg11": (29, {29: 4000}),
     "densenet121": (22, {22: 4000}),
 }
+
+
+def test_vgg19_has_the_stages_the_papers_count() -> None:
+    models = pytest.importorskip("torchvision", reason="torchvision").models if ensure_torchvision() else None
+    assert models is not None
+    model = models.vgg19(weights=None, init_weights=False)
+    recording = record(model, Example.of(torch.zeros(1, 3, 224, 224)))
+    assert len(graph_of(recording, model, "0" * 64).stages) == 45
 
 
 def whole(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +77,7 @@ def test_a_residual_block_is_one_stage() -> None:
 def test_capture_up_to_a_module_keeps_what_it_returned_before_in_place_code_changed_it() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2))
     x = torch.randn(4, 6)
-    program = capture(model, (x,), boundary="0")
+    program = capture(model, (x,), outputs=[Source(path="0")])
     assert [stage.name for stage in program.stages] == ["0"]
     assert torch.equal(program.run((x,), 0, 1)[0], whole(model[0], x))
 
@@ -149,10 +162,62 @@ class Branching(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-@pytest.mark.parametrize("model", [Randomised(), Branching()])
-def test_what_cannot_be_captured_says_why(model: nn.Module) -> None:
-    with pytest.raises(CaptureError, match=r"operator|export"):
-        capture(model, (torch.randn(2, 6),))
+class Counting(nn.Module):
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+class Choosing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x[x > 0].sum()
+
+
+class Reading(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+
+class Complex(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(x).real
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (Randomised(), "module '1' calls operator rand_like.default, which is random"),
+        (Branching(), "control flow depends on data in module '1'"),
+        (Counting(), "changes buffer 'calls' of module '1'"),
+        (Choosing(), "module '1' calls operator index.Tensor: gives a tensor whose size depends on data"),
+        (Reading(), "module '1' reads a number out of a tensor"),
+        (Complex(), "module '1' calls operator fft_fft.default, which no program may hold"),
+        (nn.Linear(7, 6), "torch.export could not capture the model in module '1'"),
+    ],
+)
+def test_what_cannot_be_captured_says_which_module_and_why(layer: nn.Module, why: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 6))
+    with pytest.raises(CaptureError, match=re.escape(why)):
+        capture(model, torch.randn(2, 6))
+    program = capture(model, torch.randn(2, 6), outputs=[Source(path="0")])  # the rest does not matter
+    assert program.num_stages == 1
+
+
+@pytest.mark.parametrize("source", [Source(path="0", number=1), Source(path="7"), Source(path="0", leaf=1)])
+def test_an_output_that_the_model_does_not_give_is_named(source: Source) -> None:
+    with pytest.raises(CaptureError, match=re.escape(f"the model gave no '{source}'")):
+        capture(nn.Sequential(nn.Linear(6, 6)), torch.randn(2, 6), outputs=[source])
+
+
+def test_outputs_before_which_nothing_runs_are_refused() -> None:
+    with pytest.raises(CaptureError, match="nothing runs"):
+        capture(nn.Linear(6, 6), torch.randn(2, 6), outputs=[Source(path=None)])
 
 
 def test_flops_and_parameters_are_counted_by_stage() -> None:

@@ -345,6 +345,8 @@ _OVERLOADS: dict[str, str] = {
     "eye": "default m",
     "linspace": "default",
     "slice_scatter": "default",
+    "copy": "default",
+    "diff": "default",
     "select_scatter": "default",
 }
 

@@ -1,0 +1,195 @@
+"""A model's forward pass as ``torch.export`` records it: the wrapper, the hooks, and leaving early.
+
+The wrapper calls the user's model as the example does and returns what was asked for: leaves of what some
+module calls gave, or of the model's answer. Once the last of them is there the forward pass is left, so that
+whatever comes behind (control flow that depends on data, for example) need not be captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from upriver.errors import CaptureError
+from upriver.program.example import Example, Source, tensors_in
+from upriver.program.precision import autocasting
+from upriver.program.trace import in_eval, no_fast_path
+
+ROOT = "model"
+"""What the wrapper calls the user's model; the first part of each path that export notes down."""
+
+_TORCH_LOGGERS = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+"""Those that write pages when a model cannot be captured; each has a level of its own."""
+
+
+class _Left(BaseException):
+    """Everything that was asked for is there. No error, so that no ``except Exception`` holds it up."""
+
+
+class Entered:
+    """Module calls that have begun and not ended: where a pass has come to."""
+
+    def __init__(self) -> None:
+        """Nowhere yet."""
+        self.paths: list[str] = []
+
+
+class Observed(nn.Module):
+    """The user's model, returning what ``sources`` name, then its own answer if that is wanted too."""
+
+    def __init__(self, model: nn.Module, example: Example, sources: Sequence[Source], *, whole: bool) -> None:
+        """Prepare a pass.
+
+        Args:
+            whole: Whether the model's answer follows; if not, the pass ends with the last source.
+        """
+        super().__init__()
+        self.model = model
+        self.example = example
+        self.sources = tuple(sources)
+        self.whole = whole
+        self.entered = Entered()
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What was asked for, from the example's tensors."""
+        call = self.example.with_tensors(inputs)
+        # Copies, since in-place code further on would change what was kept; they are dropped from the graph.
+        kept = {source: inputs[source.leaf].clone() for source in self.sources if source.path is None}
+        tracer = get_proxy_mode()
+        stack = tracer.tracer.module_stack if tracer is not None else {}
+        depth = len(stack)
+        with self._hooks(kept):
+            try:
+                answer = tensors_in(self.model(*call.args, **call.kwargs))
+            except _Left:
+                answer = []
+                # The tracer notes the way into each module and, left by an exception, not the way out.
+                while len(stack) > depth:
+                    stack.popitem()
+        missing = [str(source) for source in self.sources if source not in kept]
+        if missing:
+            raise CaptureError(f"the model gave no {missing[0]!r}")
+        if self.whole and not answer:
+            raise CaptureError("the model's answer holds no tensor")
+        return (*(kept[source] for source in self.sources), *(answer if self.whole else ()))
+
+    @contextlib.contextmanager
+    def _hooks(self, kept: dict[Source, torch.Tensor]) -> Iterator[None]:
+        wanted: dict[str, list[Source]] = {}
+        for source in self.sources:
+            if source.path is not None:
+                wanted.setdefault(source.path, []).append(source)
+        numbers = dict.fromkeys(wanted, -1)
+        entered: list[str] = []
+        self.entered.paths = entered  # an attribute of our own: export puts back those of a module
+
+        def keep(path: str, result: Any) -> None:
+            numbers[path] += 1
+            tensors = tensors_in(result)
+            for source in wanted[path]:
+                if source.number == numbers[path] and source.leaf < len(tensors):
+                    kept[source] = tensors[source.leaf].clone()
+            if not self.whole and len(kept) == len(set(self.sources)):
+                raise _Left
+
+        with contextlib.ExitStack() as hooks:
+            for path, module in self.model.named_modules():
+                hooks.callback(
+                    module.register_forward_pre_hook(
+                        lambda _module, _args, path=path: entered.append(path), prepend=True
+                    ).remove
+                )
+
+                def leave(_module: nn.Module, _args: Any, result: Any, path: str = path) -> None:
+                    entered.pop()
+                    if path in wanted:
+                        keep(path, result)
+
+                # Ours come last on the way out, behind whatever the user's own hooks make of the result.
+                hooks.callback(module.register_forward_hook(leave).remove)
+            yield
+
+
+def export(
+    model: nn.Module,
+    example: Example,
+    sources: Sequence[Source],
+    *,
+    whole: bool,
+    autocast: torch.dtype | None = None,
+) -> torch.export.ExportedProgram:
+    """Record what leads to ``sources`` (and to the model's answer), in eval, functional, with its casts.
+
+    Casts that autocast makes stand in the graph as operators, since the decompositions too run under it: what
+    is recorded gives the same bits with autocast off.
+
+    Raises:
+        CaptureError: If torch cannot record it; the message says why.
+    """
+    wrapper = Observed(model, example, sources, whole=whole)
+    tensors = _distinct(example.tensors)
+    devices = [tensors[0].device] if tensors[0].device.type == "cuda" else []
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices),
+        _quiet(),
+        in_eval(wrapper),
+        no_fast_path(),
+        autocasting(tensors[0].device, autocast),
+    ):
+        try:
+            exported: torch.export.ExportedProgram = torch.export.export(wrapper, tensors, strict=False)
+            exported = exported.run_decompositions({})
+        except CaptureError:
+            raise
+        except Exception as error:  # export raises whatever the user's code or its own tracing raises
+            raise CaptureError(_reason(error, wrapper.entered.paths)) from error
+    return exported
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """A tensor that is given twice is two inputs."""
+    seen: set[int] = set()
+    given = []
+    for tensor in tensors:
+        given.append(tensor.detach().clone() if id(tensor) in seen else tensor.detach())
+        seen.add(id(tensor))
+    return tuple(given)
+
+
+def _reason(error: Exception, entered: Sequence[str]) -> str:
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    where = f" in module {entered[-1]!r}" if entered and entered[-1] else ""
+    if "data-dependent" in str(error).lower() or type(error).__name__.startswith("GuardOnDataDependent"):
+        return f"torch.export could not capture the model: control flow depends on data{where}: {reason}"
+    return f"torch.export could not capture the model{where}: {reason}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own warnings, logs and printed graphs from a user who gets one line with the reason."""
+    loggers = [logging.getLogger(name) for name in ("torch", *_TORCH_LOGGERS)]
+    levels = [logger.level for logger in loggers]
+    nowhere = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -1,0 +1,383 @@
+"""What ``torch.export`` recorded, in this project's terms: nodes, weights, module calls, and what is wrong.
+
+Here nothing is refused: an operator that no program may hold stands in its place with the reason beside it,
+so that the cuts before it can be shown and used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils.flop_counter import FlopCounterMode
+
+from upriver.errors import CaptureError, ProgramError
+from upriver.program.example import Example, Source
+from upriver.program.export import ROOT, export
+from upriver.program.graph import Node, TensorSpec, Value, Weight, constants, encode_argument, references
+from upriver.program.operators import ALLOWED, check_call
+from upriver.program.stages import Chain, Place, is_heavy
+from upriver.program.trace import no_fast_path
+
+_READERS = ("item.default", "_local_scalar_dense.default")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """A recorded pass.
+
+    Attributes:
+        micro_batch: Samples of the example.
+        chain: The operators, in the order in which they are to run.
+        first: How many of them lead to what was asked for as ``first``.
+        weights: What they read from the weights file, in the order in which they read it.
+        tensors: Key in the weights file to tensor.
+        sizes: Bytes of each value.
+        flops: Floating-point operations of each node, for the whole micro-batch.
+        problems: Index of a node to why no program may hold it.
+        mutated: Index of a node to the module whose buffer it changes.
+    """
+
+    micro_batch: int
+    chain: Chain
+    first: int
+    weights: Sequence[Weight]
+    tensors: Mapping[str, torch.Tensor]
+    sizes: Mapping[str, int]
+    flops: Sequence[float]
+    problems: Mapping[int, str]
+    mutated: Mapping[int, str]
+
+
+def record(
+    model: nn.Module,
+    example: Example,
+    *,
+    outputs: Sequence[Source] | None = None,
+    first: Sequence[Source] = (),
+    autocast: torch.dtype | None = None,
+) -> Recording:
+    """Record a model up to ``outputs``, or all of it without them, in eval.
+
+    Args:
+        first: What these need runs before all else.
+
+    Raises:
+        CaptureError: If torch cannot record it.
+    """
+    sources = [*first, *(outputs or ())]
+    exported = export(model, example, sources, whole=outputs is None, autocast=autocast)
+    return _Reader(exported, num_first=len(first), num_sources=len(sources)).read(example.samples)
+
+
+class _Reader:
+    """Reads one exported program."""
+
+    def __init__(self, exported: torch.export.ExportedProgram, *, num_first: int, num_sources: int) -> None:
+        _merge_parts(exported.graph)
+        self._exported = exported
+        self._by_name = {fx.name: fx for fx in exported.graph.nodes}
+        self._fixed = _targets(exported)
+        self._mutations = _mutations(exported)
+        given = [name for name in exported.graph_signature.user_outputs if isinstance(name, str)]
+        self._first = [self._original(name) for name in given[:num_first]]
+        self._outputs: list[str] = []
+        for name in given[num_first:num_sources]:
+            original = self._original(name)
+            unusable = original in self._outputs or original in self._fixed
+            self._outputs.append(name if unusable else original)
+        self._outputs += [name for name in dict.fromkeys(given[num_sources:]) if name not in self._outputs]
+
+    def read(self, micro_batch: int) -> Recording:
+        early = self._needed(self._first)
+        needed = self._needed([*self._first, *self._outputs, *self._mutations])
+        ordered = [fx for fx in self._exported.graph.nodes if fx in needed and _is_operator(fx)]
+        ordered.sort(key=lambda fx: fx not in early)  # stable: each part stays in execution order
+        problems: dict[int, str] = {}
+        nodes: list[Node] = []
+        for index, fx in enumerate(ordered):
+            node, why_not = _node(fx, needed)
+            nodes.append(node)
+            if why_not:
+                problems[index] = f"{_where(_place(fx))} {why_not}"
+        mutated = self._note_mutations(nodes, problems)
+        copies = self._copies_of_weights()
+        nodes += copies
+        weights, tensors = self._weights(_in_order(nodes))
+        inputs = self._inputs()
+        chain = Chain(
+            inputs=inputs,
+            nodes=nodes,
+            places=[_place(fx) for fx in ordered] + [()] * len(copies),
+            outputs=self._outputs,
+            weights=frozenset(self._fixed),
+        )
+        return Recording(
+            micro_batch=micro_batch,
+            chain=chain,
+            first=sum(fx in early for fx in ordered),
+            weights=weights,
+            tensors=tensors,
+            sizes={value.name: value.spec.nbytes for value in [*inputs, *_values(nodes)]},
+            flops=self._all_flops(ordered, nodes, problems),
+            problems=problems,
+            mutated=mutated,
+        )
+
+    def _original(self, name: str) -> str:
+        """What the wrapper's copy was made of."""
+        fx = self._by_name[name]
+        if fx.target is torch.ops.aten.clone.default and isinstance(fx.args[0], torch.fx.Node):
+            return fx.args[0].name
+        return name
+
+    def _needed(self, names: Iterable[str]) -> set[torch.fx.Node]:
+        found: set[torch.fx.Node] = set()
+        todo = [self._by_name[name] for name in names if name in self._by_name]
+        while todo:
+            fx = todo.pop()
+            if fx not in found:
+                found.add(fx)
+                todo += fx.all_input_nodes
+        return found
+
+    def _inputs(self) -> list[Value]:
+        wanted = set(self._exported.graph_signature.user_inputs)
+        found = [fx for fx in self._exported.graph.nodes if fx.op == "placeholder" and fx.name in wanted]
+        try:
+            return [Value(name=fx.name, spec=TensorSpec.of(fx.meta["val"])) for fx in found]
+        except ProgramError as error:
+            raise CaptureError(f"the model's input: {error}") from error
+
+    def _note_mutations(self, nodes: Sequence[Node], problems: dict[int, str]) -> dict[int, str]:
+        made = {value.name: index for index, node in enumerate(nodes) for value in _values([node])}
+        mutated: dict[int, str] = {}
+        for name, target in self._mutations.items():
+            module, _, buffer = target.removeprefix(f"{ROOT}.").rpartition(".")
+            index = made.get(name, 0)
+            mutated[index] = module
+            owner = f"of module {module!r}" if module else "of the model"
+            problems[index] = f"the model changes buffer {buffer!r} {owner} while it runs"
+        return mutated
+
+    def _all_flops(
+        self, ordered: Sequence[torch.fx.Node], nodes: Sequence[Node], problems: Mapping[int, str]
+    ) -> list[float]:
+        """Of each node; what is computed once, when a program is bound, costs a run nothing."""
+        fixed = constants(self._inputs(), nodes)
+        made = [{value.name for value in _values([node])} for node in nodes]
+        counted = [index not in problems and not made[index] <= fixed for index in range(len(ordered))]
+        flops = [_flops(fx) if count else 0.0 for fx, count in zip(ordered, counted, strict=True)]
+        return flops + [0.0] * (len(nodes) - len(ordered))
+
+    def _copies_of_weights(self) -> list[Node]:
+        """A weight that is an answer of its own is given as a copy: an output is something a node made."""
+        copies = []
+        for place, name in enumerate(self._outputs):
+            if name in self._fixed:
+                value = Value(name=f"output_{name}", spec=TensorSpec.of(self._by_name[name].meta["val"]))
+                copies.append(Node(op="clone.default", args=[{"tensor": name}], kwargs={}, outputs=[value]))
+                self._outputs[place] = value.name
+        return copies
+
+    def _weights(self, order: Sequence[str]) -> tuple[list[Weight], dict[str, torch.Tensor]]:
+        weights: list[Weight] = []
+        tensors: dict[str, torch.Tensor] = {}
+        keys: dict[tuple[Any, ...], str] = {}
+        for name in order:
+            if name not in self._fixed:
+                continue
+            key, tensor = self._weight(name)
+            identity = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            key = keys.setdefault(identity, key)  # tied weights are stored once
+            try:
+                weights.append(Weight(name=name, key=key, spec=TensorSpec.of(tensor)))
+            except ProgramError as error:
+                raise CaptureError(f"weight {key!r}: {error}") from error
+            tensors[key] = _stored(tensor, weights[-1].spec)
+        return weights, tensors
+
+    def _weight(self, name: str) -> tuple[str, torch.Tensor]:
+        kind, target = self._fixed[name]
+        tensor = self._exported.state_dict.get(target, self._exported.constants.get(target))
+        if not isinstance(tensor, torch.Tensor):
+            raise CaptureError(f"constant {target!r} is no tensor")
+        if kind is InputKind.CONSTANT_TENSOR:
+            return f"constant.{_content(tensor)}", tensor  # named alike in every program that holds it
+        return target.removeprefix(f"{ROOT}."), tensor
+
+
+def _targets(exported: torch.export.ExportedProgram) -> dict[str, tuple[InputKind, str]]:
+    """Name of each weight in the graph to what it is and where export keeps it."""
+    kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    return {
+        spec.arg.name: (spec.kind, spec.target)
+        for spec in exported.graph_signature.input_specs
+        if spec.kind in kinds and spec.target is not None
+    }
+
+
+def _mutations(exported: torch.export.ExportedProgram) -> dict[str, str]:
+    """Name of each value that overwrites a buffer or a parameter, and which one."""
+    kinds = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+    return {
+        spec.arg.name: str(spec.target)
+        for spec in exported.graph_signature.output_specs
+        if spec.kind in kinds
+    }
+
+
+def _merge_parts(graph: torch.fx.Graph) -> None:
+    """One name for each part of a result that has several."""
+    for fx in graph.nodes:
+        parts: dict[Any, torch.fx.Node] = {}
+        for user in list(fx.users):
+            if user.target is operator.getitem:
+                first = parts.setdefault(user.args[1], user)
+                if first is not user:
+                    user.replace_all_uses_with(first)
+
+
+def _is_operator(fx: torch.fx.Node) -> bool:
+    """Parts of a result are named where it is made."""
+    return fx.op == "call_function" and fx.target is not operator.getitem
+
+
+def _place(fx: torch.fx.Node) -> Place:
+    stack = fx.meta.get("nn_module_stack") or {}
+    return tuple(
+        (call, path.removeprefix(f"{ROOT}."))
+        for call, (path, _type) in stack.items()
+        if path.startswith(f"{ROOT}.")
+    )
+
+
+def _where(place: Place) -> str:
+    return f"module {place[-1][1]!r}" if place else "the model"
+
+
+def _node(fx: torch.fx.Node, needed: set[torch.fx.Node]) -> tuple[Node, str]:
+    """An operator call as data, and why no program may hold it (empty if one may)."""
+    name, why_not = _operator(fx)
+    outputs: list[Value | None] = []
+    try:
+        outputs = _results(fx, needed)
+        node = Node(
+            op=name,
+            args=[encode_argument(argument) for argument in fx.args],
+            kwargs={key: encode_argument(value) for key, value in sorted(fx.kwargs.items())},
+            outputs=outputs,
+        )
+        if not why_not:
+            check_call(name, node.args, node.kwargs)
+        return node, why_not
+    except ProgramError as error:
+        why_not = why_not or f"calls operator {name}: {error}"
+    reads: list[Any] = [{"tensor": argument.name} for argument in fx.all_input_nodes]
+    return Node(op=name, args=reads, kwargs={}, outputs=outputs or _unknown_results(fx, needed)), why_not
+
+
+def _operator(fx: torch.fx.Node) -> tuple[str, str]:
+    if not isinstance(fx.target, torch._ops.OpOverload):
+        name = getattr(fx.target, "__name__", str(fx.target))
+        return name, f"calls {name}, which is no ATen operator"
+    name = f"{fx.target._schema.name.removeprefix('aten::')}.{fx.target._overloadname}"
+    if fx.target.namespace == "aten" and name in ALLOWED:
+        return name, ""
+    if name in _READERS:
+        return name, f"reads a number out of a tensor (operator {name}), so what it does depends on data"
+    if torch.Tag.nondeterministic_seeded in fx.target.tags and not is_heavy(name):
+        return name, f"calls operator {name}, which is random"
+    return name, f"calls operator {name}, which no program may hold"
+
+
+def _results(fx: torch.fx.Node, needed: set[torch.fx.Node]) -> list[Value | None]:
+    value = fx.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [Value(name=fx.name, spec=_spec(value))]
+    if not isinstance(value, list | tuple):
+        raise ProgramError(f"gives a {type(value).__name__}, which is no tensor")
+    outputs: list[Value | None] = [None] * len(value)
+    for user in fx.users:
+        if user not in needed:
+            continue
+        if user.target is not operator.getitem:
+            raise ProgramError("gives a list that is read as a whole")
+        outputs[int(user.args[1])] = Value(name=user.name, spec=_spec(user.meta["val"]))  # type: ignore[arg-type]
+    return outputs
+
+
+def _unknown_results(fx: torch.fx.Node, needed: set[torch.fx.Node]) -> list[Value | None]:
+    """Names for what an operator gives that no program could hold, so that the rest can refer to it."""
+    parts = [user for user in fx.users if user.target is operator.getitem and user in needed]
+    nothing = TensorSpec(dtype="uint8", shape=[0], stride=[1])
+    return [Value(name=part.name, spec=nothing) for part in parts or [fx]]
+
+
+def _spec(value: object) -> TensorSpec:
+    if not isinstance(value, torch.Tensor):
+        raise ProgramError(f"gives a {type(value).__name__}, which is no tensor")
+    if value.layout is not torch.strided:
+        raise ProgramError(f"gives a tensor of layout {value.layout}, which is not dense")
+    if any(isinstance(size, torch.SymInt) for size in value.shape):
+        raise ProgramError("gives a tensor whose size depends on data")
+    return TensorSpec.of(value)
+
+
+def _values(nodes: Iterable[Node]) -> list[Value]:
+    return [output for node in nodes for output in node.outputs if output is not None]
+
+
+def _in_order(nodes: Iterable[Node]) -> list[str]:
+    """Names in the order in which they are first read."""
+    return list(dict.fromkeys(name for node in nodes for name in references([node.args, node.kwargs])))
+
+
+def _stored(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A weight as it stands in the file; one with gaps or repetitions as the stretch of storage it spans."""
+    if spec.span == spec.numel:
+        return tensor
+    places = torch.arange(spec.span, device=tensor.device).as_strided(spec.shape, spec.stride).reshape(-1)
+    stretch = tensor.new_zeros(spec.span)
+    stretch[places] = tensor.detach().reshape(-1)
+    return stretch
+
+
+def _content(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1)
+    form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}".encode()
+    digest = hashlib.sha256(form)
+    if data.numel():
+        digest.update(data.view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _flops(fx: torch.fx.Node) -> float:
+    """Floating-point operations of one call, as torch counts them, from the shapes alone."""
+    if not isinstance(fx.target, torch._ops.OpOverload) or not is_heavy(fx.target._opname):
+        return 0.0
+    args: Any
+    kwargs: Any
+    args, kwargs = torch.fx.node.map_arg((fx.args, dict(fx.kwargs)), lambda read: read.meta["val"])
+    if fx.target is torch.ops.aten.scaled_dot_product_attention.default:
+        return _attention_flops(*args[:3])
+    mode = detect_fake_mode([read.meta["val"] for read in fx.all_input_nodes])
+    if mode is None:
+        return 0.0
+    with mode, FlopCounterMode(display=False) as counter, torch.no_grad(), no_fast_path():
+        fx.target(*args, **kwargs)
+    return float(counter.get_total_flops())
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
+    """Both matrix products of attention, whichever kernel makes them."""
+    *batch, length, width = query.shape
+    return 2.0 * math.prod(batch) * length * key.shape[-2] * (width + value.shape[-1])
