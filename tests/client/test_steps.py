@@ -1,8 +1,12 @@
-"""Orders and steps: every sample once and in order, whatever the sizes, from wherever a job resumes."""
+"""Orders and steps: every sample once and in order, whatever the sizes, from wherever a job resumes.
+
+Two values cross the freeze point here: one with samples in its second dimension, one that all samples share.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from hypothesis import given, settings
@@ -19,8 +23,24 @@ SIZES = {
 }
 
 
-def features_of(batch: MicroBatch) -> torch.Tensor:
-    return batch.tensors[0]
+Values = tuple[torch.Tensor, ...]
+
+SHARED = torch.arange(3.0)
+
+
+class Columns:
+    """Samples are the columns of the first value; the second value is all samples' alike."""
+
+    def select(self, values: Sequence[torch.Tensor], rows: Sequence[int]) -> Values:
+        assert len(rows) > 0
+        return values[0][:, list(rows)], values[1]
+
+    def concatenate(self, parts: Sequence[Sequence[torch.Tensor]]) -> Values:
+        return torch.cat([part[0] for part in parts], dim=1), parts[0][1]
+
+
+def values_of(batch: MicroBatch) -> Values:
+    return batch.tensors
 
 
 def delivered(order: EpochOrder, first: int, bad: frozenset[int]) -> list[tuple[list[float], list[int]]]:
@@ -29,11 +49,20 @@ def delivered(order: EpochOrder, first: int, bad: frozenset[int]) -> list[tuple[
         rows = torch.full((order.micro_batch,), -1.0)
         rows[: len(ids)] = torch.tensor([float(sample) for sample in ids])
         skipped = tuple(sample for sample in ids if sample in bad)
-        batches.append(MicroBatch(ids=ids, position=1, tensors=(rows,), skipped=skipped))
+        columns = torch.stack([rows, -rows])
+        batches.append(MicroBatch(ids=ids, position=1, tensors=(columns, SHARED), skipped=skipped))
     return [
-        ([] if features is None else features.tolist(), ids)
-        for features, ids in steps(iter(batches), order, finish=features_of, first=first)
+        (numbers(values), ids)
+        for values, ids in steps(iter(batches), order, form=Columns(), finish=values_of, first=first)
     ]
+
+
+def numbers(values: Values | None) -> list[float]:
+    if values is None:
+        return []
+    assert torch.equal(values[0][1], -values[0][0])
+    assert values[1] is SHARED
+    return values[0][0].tolist()
 
 
 @settings(max_examples=200, deadline=None)
@@ -92,3 +121,31 @@ def test_an_order_is_the_same_in_every_version() -> None:
 
 
 PINNED = (8, 3, 7, 6, 1, 4, 0, 9, 2, 5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(**SIZES, num_ranks=st.integers(1, 5), shuffle=st.booleans(), drop_last=st.booleans())
+def test_the_ranks_shards_are_one_epoch_dealt_out(
+    num_samples: int, batch_size: int, micro_batch: int, num_ranks: int, shuffle: bool, drop_last: bool
+) -> None:
+    options = {"seed": 5, "epoch": 2, "micro_batch": micro_batch, "shuffle": shuffle}
+    whole = epoch_order(num_samples, batch_size=batch_size * num_ranks, drop_last=drop_last, **options)
+    shards = [
+        epoch_order(
+            num_samples,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            rank=rank,
+            num_ranks=num_ranks,
+            **options,
+        )
+        for rank in range(num_ranks)
+    ]
+    assert len({shard.num_steps for shard in shards}) == 1
+    assert shards[0].num_steps == whole.num_steps
+    dealt = [sample for row in zip(*(shard.ids for shard in shards), strict=True) for sample in row]
+    assert tuple(dealt[: len(whole.ids)]) == whole.ids
+    repeated = dealt[len(whole.ids) :]
+    assert repeated == [whole.ids[i % len(whole.ids)] for i in range(len(repeated))]
+    assert len(repeated) < num_ranks
+    assert not (drop_last and repeated)

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from upriver.client import checks
+from upriver.client.compare import Exact
 from upriver.client.embedded import EmbeddedServer
-from upriver.client.job import FinetuneJob, JobOptions
+from upriver.client.job import FinetuneJob
 from upriver.client.link import LinkMeter, MeteredStore
+from upriver.client.options import JobOptions
 from upriver.client.planner import Planner, example_of
-from upriver.client.servers import Exact
+from upriver.client.routes import Placed, Routes
 from upriver.client.transport import ServerClient
+from upriver.client.wrapping import TailRunner, shard_of, uncompiled, unwrap
 from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
+from upriver.program.precision import autocast_dtype
 from upriver.program.split import split
-from upriver.protocol import DEFAULT_CAPS, MAX_MICRO_BATCH
 from upriver.types import DEFAULT_MICRO_BATCH, require_type
 
 log = logging.getLogger("upriver")
+
+Granularity = Literal["module", "op"]
 
 WINDOW_BYTES = 1 << 30
 """Memory that prefetched micro-batches may take: two training batches of 512 at most cuts measured."""
@@ -75,6 +79,12 @@ class Near:
         policy: str = "hapi",
         cut: int | None = None,
         exact: Exact = "bitwise",
+        autocast: torch.dtype | str | None = None,
+        granularity: Granularity = "module",
+        compile_tail: bool | Mapping[str, Any] = False,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+        replay: Sequence[Placed | Mapping[str, Any]] | None = None,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -88,13 +98,28 @@ class Near:
         """Prepare a fine-tuning job: capture and prove the frozen part, measure both tiers, choose the cut.
 
         Args:
-            model: Frozen parameters (``requires_grad=False``) say where the freeze point is.
+            model: Frozen parameters (``requires_grad=False``) say where the freeze point is. It may come in
+                ``DistributedDataParallel``, which then averages gradients as ever, and in
+                ``torch.compile``, which then compiles the tail.
             dataset: What to train on, with its input stages.
-            batch_size: Samples of a training step.
+            batch_size: Samples of a training step, on each rank.
             micro_batch: Samples that the frozen stages see at once, on every tier.
             policy: One of ``nosplit``, ``freeze``, ``min``, ``hapi``.
             cut: Take this cut instead of a policy's.
-            exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance.
+            exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance,
+                which the plan states.
+            autocast: ``torch.bfloat16`` or ``torch.float16``: frozen part and tail compute under autocast to
+                this type. A ``with torch.autocast`` of your own would not reach what runs ahead or elsewhere.
+            granularity: ``module`` cuts where modules end, ``op`` between any two operators where that is
+                legal.
+            compile_tail: Compile what is left of the model; a mapping holds arguments of ``torch.compile``.
+            rank: Which of ``num_ranks`` processes this is; the process group of
+                ``DistributedDataParallel`` says it where the model comes in one.
+            num_ranks: Processes that train together. Each gets its own part of every epoch's order, all
+                equally many steps: the first samples of the order come again at its end where they do not
+                divide (with ``drop_last`` the last ones are left out instead).
+            replay: ``job.placed`` of an earlier run: each micro-batch it names is computed where it was then,
+                at the same cut, so that a ``numeric`` run can be had again to the bit.
             seed: Decides the order of samples and random input stages.
             shuffle: A new order each epoch.
             drop_last: Leave out a last, short batch.
@@ -113,7 +138,9 @@ class Near:
         self._check_open()
         require_type("model", model, nn.Module, "with frozen parameters")
         require_type("dataset", dataset, Dataset, "from upriver.index()")
-        options = _options(
+        wrapped = unwrap(model)
+        rank, num_ranks = shard_of(wrapped.parallel, rank, num_ranks)
+        options = JobOptions.checked(
             batch_size=batch_size,
             micro_batch=micro_batch,
             seed=seed,
@@ -124,22 +151,53 @@ class Near:
             connections=connections,
             per_request=per_request,
             window_bytes=window_bytes,
+            rank=rank,
+            num_ranks=num_ranks,
         )
         checks.choice("policy", policy, POLICIES)
         checks.choice("exact", exact, ("bitwise", "numeric"))
+        checks.choice("granularity", granularity, ("module", "op"))
+        compile_options = checks.compiling(compile_tail)
+        routes, computed_in = Routes(replay), autocast_dtype(autocast)
         if len(dataset) == 0:
             raise DatasetError("the dataset is empty")
-        if drop_last and batch_size > len(dataset):
-            raise ConfigError(
-                f"drop_last leaves no step in an epoch: batch_size {batch_size}, {len(dataset)} samples"
-            )
+        options.check_steps(len(dataset))
         tell = checks.function("on_progress", on_progress) or (lambda text: log.info("%s", text))
         direct = dataset.with_store(MeteredStore(dataset.store, self.meter))
-        parts = split(model, example_of(model, direct, options), on_progress=tell)
-        planner = Planner(self.servers, model, dataset, direct, parts, options, exact=exact, tell=tell)
-        plan, pool = planner.plan(policy, cut)
+        with uncompiled(wrapped.model):
+            parts = split(
+                wrapped.model,
+                example_of(wrapped.model, direct, options),
+                autocast=computed_in,
+                granularity=granularity,
+                on_progress=tell,
+            )
+            planner = Planner(
+                self.servers,
+                wrapped.model,
+                dataset,
+                direct,
+                parts,
+                options,
+                exact=exact,
+                replay=routes,
+                tell=tell,
+            )
+            run = TailRunner(parts.tail, wrapped, compile_options=compile_options)
+            plan, pool = planner.plan(policy, cut)
         job = FinetuneJob(
-            model, direct, parts, plan, options, pool=pool, link_bytes=lambda: self.meter.total_bytes
+            wrapped.model,
+            direct,
+            parts,
+            plan,
+            options,
+            run=run,
+            pool=pool,
+            link_bytes=lambda: self.meter.total_bytes,
+            exact=exact,
+            tolerance=planner.allowed,
+            autocast=computed_in,
+            replay=routes,
         )
         self._jobs.append(job)
         return job
@@ -216,34 +274,3 @@ def connect(
         ConfigError: If an address is none, or another argument is outside what is allowed.
     """
     return Near(urls, token=token, meter=meter, server_cpus=server_cpus, server_threads=server_threads)
-
-
-def _options(
-    *,
-    batch_size: int,
-    micro_batch: int,
-    seed: int,
-    shuffle: bool,
-    drop_last: bool,
-    on_bad_sample: Literal["fail", "skip"],
-    num_workers: int | None,
-    connections: int,
-    per_request: int,
-    window_bytes: int,
-) -> JobOptions:
-    most = checks.MAX_THREADS
-    workers = min(max(2, len(os.sched_getaffinity(0))), most) if num_workers is None else num_workers
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise ConfigError(f"seed must be a whole number in 0..2**63 - 1, got {seed!r}")
-    return JobOptions(
-        batch_size=checks.whole("batch_size", batch_size),
-        micro_batch=checks.whole("micro_batch", micro_batch, most=MAX_MICRO_BATCH),
-        seed=seed,
-        shuffle=checks.flag("shuffle", shuffle),
-        drop_last=checks.flag("drop_last", drop_last),
-        on_bad_sample=checks.choice("on_bad_sample", on_bad_sample, ("fail", "skip")),
-        num_workers=checks.whole("num_workers", workers, most=most),
-        connections=checks.whole("connections", connections, most=most),
-        per_request=checks.whole("per_request", per_request, most=DEFAULT_CAPS.micro_batches),
-        window_bytes=checks.whole("window_bytes", window_bytes),
-    )

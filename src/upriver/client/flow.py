@@ -1,14 +1,28 @@
-"""From micro-batches to training steps: the same rows in the same order, whatever the two sizes are."""
+"""From micro-batches to training steps: the same samples in the same order, whatever the two sizes are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from upriver.client.order import EpochOrder
 from upriver.types import MicroBatch
+
+Values = tuple[torch.Tensor, ...]
+"""Everything that crosses the freeze point, for some samples."""
+
+
+class Form(Protocol):
+    """Where the samples lie in what crosses the freeze point: a tail's ``values``."""
+
+    def select(self, values: Sequence[torch.Tensor], rows: Sequence[int]) -> Values:
+        """The same values of some of the samples."""
+
+    def concatenate(self, parts: Sequence[Sequence[torch.Tensor]]) -> Values:
+        """The values of several groups of samples, one group after the other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,29 +30,26 @@ class _Finished:
     """A micro-batch at the freeze point.
 
     Attributes:
-        start: Where its first row stands in the epoch.
+        start: Where its first sample stands in the epoch.
         ids: Its samples.
         skipped: Those of them that are padding.
-        features: One row a sample, padding behind.
+        values: For a full micro-batch, padding behind.
     """
 
     start: int
     ids: tuple[int, ...]
     skipped: frozenset[int]
-    features: torch.Tensor
+    values: Values
 
     @property
     def stop(self) -> int:
         return self.start + len(self.ids)
 
-    def rows(self, start: int, stop: int) -> tuple[torch.Tensor, list[int]]:
-        """Features and ids of its samples that stand in [start, stop) of the epoch, without skipped ones."""
-        first, last = max(start, self.start) - self.start, min(stop, self.stop) - self.start
-        kept = [row for row in range(first, last) if self.ids[row] not in self.skipped]
-        if len(kept) == last - first:
-            return self.features[first:last], list(self.ids[first:last])
-        index = torch.tensor(kept, dtype=torch.int64, device=self.features.device)
-        return self.features.index_select(0, index), [self.ids[row] for row in kept]
+    def rows(self, start: int, stop: int) -> Sequence[int]:
+        """Its samples that stand in [start, stop) of the epoch, without skipped ones."""
+        stretch = range(max(start, self.start) - self.start, min(stop, self.stop) - self.start)
+        kept = [row for row in stretch if self.ids[row] not in self.skipped]
+        return stretch if len(kept) == len(stretch) else kept
 
 
 def first_micro_batch(order: EpochOrder, step: int) -> int:
@@ -52,18 +63,20 @@ def steps(
     batches: Iterator[MicroBatch],
     order: EpochOrder,
     *,
-    finish: Callable[[MicroBatch], torch.Tensor],
+    form: Form,
+    finish: Callable[[MicroBatch], Values],
     first: int = 0,
-) -> Iterator[tuple[torch.Tensor | None, list[int]]]:
+) -> Iterator[tuple[Values | None, list[int]]]:
     """Regroup an epoch's micro-batches into training steps.
 
     Args:
         batches: Micro-batches in order, from :func:`first_micro_batch` of ``first`` on.
-        finish: Runs what is left of the prefix on one of them and gives its features.
+        form: Knows where the samples lie in the values.
+        finish: Runs what is left of the prefix on one of them and gives the values at the freeze point.
         first: The step to begin with.
 
     Yields:
-        Features and sample ids of each step; None and no ids where every sample of it was skipped.
+        Values and sample ids of each step; None and no ids where every sample of it was skipped.
     """
     pending: list[_Finished] = []
     fetched = first_micro_batch(order, first) * order.micro_batch
@@ -71,13 +84,13 @@ def steps(
         start, stop = order.step(step)
         while fetched < stop:
             batch = next(batches)
-            features = finish(batch)
+            values = finish(batch)
             pending.append(
-                _Finished(start=fetched, ids=batch.ids, skipped=frozenset(batch.skipped), features=features)
+                _Finished(start=fetched, ids=batch.ids, skipped=frozenset(batch.skipped), values=values)
             )
             fetched += len(batch.ids)
-        parts = [done.rows(start, stop) for done in pending]
-        ids = [sample for _, part in parts for sample in part]
-        features_of_step = torch.cat([part for part, _ in parts]) if ids else None
+        taken = [(done, rows) for done in pending if (rows := done.rows(start, stop))]
+        ids = [done.ids[row] for done, rows in taken for row in rows]
+        parts = [form.select(done.values, rows) for done, rows in taken]
         pending = [done for done in pending if done.stop > stop]
-        yield features_of_step, ids
+        yield (form.concatenate(parts) if parts else None), ids

@@ -11,22 +11,26 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from upriver.client import checks
-from upriver.client.flow import first_micro_batch, steps
-from upriver.client.loader import LOCAL, Loader, LoaderReport, Remote
+from upriver.client.compare import Exact, Tolerance
+from upriver.client.flow import Values, first_micro_batch, steps
+from upriver.client.loader import LOCAL, Loader, Remote
 from upriver.client.local import LocalSource
-from upriver.client.order import EpochOrder, epoch_order
+from upriver.client.options import JobOptions
+from upriver.client.order import EpochOrder
 from upriver.client.pool import ServerPool, ServerStatus
+from upriver.client.report import Report, Tally
+from upriver.client.routes import Placed, Routes
 from upriver.client.servers import Question
-from upriver.client.slots import Way, Window
+from upriver.client.slots import Pin, Way, Window
+from upriver.client.wrapping import TailRunner
 from upriver.engine.clock import Clock
-from upriver.engine.engine import Engine, OnBadSample
+from upriver.engine.engine import Engine
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset
 from upriver.program.freeze import FrozenGuard, keep_in_eval
@@ -39,84 +43,14 @@ log = logging.getLogger("upriver")
 
 STATE_SCHEMA = "upriver.job/1"
 
+ABSENT = {"num_ranks": 1, "autocast": None}
+"""What states that were written before these fields existed stand for."""
+
+Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+"""What a job yields and takes: the value at the freeze point, or all of them where several cross."""
+
 MIN_WINDOW = 8
 """Micro-batches in flight at least: with a mix of routes a window of 8 came to 1.03 times the bound."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobOptions:
-    """What a job was asked for; see :meth:`upriver.client.connect.Near.finetune`."""
-
-    batch_size: int
-    micro_batch: int
-    seed: int
-    shuffle: bool
-    drop_last: bool
-    on_bad_sample: OnBadSample
-    num_workers: int
-    connections: int
-    per_request: int
-    window_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What a job has delivered, and where it was computed.
-
-    Attributes:
-        samples: Server URL or ``local`` to samples.
-        retried: Micro-batches that had to be asked for again.
-        skipped: Ids of samples that could not be read and were left out, in the order in which they were due.
-        epoch_s: Wall-clock seconds of each finished epoch, the caller's training steps included.
-        epoch_bytes: Bytes that crossed the link in each finished epoch.
-        phases: Seconds by source and phase (``local``, or a server's URL).
-    """
-
-    samples: Mapping[str, int]
-    retried: int
-    skipped: tuple[int, ...]
-    epoch_s: tuple[float, ...]
-    epoch_bytes: tuple[int, ...]
-    phases: Mapping[str, Mapping[str, float]]
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of the delivered samples by source."""
-        total = sum(self.samples.values())
-        return {source: count / total for source, count in self.samples.items()} if total else {}
-
-
-@dataclass(kw_only=True, slots=True)
-class _Tally:
-    samples: dict[str, int] = field(default_factory=dict)
-    retried: int = 0
-    skipped: list[int] = field(default_factory=list)
-    epoch_s: list[float] = field(default_factory=list)
-    epoch_bytes: list[int] = field(default_factory=list)
-    phases: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def add(self, report: LoaderReport) -> None:
-        """Add what a loader delivered."""
-        for source, count in report.samples.items():
-            self.samples[source] = self.samples.get(source, 0) + count
-        self.retried += report.retried
-        self.skipped += report.skipped
-
-    def timings(self, source: str, timings: Timings) -> None:
-        """Add one micro-batch's phases."""
-        phases = self.phases.setdefault(source, {})
-        for name, seconds in timings.phases.items():
-            phases[name] = phases.get(name, 0.0) + seconds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
-    """One micro-batch's route, for replaying a numeric run: where it came from and at which cut."""
-
-    epoch: int
-    index: int
-    source: str
-    cut: int
 
 
 class FinetuneJob:
@@ -137,8 +71,13 @@ class FinetuneJob:
         plan: Plan,
         options: JobOptions,
         *,
+        run: TailRunner,
         pool: ServerPool | None,
         link_bytes: Callable[[], int],
+        exact: Exact,
+        tolerance: Tolerance | None,
+        autocast: torch.dtype | None,
+        replay: Routes,
     ) -> None:
         """Made by ``finetune``."""
         self.plan = plan
@@ -146,6 +85,9 @@ class FinetuneJob:
         self._dataset = dataset
         self._split = split
         self._options = options
+        self._run = run
+        self._exact, self._tolerance, self._autocast = exact, tolerance, autocast
+        self._replay = replay.on([server.url for server in pool.status()] if pool is not None else [])
         self._pool = pool
         self._link_bytes = link_bytes
         self._closed = False
@@ -155,7 +97,7 @@ class FinetuneJob:
         self._step = 0
         self._resumed = False
         self._loader: Loader | None = None
-        self._tally = _Tally()
+        self._tally = Tally()
         self._placed: list[Placed] = []
 
     # ------------------------------------------------------------------------------------ training
@@ -164,19 +106,44 @@ class FinetuneJob:
         """Training steps of an epoch."""
         return self._order(self._epoch).num_steps
 
-    def __call__(self, features: torch.Tensor) -> Any:
+    def __call__(self, features: Features) -> Any:
         """The model's answer, from what the job yielded: runs only what is left of the model.
 
+        A model that was given in ``DistributedDataParallel`` runs inside it, so that gradients are averaged.
+
         Raises:
+            ConfigError: If the features are none that the job yields.
             FrozenChanged: If a frozen parameter was written to since the job started.
         """
-        require_type("features", features, torch.Tensor, "what iterating over the job yields")
+        self._check_features(features)
         self._guard.check_versions()
         keep_in_eval(self._model, list(self._split.in_eval))
-        return self._split.tail(features)
+        return self._run(features)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _check_features(self, features: object) -> None:
+        wanted = len(self._split.tail.values)
+        if wanted == 1:
+            require_type("features", features, torch.Tensor, "what iterating over the job yields")
+            return
+        given = features if isinstance(features, tuple) else ()
+        if len(given) != wanted or not all(isinstance(value, torch.Tensor) for value in given):
+            raise ConfigError(
+                f"features must be the tuple of {wanted} tensors that iterating over the job yields, got "
+                + (f"a tuple of {len(given)}" if given else f"a {type(features).__name__}")
+            )
+
+    @property
+    def tail(self) -> nn.Module:
+        """What is left of the model, as a module: takes what the job yields, has the model's own parameters.
+
+        To be wrapped, in ``DistributedDataParallel(job.tail)`` for example, and called in place of the job.
+        """
+        return self._split.tail
+
+    def __iter__(self) -> Iterator[tuple[Features, torch.Tensor]]:
         """One epoch: (features, targets) of each training step, in order.
+
+        Features are one tensor where one crosses the freeze point, else a tuple of them.
 
         After :meth:`load_state_dict` it goes on where that state was taken; after a ``break`` it begins the
         next epoch.
@@ -210,43 +177,45 @@ class FinetuneJob:
             raise ConfigError("this job was closed; make another one with finetune()")
 
     def _order(self, epoch: int) -> EpochOrder:
-        options = self._options
-        return epoch_order(
-            len(self._dataset),
-            seed=options.seed,
-            epoch=epoch,
-            batch_size=options.batch_size,
-            micro_batch=options.micro_batch,
-            shuffle=options.shuffle,
-            drop_last=options.drop_last,
-        )
+        return self._options.order(len(self._dataset), epoch)
 
-    def _steps(self, order: EpochOrder) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
+    def _steps(self, order: EpochOrder) -> Generator[tuple[Features, torch.Tensor], None, None]:
         self.close_loader()
+        pins = self._replay.pins(self._epoch)
         with self._loading(
-            self._dataset, order, epoch=self._epoch, first=self._step, log_routes=True
+            self._dataset, order, epoch=self._epoch, first=self._step, pins=pins, log_routes=True
         ) as loader:
             self._loader = loader
-            finish = self._finisher(self._dataset, self._epoch)
-            for features, ids in steps(loader, order, finish=finish, first=self._step):
-                if features is None:
+            form, finish = self._split.tail.values, self._finisher(self._dataset, self._epoch)
+            for values, ids in steps(loader, order, form=form, finish=finish, first=self._step):
+                if values is None:
                     raise DatasetError("every sample of a training batch had to be skipped")
-                yield features, self._dataset.targets[ids].to(features.device)
+                yield form.one_or_all(values), self._dataset.targets[ids].to(values[0].device)
 
     @contextlib.contextmanager
     def _loading(
-        self, dataset: Dataset, order: EpochOrder, *, epoch: int, first: int = 0, log_routes: bool = False
+        self,
+        dataset: Dataset,
+        order: EpochOrder,
+        *,
+        epoch: int,
+        first: int = 0,
+        pins: Mapping[int, Pin] | None = None,
+        log_routes: bool = False,
     ) -> Iterator[Loader]:
         """A loader for one pass over a dataset; what it delivered is added up when it ends."""
+        cut, pins = self.plan.cut, pins or {}
+        tally, placed = self._tally, self._placed  # the loader must not hold the job
+        level = logging.INFO if self._exact == "numeric" else logging.DEBUG
 
         def note(index: int, source: str, timings: Timings) -> None:
             tally.timings(source, timings)
             if log_routes:
-                placed.append(
-                    Placed(epoch=epoch, index=index, source=source, cut=0 if source == LOCAL else cut)
-                )
+                asked = pins[index].cut if index in pins else cut
+                route = Placed(epoch=epoch, index=index, source=source, cut=0 if source == LOCAL else asked)
+                placed.append(route)
+                log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, route.cut)
 
-        tally, placed, cut = self._tally, self._placed, self.plan.cut  # the loader must not hold the job
         loader = Loader(
             order.micro_batches,
             local=LocalSource(
@@ -257,11 +226,12 @@ class FinetuneJob:
                 on_bad_sample=self._options.on_bad_sample,
             ),
             first=first_micro_batch(order, first),
-            remote=self._remote(dataset, order, epoch),
+            remote=self._remote(dataset, order, epoch, pins),
             window=self._window(),
             num_workers=self._options.num_workers,
             expected_bytes=self._expected_bytes(),
             on_timings=note,
+            pins=pins,
         )
         try:
             yield loader
@@ -271,11 +241,11 @@ class FinetuneJob:
                 self._loader = None
             tally.add(loader.report)
 
-    def _finisher(self, dataset: Dataset, epoch: int) -> Callable[[MicroBatch], torch.Tensor]:
+    def _finisher(self, dataset: Dataset, epoch: int) -> Callable[[MicroBatch], Values]:
         """What runs the rest of the prefix on a micro-batch, here, up to the freeze point."""
         engine = self._engine(dataset)
 
-        def finish(batch: MicroBatch) -> torch.Tensor:
+        def finish(batch: MicroBatch) -> Values:
             clock = Clock()
             # Only input stages can find a sample bad, and name its object; as a rule they have run.
             names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
@@ -289,7 +259,7 @@ class FinetuneJob:
                 clock=clock,
             )
             self._tally.timings("finish", clock.timings())
-            return done.tensors[0].to(self._device)
+            return tuple(value.to(self._device) for value in done.tensors)
 
         return finish
 
@@ -297,7 +267,9 @@ class FinetuneJob:
         program, micro_batch = self._split.program, self._options.micro_batch
         return Engine(chain=dataset.chain, program=program, micro_batch=micro_batch)
 
-    def _remote(self, dataset: Dataset, order: EpochOrder, epoch: int) -> Remote | None:
+    def _remote(
+        self, dataset: Dataset, order: EpochOrder, epoch: int, pins: Mapping[int, Pin]
+    ) -> Remote | None:
         program, cut = self._split.program, self.plan.cut
         if self._pool is None or program is None or cut == dataset.chain.start:
             return None
@@ -310,7 +282,8 @@ class FinetuneJob:
         micro_batches = order.micro_batches
 
         def make_request(indices: Sequence[int]) -> RunRequest:
-            return question.request([micro_batches[i] for i in indices], stop=cut, epoch=epoch)
+            stop = pins[indices[0]].cut if indices[0] in pins else cut
+            return question.request([micro_batches[i] for i in indices], stop=stop, epoch=epoch)
 
         return Remote(
             pool=self._pool,
@@ -363,18 +336,18 @@ class FinetuneJob:
         )
         if self._pool is not None:
             dataset.publish()
-        finish = self._finisher(dataset, epoch=0)
+        form, finish = self._split.tail.values, self._finisher(dataset, epoch=0)
         total, count = 0.0, 0
         with (
             self._loading(dataset, order, epoch=0) as loader,
             torch.no_grad(),
             in_eval(self._model),
         ):
-            for features, ids in steps(loader, order, finish=finish):
-                if features is None:
+            for values, ids in steps(loader, order, form=form, finish=finish):
+                if values is None:
                     continue
-                targets = dataset.targets[ids].to(features.device)
-                outputs = self._split.tail(features)
+                targets = dataset.targets[ids].to(values[0].device)
+                outputs = self._run.alone(form.one_or_all(values))
                 if keeps_count:
                     metric.update(outputs, targets)
                 else:
@@ -387,7 +360,10 @@ class FinetuneJob:
     # ----------------------------------------------------------------------------- state and report
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the job stands, as plain data: what was yielded counts as done."""
+        """Where the job stands, as plain data: what was yielded counts as done.
+
+        All ranks stand at the same step, so one rank's state serves them all.
+        """
         program = self._split.program
         return {
             "schema": STATE_SCHEMA,
@@ -396,6 +372,8 @@ class FinetuneJob:
             "seed": self._options.seed,
             "shuffle": self._options.shuffle,
             "drop_last": self._options.drop_last,
+            "num_ranks": self._options.num_ranks,
+            "autocast": str(self._autocast).removeprefix("torch.") if self._autocast is not None else None,
             "batch_size": self._options.batch_size,
             "micro_batch": self._options.micro_batch,
             "dataset": self._dataset.digest,
@@ -410,6 +388,7 @@ class FinetuneJob:
         """
         mine = self.state_dict()
         require_type("state", state, Mapping, "from state_dict()")  # type: ignore[type-abstract]
+        state = {**ABSENT, **state}
         if set(state) != set(mine):
             raise ConfigError(f"not the state of a fine-tuning job: fields {sorted(map(str, state))}")
         for key, value in mine.items():
@@ -430,26 +409,16 @@ class FinetuneJob:
     @property
     def report(self) -> Report:
         """What was delivered so far, and from where."""
-        tally = self._tally
-        samples, retried, skipped = dict(tally.samples), tally.retried, list(tally.skipped)
-        if self._loader is not None:
-            running = self._loader.report
-            for source, count in running.samples.items():
-                samples[source] = samples.get(source, 0) + count
-            retried += running.retried
-            skipped += running.skipped
-        return Report(
-            samples=samples,
-            retried=retried,
-            skipped=tuple(skipped),
-            epoch_s=tuple(tally.epoch_s),
-            epoch_bytes=tuple(tally.epoch_bytes),
-            phases={source: dict(phases) for source, phases in tally.phases.items()},
-        )
+        running = self._loader.report if self._loader is not None else None
+        return self._tally.report(running, exact=self._exact, tolerance=self._tolerance)
 
     @property
     def placed(self) -> Sequence[Placed]:
-        """The route of every micro-batch of training so far."""
+        """Where every micro-batch of training so far was computed.
+
+        Given to a later ``finetune(..., replay=job.placed)``, each is computed there again: the same bits, in
+        a ``numeric`` job too.
+        """
         return tuple(self._placed)
 
     @property

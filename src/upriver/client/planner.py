@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from upriver.client.job import JobOptions
-from upriver.client.order import epoch_order
+from upriver.client.compare import Exact, Tolerance, tolerance
+from upriver.client.options import JobOptions
 from upriver.client.planning import (
     MEASURED_MICRO_BATCHES,
     LinkEstimate,
@@ -22,7 +22,8 @@ from upriver.client.planning import (
     unsplit_plan,
 )
 from upriver.client.pool import ServerPool
-from upriver.client.servers import Exact, Gate, Question
+from upriver.client.routes import Routes
+from upriver.client.servers import Gate, Question
 from upriver.client.transport import ServerClient
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
@@ -44,6 +45,8 @@ class Planner:
         servers: Gives a client for each server; may start one.
         dataset: As the user gave it.
         direct: The same, read over the metered link.
+        exact: ``numeric`` takes servers whose features differ by no more than a tolerance.
+        replay: Routes of an earlier run; they decide the cut.
         tell: Told what is being done.
     """
 
@@ -57,10 +60,12 @@ class Planner:
         options: JobOptions,
         *,
         exact: Exact,
+        replay: Routes,
         tell: Callable[[str], None],
     ) -> None:
         self.find_servers, self.model, self.dataset, self.direct = servers, model, dataset, direct
-        self.parts, self.options, self.exact, self.tell = parts, options, exact, tell
+        self.parts, self.options, self.replay, self.tell = parts, options, replay, tell
+        self.allowed = _allowed(parts) if exact == "numeric" else None
         self.engine = Engine(chain=dataset.chain, program=parts.program, micro_batch=options.micro_batch)
         self._here: LocalMeasurement | None = None
         self._not_used: list[str] = []
@@ -73,6 +78,8 @@ class Planner:
             NoFeasibleCut: If no cut fits the memory.
         """
         start, freeze = self.dataset.chain.start, self.parts.freeze
+        if self.replay:
+            cut = self._replayed_cut(cut)
         if cut is not None and (type(cut) is not int or (cut != start and not 1 <= cut <= freeze)):
             raise ConfigError(f"cut must be {start} (unsplit) or lie in 1..{freeze}, got {cut!r}")
         if self.parts.program is None:
@@ -81,6 +88,18 @@ class Planner:
         if (policy == "nosplit" and cut is None) or cut == start:
             return self._unsplit("nosplit", "asked for: everything runs on the compute tier"), None
         return self._with_servers(policy, cut)
+
+    def _replayed_cut(self, cut: int | None) -> int:
+        """The cut of the run to replay: that of the largest part, where it had several."""
+        if cut is not None:
+            raise ConfigError(f"the routes to replay decide the cut; cut must be None, got {cut!r}")
+        for replayed in self.replay.cuts:
+            if not 1 <= replayed <= self.parts.freeze:
+                reason = f": {self.parts.why_not}" if self.parts.why_not else ""
+                raise ConfigError(
+                    f"the run to replay used cut {replayed}, this model has 1..{self.parts.freeze}{reason}"
+                )
+        return self.replay.cuts[0] if self.replay.cuts else self.dataset.chain.start
 
     def _unsplit(self, policy: str, why: str) -> Plan:
         return unsplit_plan(policy, self.dataset, stop=self.parts.freeze, why=why)
@@ -91,6 +110,8 @@ class Planner:
         except ConfigError:
             raise
         except UpriverError as error:
+            if self.replay:
+                raise  # the plain way might give other bits than the server that is replayed
             log.warning("no near-data server, training straight from the store: %s", error)
             return self._unsplit(policy, f"no near-data server: {error}"), None
         gate = self._gate()
@@ -112,7 +133,18 @@ class Planner:
         pool.wait_joined(JOIN_S, admitted)
         if self._not_used:
             plan = replace(plan, why=f"{plan.why}; not used for now: {'; '.join(self._not_used)}")
-        return plan, pool
+        return self._with_tolerance(plan, gate), pool
+
+    def _with_tolerance(self, plan: Plan, gate: Gate) -> Plan:
+        """A numeric job says by how much features may differ, and by how much they did."""
+        if self.allowed is None:
+            return plan
+        seen = ", ".join(f"{apart:.2g} at {url}" for url, apart in gate.distances.items())
+        return replace(
+            plan,
+            why=f"{plan.why}; exact='numeric': features may differ by {self.allowed}; those of the canary "
+            f"differed by (of the largest) {seen or 'nothing yet'}",
+        )
 
     def _measure(
         self, servers: Sequence[ServerClient], gate: Gate
@@ -169,7 +201,8 @@ class Planner:
         self, policy: str, measured: Sequence[tuple[ServerClient, list[Timings]]], link: LinkEstimate
     ) -> Plan:
         here = self._measured_here()
-        tail = measure_tail(self.model, self.parts, here.features.tensors[0])
+        options = self.options
+        tail = measure_tail(self.model, self.parts, here.features.tensors, samples=options.micro_batch)
         plan, _profile, _cluster = make_plan(
             policy,
             name=type(self.model).__name__,
@@ -179,8 +212,11 @@ class Planner:
             there=measured[0][1],
             link=link,
             tail=tail,
-            workload=Workload(batch_size=self.options.batch_size, num_samples=len(self.dataset)),
+            workload=Workload(
+                batch_size=options.batch_size, num_samples=len(options.order(len(self.dataset), 0).ids)
+            ),
             num_servers=len(measured),
+            num_ranks=options.num_ranks,
         )
         return plan
 
@@ -216,21 +252,12 @@ class Planner:
             self.engine,
             canary=self._canary(),
             reference=lambda: self._measured_here().features,
-            exact=self.exact,
+            allowed=self.allowed,
         )
 
     def _canary(self) -> tuple[int, ...]:
         """The first micro-batch of the first epoch."""
-        options = self.options
-        order = epoch_order(
-            len(self.dataset),
-            seed=options.seed,
-            epoch=0,
-            batch_size=options.batch_size,
-            micro_batch=options.micro_batch,
-            shuffle=options.shuffle,
-        )
-        return order.micro_batches[0]
+        return self.options.order(len(self.dataset), 0).micro_batches[0]
 
     def _measured_here(self) -> LocalMeasurement:
         if self._here is None:
@@ -246,16 +273,46 @@ class Planner:
         return self._here
 
 
+def _allowed(parts: Split) -> Tolerance:
+    """By how much features may differ: more where a program computes in half precision."""
+    program = parts.program
+    if program is None:
+        return tolerance([])
+    crossing = {value.spec.dtype for cut in range(program.num_stages + 1) for value in program.live(cut)}
+    names = crossing | {getattr(program.graph, "autocast", None) or "float32"}
+    return tolerance([getattr(torch, name) for name in names])
+
+
 def example_of(model: nn.Module, dataset: Dataset, options: JobOptions) -> torch.Tensor:
-    """A micro-batch of the right form, on the model's device."""
+    """A micro-batch of the right form, on the model's device.
+
+    Of whole numbers it holds real samples: any others could be out of an embedding's range.
+    """
     device = next(model.parameters(), torch.empty(0)).device
     spec = dataset.chain.output_spec()
     if spec is None:
-        engine = Engine(chain=dataset.chain, program=None, micro_batch=1)
-        names = [dataset.locate([0])[0].object]
-        first = engine.begin(read_samples(dataset, [0]), [0], object_names=names, stop=0, seed=0, epoch=0)
-        spec = (first.tensors[0].dtype, tuple(first.tensors[0].shape[1:]))
+        example = _real_example(dataset, options)
+        spec = (example.dtype, tuple(example.shape[1:]))
+        if not example.is_floating_point():
+            return example.to(device)
     dtype, shape = spec
     generator = torch.Generator().manual_seed(0)
-    example = torch.randn((options.micro_batch, *shape), generator=generator)
-    return example.to(dtype).to(device)
+    return torch.randn((options.micro_batch, *shape), generator=generator).to(dtype).to(device)
+
+
+def _real_example(dataset: Dataset, options: JobOptions) -> torch.Tensor:
+    """The first samples of the dataset, repeated where it has fewer."""
+    ids = list(range(min(len(dataset), options.micro_batch)))
+    engine = Engine(chain=dataset.chain, program=None, micro_batch=len(ids))
+    names = [ref.object for ref in dataset.locate(ids)]
+    batch = engine.begin(
+        read_samples(dataset, ids),
+        ids,
+        object_names=names,
+        stop=0,
+        seed=options.seed,
+        epoch=0,
+        on_bad_sample=options.on_bad_sample,
+    )
+    rows = batch.tensors[0]
+    return torch.cat([rows] * -(-options.micro_batch // len(ids)))[: options.micro_batch]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from upriver.client.flow import Values
 from upriver.client.transport import ServerClient
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine, OnBadSample
@@ -17,10 +18,10 @@ from upriver.errors import UpriverError
 from upriver.pipeline import Dataset
 from upriver.policies import choose
 from upriver.profile import build_profile, cluster_from
-from upriver.program.capture import tensors_in
+from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
-from upriver.program.proof import buffers_kept
 from upriver.program.split import Split
+from upriver.program.trace import buffers_kept
 from upriver.types import (
     Cluster,
     MicroBatch,
@@ -104,8 +105,13 @@ def measure_link(server: ServerClient) -> LinkEstimate:
         size *= 2
 
 
-def measure_tail(model: nn.Module, split: Split, features: torch.Tensor) -> TailProfile:
-    """Forward and backward of the tail on one micro-batch; nothing of the model is changed."""
+def measure_tail(model: nn.Module, split: Split, features: Values, *, samples: int) -> TailProfile:
+    """Forward and backward of the tail on one micro-batch; nothing of the model is changed.
+
+    Args:
+        features: Everything that crosses the freeze point.
+        samples: How many samples that is.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     kept = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
@@ -117,19 +123,19 @@ def measure_tail(model: nn.Module, split: Split, features: torch.Tensor) -> Tail
         return tensor
 
     seconds = []
-    devices = [features.device] if features.device.type == "cuda" else []
+    device, given = features[0].device, split.tail.values.one_or_all(features)
+    devices = [device] if device.type == "cuda" else []
     for _ in range(2):
         with buffers_kept(model), torch.random.fork_rng(devices=devices), torch.enable_grad():
             keep_in_eval(model, list(split.in_eval))
             began = time.perf_counter()
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                answers = [t for t in tensors_in(split.tail(features)) if t.requires_grad]
+                answers = [t for t in tensors_in(split.tail(given)) if t.requires_grad]
             total = torch.stack([t.float().square().mean() for t in answers]).sum()
             torch.autograd.grad(total, parameters, allow_unused=True)
             if devices:
-                torch.cuda.synchronize(features.device)
+                torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
-    samples = features.shape[0]
     weights = sum(p.nbytes for p in parameters)
     return TailProfile(
         seconds=(0.0, seconds[-1] / samples),
@@ -151,6 +157,7 @@ def make_plan(
     tail: TailProfile,
     workload: Workload,
     num_servers: int,
+    num_ranks: int = 1,
 ) -> tuple[Plan, Profile, Cluster]:
     """Ask a policy, with what was measured.
 
@@ -183,7 +190,7 @@ def make_plan(
         storage=there,
         compute=here.timings,
         concurrency=num_servers,
-        load=1.0 / num_servers,
+        load=num_ranks / num_servers,  # every rank asks the same servers for as much
     )
     return choose(policy, profile, cluster, workload), profile, cluster
 

@@ -10,10 +10,11 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
+from upriver.client.compare import Tolerance, difference, largest
 from upriver.client.connection import within
 from upriver.client.pool import Transport
 from upriver.client.transport import ServerClient
@@ -30,12 +31,6 @@ log = logging.getLogger("upriver")
 MEASURE_S = 120.0
 """For a canary, from the request to the last byte: the slowest network measured takes 11 s for a micro-batch
 on one core, loading its program from a busy disk as long, and its largest cut 82 s over 20 Mbit/s."""
-
-Exact = Literal["bitwise", "numeric"]
-
-NUMERIC_TOLERANCE = (1e-3, 1e-4)
-"""Relative and absolute difference of features that ``exact="numeric"`` accepts, in the features' own scale:
-what float32 convolutions of different instruction sets differ by after twenty layers, with room to spare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +66,7 @@ class Gate:
         canary: Sample ids of the canary, one micro-batch.
         reference: The canary's features at the freeze point as this side computes them; called once, when
             needed.
-        exact: ``bitwise`` or ``numeric``.
+        allowed: By how much features may differ (``exact="numeric"``); None asks for equal bits.
     """
 
     def __init__(
@@ -81,17 +76,18 @@ class Gate:
         *,
         canary: tuple[int, ...],
         reference: Callable[[], MicroBatch],
-        exact: Exact,
+        allowed: Tolerance | None,
     ) -> None:
         self._question = question
         self._engine = engine
         self._canary = canary
         self._make_reference = reference
         self._reference: MicroBatch | None = None
-        self._exact = exact
+        self._allowed = allowed
         self._lock = threading.Lock()
         self._proved: set[tuple[str, int]] = set()
         self.cut = question.program.num_stages
+        self.distances: dict[str, float] = {}
 
     def admit(self, client: Transport) -> None:
         """Check a server that joins or comes back; a :class:`~upriver.client.pool.ServerPool` calls it.
@@ -139,7 +135,7 @@ class Gate:
         shown = ", ".join(
             f"{key} {theirs.get(key, 'none')!r} there, {ours.get(key)!r} here" for key in different[:3]
         )
-        if self._exact == "bitwise":
+        if self._allowed is None:
             raise NotExact(
                 f"{server.url} computes with other low bits: {shown}; exact='numeric' accepts a tolerance"
             )
@@ -157,17 +153,25 @@ class Gate:
             wanted = self._reference
         freeze = self._question.program.num_stages
         done = self._engine.advance(batch, freeze) if stop >= 0 else batch
-        for ours, theirs in zip(wanted.tensors, done.tensors, strict=True):
-            theirs = theirs.to(ours.device)
-            if self._exact == "bitwise" and not torch.equal(ours, theirs):
-                what = f"{server.url} gives other bits for the canary micro-batch at cut {stop}"
-                raise NotExact(what + _threads(server))
-            rtol, atol = NUMERIC_TOLERANCE
-            scale = float(ours.abs().max()) if ours.numel() else 0.0
-            if not torch.allclose(ours, theirs, rtol=rtol, atol=atol * max(1.0, scale), equal_nan=True):
-                raise NotExact(
-                    f"{server.url} gives features beyond rtol {rtol} and atol {atol} of {scale:.3g}"
-                )
+        found = difference(wanted.tensors, done.tensors, self._allowed)
+        if not found:
+            self._note_distance(server, wanted, done)
+        elif self._allowed is None:
+            what = f"{server.url} gives {found} for the canary micro-batch at cut {stop}"
+            raise NotExact(what + _threads(server))
+        else:
+            raise NotExact(
+                f"{server.url} gives {found} for the canary micro-batch at cut {stop}, where exact='numeric' "
+                f"allows {self._allowed}"
+            )
+
+    def _note_distance(self, server: ServerClient, wanted: MicroBatch, done: MicroBatch) -> None:
+        """With a tolerance, say how much of it a server needed."""
+        if self._allowed is not None:
+            apart = largest(wanted.tensors, done.tensors)
+            with self._lock:
+                self.distances[server.url] = max(apart, self.distances.get(server.url, 0.0))
+            log.info("%s: features are at most %.2g of the largest apart", server.url, apart)
 
 
 def _threads(server: ServerClient) -> str:

@@ -150,6 +150,7 @@ class _Twin:
         state.update(self.module.__dict__)
         state.update(self.own)
         state.pop("forward", None)
+        state.pop("_compiled_call_impl", None)  # of module.compile(): it would run the module itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

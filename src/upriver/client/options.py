@@ -1,0 +1,99 @@
+"""What a job is asked for, checked once: :class:`JobOptions`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from upriver.client import checks
+from upriver.client.order import EpochOrder, epoch_order
+from upriver.engine.engine import OnBadSample
+from upriver.errors import ConfigError
+from upriver.protocol import DEFAULT_CAPS, MAX_MICRO_BATCH
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """What a job was asked for; see :meth:`upriver.client.connect.Near.finetune`."""
+
+    batch_size: int
+    micro_batch: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    on_bad_sample: OnBadSample
+    num_workers: int
+    connections: int
+    per_request: int
+    window_bytes: int
+    rank: int = 0
+    num_ranks: int = 1
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        batch_size: int,
+        micro_batch: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        on_bad_sample: OnBadSample,
+        num_workers: int | None,
+        connections: int,
+        per_request: int,
+        window_bytes: int,
+        rank: int | None,
+        num_ranks: int | None,
+    ) -> JobOptions:
+        """Options from what a caller gave.
+
+        Raises:
+            ConfigError: If one is outside what is allowed; names it.
+        """
+        most = checks.MAX_THREADS
+        workers = min(max(2, len(os.sched_getaffinity(0))), most) if num_workers is None else num_workers
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise ConfigError(f"seed must be a whole number in 0..2**63 - 1, got {seed!r}")
+        rank, num_ranks = checks.shard(rank, num_ranks)
+        return cls(
+            batch_size=checks.whole("batch_size", batch_size),
+            micro_batch=checks.whole("micro_batch", micro_batch, most=MAX_MICRO_BATCH),
+            seed=seed,
+            shuffle=checks.flag("shuffle", shuffle),
+            drop_last=checks.flag("drop_last", drop_last),
+            on_bad_sample=checks.choice("on_bad_sample", on_bad_sample, ("fail", "skip")),
+            num_workers=checks.whole("num_workers", workers, most=most),
+            connections=checks.whole("connections", connections, most=most),
+            per_request=checks.whole("per_request", per_request, most=DEFAULT_CAPS.micro_batches),
+            window_bytes=checks.whole("window_bytes", window_bytes),
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+
+    def order(self, num_samples: int, epoch: int) -> EpochOrder:
+        """This rank's part of an epoch over so many samples."""
+        return epoch_order(
+            num_samples,
+            seed=self.seed,
+            epoch=epoch,
+            batch_size=self.batch_size,
+            micro_batch=self.micro_batch,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+        )
+
+    def check_steps(self, num_samples: int) -> None:
+        """An epoch must have a step.
+
+        Raises:
+            ConfigError: If ``drop_last`` leaves none.
+        """
+        if self.drop_last and self.batch_size * self.num_ranks > num_samples:
+            ranks = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+            raise ConfigError(
+                f"drop_last leaves no step in an epoch: batch_size {self.batch_size}{ranks}, "
+                f"{num_samples} samples"
+            )
