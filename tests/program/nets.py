@@ -405,3 +405,34 @@ class Windows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.first(x.reshape(-1, 6))
         return self.head(rows).reshape(x.shape[0], -1)
+
+
+class Auxiliary(nn.Module):
+    """A head in the middle of the frozen part, which answers in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.aux = nn.Linear(6, 2)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = torch.tanh(self.first(x))
+        aux = (self.aux(x),) if self.training else ()
+        return (self.head(torch.tanh(self.second(x))), *aux)
+
+
+class SharedDropout(nn.Module):
+    """One Dropout, used in the frozen part and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.dropout(self.first(x)))
+        return self.head(self.dropout(x))

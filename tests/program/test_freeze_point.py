@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from tests.program.nets import (
+    Auxiliary,
     BranchingLate,
     Checkpointed,
     Counting,
     Late,
+    LayerDrop,
     Masked,
     Noisy,
+    SharedDropout,
     SideChannel,
     Skips,
     TimeFirst,
@@ -144,6 +147,45 @@ def test_control_flow_on_data_in_the_frozen_part_ends_the_prefix_before_it() -> 
     assert [bool(attempt.why_not) for attempt in parts.attempts] == [True, False]
     agree(model, parts, x)
     agree(model, parts, -x)
+
+
+def test_a_head_that_answers_in_training_only_gets_what_it_reads() -> None:
+    model = frozen(Auxiliary(), "first", "second")
+    x = torch.randn(4, 6)
+    parts = split(model, x)
+    assert crossing(parts) == ["first", "second"]
+    agree(model, parts, x)
+    agree(model, parts, x, training=False)
+
+
+def test_a_dropout_on_both_sides_is_off_in_the_prefix_and_random_behind_it() -> None:
+    model = frozen(SharedDropout(), "first", "second")
+    x = torch.randn(4, 6)
+    parts = split(model, x)
+    assert parts.boundary == "second"
+    assert "dropout" not in parts.in_eval
+    agree(model, parts, x, training=False)
+    assert parts.program is not None
+    features = parts.program.run((x,), 0, parts.freeze)[0]
+    model.train()
+    assert not torch.equal(parts.tail(features), parts.tail(features))
+
+
+def test_layers_that_chance_may_leave_out_are_left_to_the_tail() -> None:
+    class Stem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(6, 6)
+            self.rest = LayerDrop()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rest(self.stem(x))
+
+    model = frozen(Stem(), "stem", "rest.layers.0", "rest.layers.1")
+    parts = split(model, torch.randn(4, 6))
+    assert parts.boundary == "stem"
+    assert "random number" in parts.note
+    agree(model, parts, torch.randn(4, 6))
 
 
 def test_random_and_counting_modules_stay_where_the_model_runs() -> None:

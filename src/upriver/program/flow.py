@@ -112,11 +112,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = list(_written(func, args, kwargs))
         before = _random_state() if torch.Tag.nondeterministic_seeded in func.tags else None
         result = func(*args, **kwargs)
-        self._note(func, reads, written, result, random=before is not None and before != _random_state())
+        random = before is not None and before != _random_state()
+        sized = not _DEPENDS_ON_DATA.isdisjoint(func.tags) and not _is_plain_index(func, args)
+        self._note(func, reads, written, result, random=random, sized=sized)
         return result
 
     def _note(
-        self, func: Any, reads: tuple[Value, ...], written: list[torch.Tensor], result: Any, *, random: bool
+        self,
+        func: Any,
+        reads: tuple[Value, ...],
+        written: list[torch.Tensor],
+        result: Any,
+        *,
+        random: bool,
+        sized: bool,
     ) -> None:
         index = len(self._operations)
         name = func._schema.name
@@ -124,11 +133,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trouble = f"changes {owners[0]}" if owners else f"runs the random operator {name}" if random else ""
         made = tensors_in(result)
         seen = bool(reads) and not made and not written
-        seen = seen or not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(
-            func.tags
-        )
         self._operations.append(
-            Operation(name=name, call=self.call, reads=reads, trouble=trouble, observes=seen)
+            Operation(name=name, call=self.call, reads=reads, trouble=trouble, observes=seen or sized)
         )
         for tensor in made:
             if id(tensor) not in self._numbers:
@@ -150,6 +156,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made_at is None and number not in self._origins:
             self._origins[number] = Origin(kind="constant", trained=tensor.requires_grad)
         return number
+
+
+_DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _is_plain_index(func: Any, args: Any) -> bool:
+    """Indexing by whole numbers: only a mask makes a result's size depend on data."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(index.dtype not in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

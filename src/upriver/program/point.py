@@ -8,7 +8,7 @@ inputs, that the rest reads, found by walking back from the model's answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from upriver.program.example import Source
 from upriver.program.flow import Operation, Value
+from upriver.program.passes import Pass, needs
 from upriver.program.trace import Call, Shape, Trace
 
 
@@ -55,32 +56,47 @@ class FreezePoint:
     note: str = ""
 
 
-def find(model: nn.Module, calls: Trace, *, before_branches: bool = False) -> FreezePoint:
+def find(
+    model: nn.Module,
+    calls: Trace,
+    training: Pass | None = None,
+    *,
+    before_branches: bool = False,
+    left: Mapping[str, str] | None = None,
+) -> FreezePoint:
     """The end of the frozen prefix.
 
     Args:
-        before_branches: End it before the first operator that shows Python a value of the data.
+        calls: A pass in eval.
+        training: The same in training mode, frozen units in eval: it may read more (auxiliary heads).
+        before_branches: End the prefix before the first operator that shows Python a value of the data.
+        left: Modules inside which nothing may be skipped, with the reason.
     """
-    return _Search(model, calls, before_branches=before_branches).run()
+    return _Search(model, calls, training, before_branches=before_branches, left=left or {}).run()
 
 
 class _Search:
     """One search; shrinks the set of skipped calls until what the tail needs of them can be shipped."""
 
-    def __init__(self, model: nn.Module, calls: Trace, *, before_branches: bool) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Trace,
+        training: Pass | None,
+        *,
+        before_branches: bool,
+        left: Mapping[str, str],
+    ) -> None:
         self.trace = calls
-        self.calls: Mapping[int, Call] = {call.index: call for call in calls.calls}
-        self.children: dict[int, list[Call]] = {}
-        for call in sorted(calls.calls, key=lambda call: call.index):
-            self.children.setdefault(call.parent, []).append(call)
-        self.operations = calls.flow.operations
-        self.note = ""
-        self.from_input = self._reached_from(self._inputs())
-        self.held = self._held(before_branches=before_branches)
-        self.holds = self._calls_around(self.held)
+        self.seen = Pass(calls.calls, calls.flow)
+        self.training = training
         self.kinds = {path: _kind(module) for path, module in model.named_modules()}
-        self.blocked: dict[int, str] = {}
+        self.notes: list[str] = []
+        self.held = self._held(before_branches=before_branches)
+        self.holds = self.seen.around(self.held)
+        # Whether what is inside may be skipped all the same.
+        self.blocked = {call.index: False for call in calls.calls if call.path in left}
+        self.notes += left.values()
 
     def run(self) -> FreezePoint:
         """Search."""
@@ -89,20 +105,19 @@ class _Search:
             if not frozen:
                 return FreezePoint(why_not=self._why_nothing())
             skipped = [*frozen, *self._before(frozen, free)]
-            needed, missing = self._needed(skipped)
-            if not missing:
+            needed, blocked = self._needed({call.index for call in skipped})
+            if not blocked:
                 break
-            self.blocked |= missing
+            self.blocked |= blocked
         ships = self._ships(skipped, needed)
         if all(ship.source.path is None for ship in ships):
             return FreezePoint(why_not="the tail reads nothing that the frozen modules give")
         skipped.sort(key=lambda call: call.exit)
-        last = max(frozen, key=lambda call: call.exit)
         return FreezePoint(
             skipped=tuple(call.index for call in skipped),
             ships=tuple(ships),
-            name=last.path,
-            note="; ".join(dict.fromkeys([*filter(None, [self.note]), *filter(None, self.blocked.values())])),
+            name=max(frozen, key=lambda call: call.exit).path,
+            note="; ".join(dict.fromkeys(self.notes)),
         )
 
     # ------------------------------------------------------------------------------ who may be skipped
@@ -111,99 +126,90 @@ class _Search:
         """Largest calls that can run anywhere: of frozen modules, and of modules without parameters."""
         frozen: list[Call] = []
         free: list[Call] = []
+        children: dict[int, list[Call]] = {}
+        for index in sorted(self.seen.calls):
+            children.setdefault(self.seen.calls[index].parent, []).append(self.seen.calls[index])
 
         def visit(call: Call) -> None:
             kind = self.kinds[call.path]
             usable = call.index not in self.holds and call.index not in self.blocked and not call.opaque
             if call.path and usable and kind != "trained":
                 (frozen if kind == "frozen" else free).append(call)
-                return
-            if self.blocked.get(call.index) != "":  # "" stands for a call that is left to the tail as a whole
-                for child in self.children.get(call.index, ()):
+            elif self.blocked.get(call.index, True):
+                for child in children.get(call.index, ()):
                     visit(child)
 
-        for call in self.children.get(-1, ()):
-            visit(call)
+        visit(self.seen.whole)
         return frozen, free
 
     def _before(self, frozen: Sequence[Call], free: Sequence[Call]) -> list[Call]:
         """Calls without parameters that a frozen one depends on: before it, so part of the prefix."""
-        inside = self._inside(frozen)
-        wanted = self._closure([index for index, owner in enumerate(inside) if owner >= 0])
-        of_free = self._inside(free)
-        kept = {of_free[index] for index in wanted if of_free[index] >= 0}
+        inside = self.seen.inside({call.index for call in frozen})
+        wanted = self.seen.closure([index for index, owner in enumerate(inside) if owner >= 0])
+        of_free = self.seen.inside({call.index for call in free})
+        kept = {of_free[index] for index in wanted}
         return [call for call in free if call.index in kept]
 
     def _why_nothing(self) -> str:
-        if self.note:
-            return self.note
-        for index, operation in enumerate(self.operations):
+        if self.notes:
+            return self.notes[0]
+        for operation in self.seen.operations:
             if self._trained(operation):
-                owner = self.calls[operation.call].path
+                owner = self.seen.calls[operation.call].path
                 where = repr(owner) if owner else "the model itself"
                 return f"no frozen module finishes before {where}, which is trained, begins"
-            if index in self.held:
-                break
-        return next(filter(None, self.blocked.values()), "no frozen module was called")
+        return "no frozen module was called"
 
     # --------------------------------------------------------------------------- what the tail needs
 
-    def _needed(self, skipped: Sequence[Call]) -> tuple[set[Value], dict[int, str]]:
-        """What the calls that do run read of those that do not, or which ones must run after all."""
-        inside = self._inside(skipped)
-        exported = {value for call in skipped for value in call.values}
-        todo = list(self.trace.whole.values)
-        for index, operation in enumerate(self.operations):
-            if inside[index] < 0 and (operation.observes or operation.trouble):
-                todo += operation.reads
-        needed: set[Value] = set()
-        missing: dict[int, str] = {}
-        seen: set[Value] = set()
-        while todo:
-            value = todo.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            maker = value.writer if value.writer >= 0 else self.trace.flow.makers.get(value.tensor, -1)
-            if maker < 0:
-                if self.trace.flow.origins[value.tensor].kind == "input":
-                    needed.add(value)
-            elif inside[maker] < 0:
-                todo += self.operations[maker].reads
-            elif value not in exported:
-                path = self.calls[inside[maker]].path
-                missing[inside[maker]] = f"module {path!r} keeps a value that is read after the cut"
-            elif maker not in self.from_input:
-                # The same whatever the data: cheaper made where it is needed than shipped.
-                missing |= {
-                    call.index: ""
-                    for call in skipped
-                    if value in call.values and not self._depends_on_input(call)
-                }
-                needed.add(value)
-            else:
-                needed.add(value)
-        return needed, missing
+    def _needed(self, skipped: set[int]) -> tuple[set[Value], dict[int, bool]]:
+        """What crosses if these calls are skipped, or which of them have to run after all."""
+        found = needs(self.seen, skipped)
+        values, strays, constants = found.values, found.strays, found.constants
+        if self.training is not None:
+            again = self._in_training(skipped)
+            values, strays, constants = values | again[0], strays | again[1], constants | again[2]
+        for index in strays:
+            path = self.seen.calls[index].path
+            self.notes.append(f"module {path!r} keeps a value that is read after the cut")
+        # What is the same whatever the data is cheaper made where it is needed than shipped.
+        return values, dict.fromkeys(constants, False) | dict.fromkeys(strays, True)
 
-    def _depends_on_input(self, call: Call) -> bool:
-        makers = (
-            v.writer if v.writer >= 0 else self.trace.flow.makers.get(v.tensor, -1) for v in call.values
-        )
-        return any(maker in self.from_input for maker in makers)
+    def _in_training(self, skipped: set[int]) -> tuple[set[Value], set[int], set[int]]:
+        """The same question about the pass in training, answered in terms of the one in eval."""
+        run = self.training
+        assert run is not None  # asked only then
+        twins = {
+            run.by_name[key].index: self.seen.calls[index]
+            for index in skipped
+            if (key := (self.seen.calls[index].path, self.seen.calls[index].number)) in run.by_name
+        }
+        found = needs(run, twins)
+        values: set[Value] = set()
+        for index, twin in twins.items():
+            pairs = zip(run.calls[index].values, twin.values, strict=False)
+            values |= {here for there, here in pairs if there in found.values}
+        named = {origin.name: n for n, origin in self.seen.flow.origins.items() if origin.kind == "input"}
+        for value in found.values:
+            origin = run.flow.origins.get(value.tensor)
+            if origin is not None and origin.name in named:
+                values.add(Value(named[origin.name]))
+        strays, constants = ({twins[i].index for i in some} for some in (found.strays, found.constants))
+        return values, strays, constants
 
     def _ships(self, skipped: Sequence[Call], needed: set[Value]) -> list[Ship]:
+        origins = self.seen.flow.origins
+        written = {v.tensor for operation in self.seen.operations for v in operation.reads if v.writer >= 0}
         ships: dict[Value, Ship] = {}
-        written = {
-            value.tensor for operation in self.operations for value in operation.reads if value.writer >= 0
-        }
-        for leaf, shape in enumerate(self.trace.inputs):
-            for value in needed:
-                origin = self.trace.flow.origins.get(value.tensor)
-                if origin is not None and origin.kind == "input" and origin.name == str(leaf):
-                    source = Source(path=None, leaf=leaf)
-                    ships[value] = Ship(
-                        source=source, shape=shape, value=value, overwritten=value.tensor in written
-                    )
+        inputs = {int(origins[v.tensor].name): v for v in needed if v.tensor in origins}
+        for leaf in sorted(inputs):
+            value = inputs[leaf]
+            ships[value] = Ship(
+                source=Source(path=None, leaf=leaf),
+                shape=self.trace.inputs[leaf],
+                value=value,
+                overwritten=value.tensor in written,
+            )
         for call in sorted(skipped, key=lambda call: call.exit):
             shapes = [leaf for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, Shape)]
             for source, value, shape in zip(call.sources(), call.values, shapes, strict=True):
@@ -215,91 +221,39 @@ class _Search:
 
     def _held(self, *, before_branches: bool) -> set[int]:
         """Operations that must run where the user's model runs, and all that depend on them."""
-        held: set[int] = set()
-        stateful = self._mutated()
+        run, held, stateful = self.seen, set[int](), self._stateful()
+        data = run.reached_from_inputs() if before_branches else set()
         branched = False
-        for index, operation in enumerate(self.operations):
-            own = bool(operation.trouble) or self._trained(operation) or self._reads(operation, stateful)
-            if own or branched or self._follows(operation, held):
+        for index, operation in enumerate(run.operations):
+            reads_state = any(value.tensor in stateful for value in operation.reads)
+            own = bool(operation.trouble) or reads_state or self._trained(operation)
+            if own or branched or run.follows(operation, held):
                 held.add(index)
-                if operation.trouble and not self.note:
-                    path = self.calls[operation.call].path
-                    self.note = f"module {path!r} {operation.trouble}" if path else operation.trouble
+            if operation.trouble:
+                self.notes.append(f"{run.where(index)} {operation.trouble}")
             if operation.observes and not branched:
-                sees_data = before_branches and self._follows(operation, self.from_input)
-                branched = index in held or sees_data
-                if sees_data:
-                    path = self.calls[operation.call].path
-                    where = f"module {path!r}" if path else "the model"
-                    self.note = f"{where} decides by the data what it does ({operation.name})"
+                if run.follows(operation, data):
+                    self.notes.append(
+                        f"{run.where(index)} decides by the data what it does ({operation.name})"
+                    )
+                    branched = True
+                branched = branched or index in held
         return held
 
     def _trained(self, operation: Operation) -> bool:
-        origins = self.trace.flow.origins
+        origins = self.seen.flow.origins
         return any(value.tensor in origins and origins[value.tensor].trained for value in operation.reads)
 
-    def _mutated(self) -> set[int]:
-        """Tensors that no operation made and that some operation writes into."""
-        origins = self.trace.flow.origins
+    def _stateful(self) -> set[int]:
+        """Buffers that something writes into."""
+        origins = self.seen.flow.origins
         return {
             value.tensor
-            for operation in self.operations
+            for operation in self.seen.operations
             if operation.trouble.startswith("changes")
             for value in operation.reads
-            if origins.get(value.tensor) is not None and origins[value.tensor].kind == "buffer"
+            if value.tensor in origins and origins[value.tensor].kind == "buffer"
         }
-
-    def _reads(self, operation: Operation, tensors: set[int]) -> bool:
-        return any(value.tensor in tensors for value in operation.reads)
-
-    def _inputs(self) -> set[int]:
-        return {n for n, origin in self.trace.flow.origins.items() if origin.kind == "input"}
-
-    def _reached_from(self, tensors: set[int]) -> set[int]:
-        """Operations that depend on one of these tensors."""
-        reached: set[int] = set()
-        for index, operation in enumerate(self.operations):
-            if self._reads(operation, tensors) or self._follows(operation, reached):
-                reached.add(index)
-        return reached
-
-    def _follows(self, operation: Operation, operations: set[int]) -> bool:
-        return any(maker in operations for value in operation.reads for maker in self._makers(value))
-
-    def _makers(self, value: Value) -> Iterator[int]:
-        if value.writer >= 0:
-            yield value.writer
-        if value.tensor in self.trace.flow.makers:
-            yield self.trace.flow.makers[value.tensor]
-
-    def _closure(self, start: Sequence[int]) -> set[int]:
-        """These operations and all that they depend on."""
-        found: set[int] = set()
-        todo = list(start)
-        while todo:
-            index = todo.pop()
-            if index not in found:
-                found.add(index)
-                todo += [maker for value in self.operations[index].reads for maker in self._makers(value)]
-        return found
-
-    def _inside(self, calls: Sequence[Call]) -> list[int]:
-        """For each operation the one of these calls that it ran in, or -1."""
-        chosen = {call.index for call in calls}
-        owner: dict[int, int] = {-1: -1}
-        for index in sorted(self.calls):  # parents begin before their children
-            around = owner[self.calls[index].parent]
-            owner[index] = around if around >= 0 else index if index in chosen else -1
-        return [owner[operation.call] for operation in self.operations]
-
-    def _calls_around(self, operations: set[int]) -> set[int]:
-        around: set[int] = set()
-        for index in operations:
-            call = self.operations[index].call
-            while call >= 0 and call not in around:
-                around.add(call)
-                call = self.calls[call].parent
-        return around
 
 
 def _kind(module: nn.Module) -> str:
@@ -307,29 +261,33 @@ def _kind(module: nn.Module) -> str:
     return "free" if not flags else "trained" if any(flags) else "frozen"
 
 
-def eval_modules(model: nn.Module, calls: Trace, point: FreezePoint, units: Sequence[str]) -> list[str]:
-    """What runs in eval whatever ``train()`` says.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalPlan:
+    """What does not train.
 
-    Args:
-        units: The model's frozen units.
-
-    Returns:
-        The frozen units, and modules without parameters that are called only in the prefix.
+    Attributes:
+        modules: In eval whatever ``train()`` says: frozen units, and modules without parameters that are
+            called in the prefix only.
+        calls: Of modules without parameters that are called on both sides of the cut: which of their calls
+            are the prefix's.
     """
-    inside = _Enclosing(calls, point.skipped)
-    early = {call.path for call in calls.calls if inside.has(call)}
-    late = {call.path for call in calls.calls if not inside.has(call)}
-    kinds = {path: _kind(model.get_submodule(path)) for path in early - late}
-    return [*units, *sorted(path for path, kind in kinds.items() if kind == "free")]
+
+    modules: tuple[str, ...]
+    calls: Mapping[str, Collection[int]] = field(default_factory=dict)
 
 
-class _Enclosing:
-    """Which calls lie inside some others, themselves among them."""
-
-    def __init__(self, calls: Trace, chosen: Sequence[int]) -> None:
-        self._inside = {-1: False}
-        for call in sorted(calls.calls, key=lambda call: call.index):  # parents begin before their children
-            self._inside[call.index] = call.index in chosen or self._inside[call.parent]
-
-    def has(self, call: Call) -> bool:
-        return self._inside[call.index]
+def in_eval_for(model: nn.Module, calls: Trace, point: FreezePoint, units: Sequence[str]) -> EvalPlan:
+    """What does not train, given the model's frozen units."""
+    owner = Pass(calls.calls, calls.flow).enclosing(point.skipped)
+    early: dict[str, list[int]] = {}
+    late: set[str] = set()
+    for call in calls.calls:
+        if owner[call.index] >= 0:
+            early.setdefault(call.path, []).append(call.number)
+        else:
+            late.add(call.path)
+    free = [path for path in sorted(early) if _kind(model.get_submodule(path)) == "free"]
+    return EvalPlan(
+        modules=(*units, *(path for path in free if path not in late)),
+        calls={path: early[path] for path in free if path in late},
+    )

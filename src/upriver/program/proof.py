@@ -20,10 +20,11 @@ from upriver.errors import CaptureError
 from upriver.program.alignment import as_shipped
 from upriver.program.example import Example, tensors_in
 from upriver.program.freeze import keep_in_eval
+from upriver.program.point import EvalPlan
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
 from upriver.program.tail import Tail
-from upriver.program.trace import buffers_kept, mode, no_fast_path
+from upriver.program.trace import buffers_kept, calls_in_eval, mode, no_fast_path
 
 RANDOM_INPUTS = 2
 """Micro-batches of random values that everything is compared on; one more has padding rows."""
@@ -34,7 +35,7 @@ def prove_split(
     program: Program,
     tail: Tail,
     example: Example,
-    in_eval: Sequence[str],
+    in_eval: EvalPlan,
     *,
     autocast: torch.dtype | None = None,
     seed: int = 0,
@@ -43,7 +44,7 @@ def prove_split(
 
     Args:
         example: A micro-batch; its integers are shuffled, not made up, since they may be indices.
-        in_eval: Modules that stay in eval.
+        in_eval: What does not train.
         autocast: What the program was captured under.
 
     Raises:
@@ -113,7 +114,7 @@ def _padded(example: Example, samples: int) -> Example:
 def _same_answers(
     model: nn.Module,
     tail: Tail,
-    in_eval: Sequence[str],
+    in_eval: EvalPlan,
     given: Example,
     values: tuple[torch.Tensor, ...],
     autocast: torch.dtype | None,
@@ -122,7 +123,9 @@ def _same_answers(
     whole, whole_gradients = _answer(model, model, given.args, given.kwargs, in_eval, autocast)
     try:
         features = tail.values.one_or_all(values)
-        split, split_gradients = _answer(model, tail, (features,), {}, in_eval, autocast)
+        # Calls that belong to the prefix are not made here, so none of them is to be put in eval.
+        rest = EvalPlan(modules=in_eval.modules)
+        split, split_gradients = _answer(model, tail, (features,), {}, rest, autocast)
     except CaptureError:
         raise
     except Exception as error:  # the user's forward, on a model of which a part is missing
@@ -152,13 +155,14 @@ def _answer(
     run: nn.Module,
     args: Sequence[object],
     kwargs: object,
-    in_eval: Sequence[str],
+    in_eval: EvalPlan,
     autocast: torch.dtype | None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
-    keep_in_eval(model, list(in_eval))
+    keep_in_eval(model, list(in_eval.modules))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     device = next(iter(trainable.values())).device
     with (
+        calls_in_eval(model, in_eval.calls),
         buffers_kept(model),
         no_fast_path(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),

@@ -17,19 +17,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from upriver.errors import CaptureError
+from upriver.errors import CaptureError, ModelError
 from upriver.program.capture import capture
 from upriver.program.chance import random_branch
 from upriver.program.example import Example, Inputs, Source
 from upriver.program.freeze import check_trainable, frozen_units
-from upriver.program.point import FreezePoint, Ship, eval_modules, find
+from upriver.program.passes import Pass
+from upriver.program.point import EvalPlan, FreezePoint, Ship, find, in_eval_for
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
 from upriver.program.proof import prove_cuts, prove_split
 from upriver.program.remember import is_proven, proof_digest, remember
 from upriver.program.stages import Granularity
 from upriver.program.tail import Tail
-from upriver.program.trace import Shape, Trace, trace
+from upriver.program.trace import Shape, Trace, trace, watch_training
 from upriver.program.values import Values
 
 
@@ -156,36 +157,50 @@ class _Splitting:
         try:
             self.tell("tracing the model")
             calls = trace(self.model, self.example, autocast=self.autocast)
+            training = self._in_training(calls, units)
         except CaptureError as error:
             self.attempts.append(Attempt(step="trace", why_not=str(error)))
             return self._unsplit(units)
-        for point in self._points(calls):
+        for point in self._points(calls, training):
             done = self._cut(calls, point, units, granularity)
             if done is not None:
                 return done
         return self._unsplit(units)
 
-    def _points(self, calls: Trace) -> Iterator[FreezePoint]:
+    def _in_training(self, calls: Trace, units: list[str]) -> Pass | None:
+        try:
+            return Pass(*watch_training(self.model, calls.example, units, autocast=self.autocast))
+        except ModelError:  # it may want labels then; the proof will tell
+            return None
+
+    def _points(self, calls: Trace, training: Pass | None) -> Iterator[FreezePoint]:
         """Freeze points to try: the largest prefix, then one that ends before control flow on data."""
         tried: set[tuple[int, ...]] = set()
         for before_branches in (False, True):
-            point = find(self.model, calls, before_branches=before_branches)
+            point = self._point(calls, training, before_branches=before_branches)
             if point.why_not:
                 self.attempts.append(Attempt(step="freeze point", why_not=point.why_not))
             elif point.skipped not in tried:
                 tried.add(point.skipped)
                 yield point
 
+    def _point(self, calls: Trace, training: Pass | None, *, before_branches: bool) -> FreezePoint:
+        """The largest prefix, without what chance decides about."""
+        left: dict[str, str] = {}
+        while True:
+            point = find(self.model, calls, training, before_branches=before_branches, left=left)
+            chance = random_branch(training, self._paths(calls, point)) if training else None
+            if chance is None or chance[0] in left:
+                return point
+            left[chance[0]] = chance[1]
+
     def _cut(
         self, calls: Trace, point: FreezePoint, units: list[str], granularity: Granularity
     ) -> Split | None:
-        in_eval = eval_modules(self.model, calls, point, units)
+        in_eval = in_eval_for(self.model, calls, point, units)
         step = f"up to {point.name}"
         try:
-            chance = random_branch(self.model, calls, point, in_eval, autocast=self.autocast)
-            if chance:
-                raise CaptureError(chance)
-            tail = Tail(self.model, point, calls, in_eval=in_eval, autocast=self.autocast)
+            tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
             proven = False
             for level in _levels(granularity):
                 self.tell(f"capturing it {step}")
@@ -220,14 +235,13 @@ class _Splitting:
         )
 
     def _split(
-        self, calls: Trace, point: FreezePoint, tail: Tail, program: Program, in_eval: list[str]
+        self, calls: Trace, point: FreezePoint, tail: Tail, program: Program, in_eval: EvalPlan
     ) -> Split:
-        by_index = {call.index: call for call in calls.calls}
-        paths = dict.fromkeys(by_index[index].path for index in point.skipped)
+        paths = self._paths(calls, point)
         return Split(
             program=program,
             tail=tail,
-            in_eval=tuple(in_eval),
+            in_eval=in_eval.modules,
             prefix_units=tuple(
                 p for p in paths if any(True for _ in self.model.get_submodule(p).parameters())
             ),
@@ -235,6 +249,10 @@ class _Splitting:
             note=point.note,
             attempts=tuple(self.attempts),
         )
+
+    def _paths(self, calls: Trace, point: FreezePoint) -> list[str]:
+        by_index = {call.index: call for call in calls.calls}
+        return list(dict.fromkeys(by_index[index].path for index in point.skipped))
 
     def _unsplit(self, units: list[str]) -> Split:
         return Split(

@@ -7,7 +7,7 @@ later stage can say what shape a skipped module would have given for any number 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,6 +141,29 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def calls_in_eval(model: nn.Module, calls: Mapping[str, Collection[int]]) -> Iterator[None]:
+    """Put modules into eval for some of their calls, by number, and for these only."""
+    with contextlib.ExitStack() as stack:
+        for path, numbers in calls.items():
+            module = model.get_submodule(path)
+            stack.callback(setattr, module, "training", module.training)
+            stack.callback(module.register_forward_pre_hook(_Switch(numbers, module.training)).remove)
+        yield
+
+
+class _Switch:
+    """A hook that puts a module into eval for some of its calls."""
+
+    def __init__(self, numbers: Collection[int], training: bool) -> None:
+        self.numbers, self.training, self.next = numbers, training, 0
+
+    def __call__(self, module: nn.Module, _args: Any) -> None:
+        for inner in module.modules():
+            inner.training = self.training and self.next not in self.numbers
+        self.next += 1
+
+
+@contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Leave running statistics as they were."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -185,7 +208,7 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         no_fast_path(),
         autocasting(example.tensors[0].device, autocast),
     ):
-        first, flow = watch(model, two)
+        first, flow = _watch(model, two)
         second = _Pass(model, three)
         second.run()
     if [call.path for call in first] != [call.path for call in second.calls]:
@@ -198,12 +221,32 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
     )
 
 
-def watch(model: nn.Module, example: Example) -> tuple[list[Call], Flow]:
-    """Run the model once as it is, and write down its calls and the data flow; shapes of one size only.
+def watch_training(
+    model: nn.Module, example: Example, in_eval: Sequence[str], *, autocast: torch.dtype | None = None
+) -> tuple[list[Call], Flow]:
+    """The calls and the data flow of one pass in training mode; the model is left as it was.
+
+    Args:
+        in_eval: Modules that are in eval all the same.
 
     Raises:
-        ModelError: If the model cannot be called with such an input.
+        ModelError: If the model cannot be called with such an input in training.
     """
+    device = example.tensors[0].device
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        mode(model, training=True),
+        buffers_kept(model),
+        no_fast_path(),
+        autocasting(device, autocast),
+    ):
+        for path in in_eval:
+            model.get_submodule(path).eval()
+        return _watch(model, example)
+
+
+def _watch(model: nn.Module, example: Example) -> tuple[list[Call], Flow]:
     run = _Pass(model, example)
     with run.recorder:
         run.run()
