@@ -19,7 +19,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import upriver
-from tests.client.training import optimizer_of, photos
+from tests.client.training import STAGES, optimizer_of
 from tests.program.nets import Small, frozen_small
 from upriver.client.job import FinetuneJob
 
@@ -92,7 +92,7 @@ def main(folder: Path, rank: int, num_ranks: int, url: str) -> None:
         world_size=num_ranks,
         timeout=PATIENCE,
     )
-    data = photos(folder / "store", SAMPLES)
+    data = upriver.index(upriver.Store.open((folder / "store").as_uri()), "photos", stages=STAGES)
     plain, near = upriver.connect(), upriver.connect(url)
     results = {
         "plain": wrapped(plain, data, policy="nosplit"),
