@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from upriver.errors import CaptureError
-from upriver.program import weights as weights_file
 from upriver.program.example import Example, Inputs, Source, tensors_in
-from upriver.program.graph import SCHEMA, Graph, Stage, digest_of, references
+from upriver.program.graph import SCHEMA, Graph, Stage, references
 from upriver.program.operators import fingerprints
 from upriver.program.program import Program
 from upriver.program.recording import Recording, record
 from upriver.program.stages import Boundary, Chain, Granularity, Memory, boundaries
 from upriver.program.trace import Trace
+from upriver.program.weights import WeightsFile
 
 __all__ = ["capture", "tensors_in"]
 
@@ -56,11 +56,11 @@ def capture(
         outputs = [Source(path=boundary)]
     given = Example.of(example)
     recording = checked(record(model, given, outputs=outputs, first=first, autocast=autocast))
-    data = weights_file.encode(recording.tensors)
+    weights = WeightsFile(recording.tensors)
     graph = graph_of(
-        recording, model, digest_of(data), granularity=granularity, name=name_of(outputs), chained=bool(first)
+        recording, model, weights.digest, granularity=granularity, name=name_of(outputs), chained=bool(first)
     )
-    return Program(graph, data, device=given.tensors[0].device)
+    return Program(graph, weights, device=given.tensors[0].device)
 
 
 def checked(recording: Recording) -> Recording:

@@ -16,6 +16,7 @@ from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.reading import check_weight, decode
 from upriver.program.steps import Step, Values, bind, first_line, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path
+from upriver.program.weights import WeightsFile
 
 
 class Program:
@@ -31,7 +32,7 @@ class Program:
     def __init__(
         self,
         graph: Graph,
-        weights: bytes | memoryview | torch.Tensor,
+        weights: bytes | memoryview | torch.Tensor | WeightsFile,
         *,
         device: str | torch.device = "cpu",
         caps: GraphCaps = DEFAULT_CAPS,
@@ -39,7 +40,8 @@ class Program:
         """Bind a checked graph to its weights file, and compute what no input has a part in.
 
         Args:
-            weights: The file; kept, not copied, so it must not change. On a CPU the stages read it in place.
+            weights: The file, or the tensors that it would hold; kept, not copied, so they must not change.
+                The stages read them in place if they lie on the program's device.
 
         Raises:
             ProgramError: If weights are missing or of another form than the graph says.
@@ -48,10 +50,12 @@ class Program:
         self.graph_bytes = graph.encode()
         self.digest = digest_of(self.graph_bytes)
         self.device = torch.device(device)
-        self._file = _as_tensor(weights, caps)
+        self._file = weights if isinstance(weights, WeightsFile) else _as_tensor(weights, caps)
         self._autocast = autocast_dtype(graph.autocast)
         self._live = _live_values(graph)
-        self._weights = _bind(graph.weights, weights_file.decode(self._file, caps), self.device)
+        file = self._file
+        tensors = file.tensors if isinstance(file, WeightsFile) else weights_file.decode(file, caps)
+        self._weights = _bind(graph.weights, tensors, self.device)
         self._constants = self._run_constants()
         self._stages = self._bind_stages()
 
@@ -91,8 +95,9 @@ class Program:
 
     @property
     def weights_bytes(self) -> memoryview:
-        """The weights file, without a copy."""
-        return self._file.numpy().data
+        """The weights file; written anew at each call where the program holds the tensors themselves."""
+        file = self._file
+        return memoryview(file.encode()) if isinstance(file, WeightsFile) else file.numpy().data
 
     @property
     def weights_digest(self) -> str:
@@ -102,7 +107,7 @@ class Program:
     @property
     def weight_nbytes(self) -> int:
         """Bytes of weights kept in memory."""
-        return self._file.numel()
+        return self._file.nbytes
 
     @property
     def micro_batch(self) -> int:

@@ -9,9 +9,10 @@ allowed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,30 +65,74 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> bytes:
     Raises:
         ProgramError: If a tensor has no dense form, or a name that the format keeps for itself.
     """
+    return b"".join(_pieces(tensors))
+
+
+class WeightsFile:
+    """A weights file that is written when it is asked for, of tensors that stay where they are.
+
+    So a model that is trained here and its program share the frozen weights, which must not change.
+
+    Attributes:
+        tensors: Key to tensor, in storage order, on a 64-byte boundary where it was or as a copy.
+        digest: SHA-256 of the file.
+        nbytes: Its size.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors in the order of the file.
+
+        Raises:
+            ProgramError: As :func:`encode`.
+        """
+        self._given = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.tensors = {name: aligned(storage_order(tensor)) for name, tensor in self._given.items()}
+        self.nbytes = 0
+        folded = hashlib.sha256()
+        for piece in _pieces(self._given):
+            folded.update(piece)
+            self.nbytes += len(piece)
+        self.digest = folded.hexdigest()
+
+    def encode(self) -> bytes:
+        """The file."""
+        return encode(self._given)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor if it begins on a 64-byte boundary, else a copy that does: alignment decides bits."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """A file's bytes, header first, then one tensor after the other."""
     header: dict[str, Any] = {}
-    pieces: list[bytes] = []
+    gaps: list[int] = []
     offset = 0
-    for name, tensor in tensors.items():
+    for number, (name, tensor) in enumerate(tensors.items(), start=1):
         if _is_reserved(name):
             raise ProgramError(f"a weight cannot be called {name!r}")
-        data = _bytes_of(storage_order(tensor.detach()).cpu())
+        dense = storage_order(tensor)
         code = _CODES[str(tensor.dtype).removeprefix("torch.")]
-        shape = list(storage_order(tensor).shape)
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + len(data)]}
-        pieces.append(data)
-        offset += len(data)
-        if gap := -offset % ALIGNMENT:
+        header[name] = {
+            "dtype": code,
+            "shape": list(dense.shape),
+            "data_offsets": [offset, offset + dense.nbytes],
+        }
+        offset += dense.nbytes
+        gaps.append(-offset % ALIGNMENT)
+        if gap := gaps[-1]:
             pad = {"dtype": "U8", "shape": [gap], "data_offsets": [offset, offset + gap]}
-            header[f"{PADDING}{len(pieces)}"] = pad
-            pieces.append(bytes(gap))
+            header[f"{PADDING}{number}"] = pad
             offset += gap
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + LENGTH_BYTES) % ALIGNMENT)
-    return b"".join([len(text).to_bytes(LENGTH_BYTES, "little"), text, *pieces])
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    yield len(text).to_bytes(LENGTH_BYTES, "little") + text
+    for tensor, gap in zip(tensors.values(), gaps, strict=True):
+        dense = storage_order(tensor.detach()).cpu()
+        if dense.numel():
+            yield memoryview(dense.reshape(-1).view(torch.uint8).numpy().data)
+        yield bytes(gap)
 
 
 def _is_reserved(name: str) -> bool:
