@@ -67,6 +67,8 @@ def wrapped(near: upriver.Near, data: upriver.Dataset, **more: object) -> dict[s
     parallel = DistributedDataParallel(model)
     with near.finetune(parallel, data, **options(**more)) as job:
         result = train(job, job, model)
+        if distributed.get_rank() == 0:  # alone: judging waits for nobody
+            result["loss"] = job.evaluate(data, nn.functional.cross_entropy)
         features, _ = next(iter(job))
         try:
             job(features[:, :1])

@@ -148,12 +148,29 @@ def test_a_job_yields_and_takes_a_tuple_where_several_tensors_cross(tmp_path: Pa
         assert torch.equal(targets, data.targets[kept])
         model.eval()
         answers = job(features)
+        right = job.evaluate(data, lambda outputs, labels: (outputs.argmax(1) == labels).float().mean())
+        assert right == pytest.approx(float((answers.argmax(1) == targets).float().mean()))
         for wrong in (features[:2], features[0], list(features), (*features[:2], "x")):
             with pytest.raises(ConfigError, match="tuple of 3 tensors that iterating over the job yields"):
                 job(wrong)
     engine = Engine(chain=data.chain, program=None, micro_batch=13)
     inputs = engine.begin(read_samples(data, kept), kept, object_names=[""] * 13, stop=0, seed=0, epoch=0)
     torch.testing.assert_close(answers, model(inputs.tensors[0]))
+
+
+def test_cuts_between_operators_are_taken_too(url: str, data: Dataset, plain_small: Trained) -> None:
+    """Inside a residual block two tensors cross."""
+    options: dict[str, Any] = {"granularity": "op"}
+    with upriver.connect().finetune(
+        frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, policy="nosplit", **options
+    ) as job:
+        program = job._split.program
+    assert program is not None
+    two = [cut for cut in range(1, program.num_stages) if len(program.live(cut)) == 2]
+    with upriver.connect(url) as near:
+        losses, model, job = trained(near, frozen_small, data, cut=two[0], **options)
+    assert job.report.samples == {url: SAMPLES}, job.plan.why
+    assert same((losses, model), plain_small[:2])
 
 
 class Tricky(nn.Module):
@@ -203,6 +220,7 @@ def test_autocast_reaches_both_parts(url: str, data: Dataset, plain_small: Train
     assert same((losses, model), cast[:2])
     assert not same((losses, model), plain_small[:2])
     torch.testing.assert_close(torch.stack(losses), torch.stack(plain_small[0]), rtol=0.1, atol=0.1)
+    assert (job.report.exact, job.report.tolerance) == ("bitwise", None)
     states = [other.state_dict() for other in (job, cast[2], plain_small[2])]
     assert [state["autocast"] for state in states] == ["bfloat16", "bfloat16", None]
     assert states[0]["program"] == states[1]["program"] != states[2]["program"]
@@ -272,6 +290,7 @@ def test_a_text_model_takes_numbers_of_words(tmp_path: Path) -> None:
         freeze(model.bert.embeddings)
         freeze(model.bert.encoder.layer[0])
         freeze(model.bert.encoder.layer[1])
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model  # type: ignore[no-any-return]
 
     with EmbeddedServer.start({data.store.name: data.store.uri}, threads=torch.get_num_threads()) as server:

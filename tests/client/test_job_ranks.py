@@ -101,6 +101,11 @@ def test_the_ranks_together_take_the_epoch_in_order(results: Results, data: upri
 
 
 @pytest.mark.slow
+def test_one_rank_may_judge_alone(results: Results) -> None:
+    assert results[0]["near"]["loss"] == results[0]["plain"]["loss"] > 0
+
+
+@pytest.mark.slow
 def test_the_wrapper_gets_its_model_back_whatever_happens(results: Results) -> None:
     assert all(rank["near"]["restored_after_error"] for rank in results)
 

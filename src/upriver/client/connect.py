@@ -197,7 +197,7 @@ class Near:
             exact=exact,
             tolerance=planner.allowed,
             autocast=computed_in,
-            replay=routes,
+            replay=planner.replay,
         )
         self._jobs.append(job)
         return job

@@ -87,7 +87,7 @@ class FinetuneJob:
         self._options = options
         self._run = run
         self._exact, self._tolerance, self._autocast = exact, tolerance, autocast
-        self._replay = replay.on([server.url for server in pool.status()] if pool is not None else [])
+        self._replay = replay
         self._pool = pool
         self._link_bytes = link_bytes
         self._closed = False

@@ -114,16 +114,18 @@ class Planner:
                 raise  # the plain way might give other bits than the server that is replayed
             log.warning("no near-data server, training straight from the store: %s", error)
             return self._unsplit(policy, f"no near-data server: {error}"), None
+        self.replay = self.replay.on([server.url for server in servers])
         gate = self._gate()
         measured = self._measure(servers, gate)
         link = self._link(measured)
         if link is None:
             why = f"no server could be used when the job started: {'; '.join(self._not_used)}"
             plan = self._fixed(self._unsplit(policy, why), self.parts.freeze if cut is None else cut, why=why)
-            return plan, self._pool(servers, gate, plan.cut)
+            return self._with_tolerance(plan, gate), self._pool(servers, gate, plan.cut)
         plan = self._choose(policy, measured, link)
         if cut is not None:
-            plan = self._fixed(plan, cut, why=f"cut {cut} was asked for")
+            asked = "is that of the run that is replayed" if self.replay else "was asked for"
+            plan = self._fixed(plan, cut, why=f"cut {cut} {asked}")
         if plan.cut == self.dataset.chain.start:
             for server in servers:
                 server.close()
