@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, print_table, working
+from upriver.cli.common import DebugOption, JsonOption, emit, note, print_table, working
 from upriver.cli.options import (
     InputShapeOption,
     MicroBatchOption,
@@ -15,9 +17,12 @@ from upriver.cli.options import (
     check_module,
     parse_shape,
 )
+from upriver.errors import ConfigError
 
 if TYPE_CHECKING:
-    from upriver.program.program import Program
+    from upriver.program.survey import Survey
+
+GRANULARITIES = ("module", "op")
 
 
 def cuts(
@@ -25,71 +30,86 @@ def cuts(
     freeze_to: Annotated[
         str | None, typer.Option(metavar="MODULE", help="Last frozen module: no later cut serves training.")
     ] = None,
+    granularity: Annotated[
+        str, typer.Option(metavar="module|op", help="Cuts behind modules, or behind every operator.")
+    ] = "module",
     micro_batch: MicroBatchOption = 16,
     input_shape: InputShapeOption = None,
+    autocast: Annotated[
+        str | None, typer.Option(metavar="bfloat16|float16", help="Run under autocast to this type.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw bytes and operations over the cuts.")
+    ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List every cut of a model: bytes that cross it, floating-point operations and parameters before it."""
-    from upriver.program.capture import capture
+    """List every cut of a model: bytes that cross it, floating-point operations and parameters before it.
+
+    With --freeze-to, everything that the last frozen module needs comes first.
+    """
     from upriver.program.names import load_model
+    from upriver.program.precision import autocast_dtype
+    from upriver.program.survey import survey
 
     check_micro_batch(micro_batch)
-    network, spec = load_model(model, input_shape=parse_shape(input_shape))
+    if granularity not in GRANULARITIES:
+        raise ConfigError(f"--granularity must be {' or '.join(GRANULARITIES)}, got {granularity!r}")
+    precision = autocast_dtype(autocast)
+    _check_plot(plot)
+    network, inputs = load_model(model, input_shape=parse_shape(input_shape))
     check_module(network, freeze_to)
-    freeze_point = None
     with working("capturing"):
-        program = capture(network, (spec.example(micro_batch),))
-        if freeze_to is not None:
-            frozen = capture(network, (spec.example(micro_batch),), boundary=freeze_to)
-            freeze_point = (frozen.num_stages, freeze_to)
-    rows = cut_rows(program, freeze_point)
-    emit(rows, as_json=as_json, text=lambda: _print(rows))
-
-
-def cut_rows(program: Program, freeze_point: tuple[int, str] | None) -> list[dict[str, object]]:
-    """One row a cut, from the model's input (cut 0) to its output.
-
-    Args:
-        freeze_point: The largest cut that training allows and the module it lies after; None allows all.
-    """
-    rows: list[dict[str, object]] = []
-    parameters, flops = 0, 0.0
-    for cut in range(program.num_stages + 1):
-        live = program.live(cut)
-        if cut:
-            parameters += program.stages[cut - 1].param_bytes
-            flops += program.stages[cut - 1].flops
-        late = freeze_point is not None and cut > freeze_point[0]
-        rows.append(
-            {
-                "cut": cut,
-                "after": program.stages[cut - 1].name if cut else "input",
-                "bytes_per_sample": sum(value.spec.nbytes for value in live) / program.micro_batch,
-                "tensors": len(live),
-                "param_bytes_before": parameters,
-                "flops_before": flops,
-                "legal": not late,
-                "why_not": f"lies after the freeze point {freeze_point[1]!r}"
-                if late and freeze_point
-                else "",
-            }
+        found = survey(
+            network,
+            inputs.example(micro_batch),
+            granularity="op" if granularity == "op" else "module",
+            freeze_to=freeze_to,
+            autocast=precision,
         )
-    return rows
+    if plot is not None:
+        from upriver.report.cuts_plot import plot_cuts
+
+        plot_cuts(found.rows, title=model, path=plot)
+        note(f"Picture: {plot}")
+    emit([asdict(row) for row in found.rows], as_json=as_json, text=lambda: _print(found))
 
 
-def _print(rows: list[dict[str, object]]) -> None:
+def _check_plot(plot: Path | None) -> None:
+    import importlib.util
+
+    if plot is None:
+        return
+    if not plot.absolute().parent.is_dir():
+        raise ConfigError(f"the directory of {plot} does not exist")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib is not installed; install 'upriver[plot]' for --plot")
+
+
+def _print(found: Survey) -> None:
     columns = ("cut", "after", "KB/sample", "tensors", "parameters MB", "MFLOP", "legal")
     table = [
         (
-            row["cut"],
-            row["after"],
-            f"{float(str(row['bytes_per_sample'])) / 1e3:.1f}",
-            row["tensors"],
-            f"{float(str(row['param_bytes_before'])) / 1e6:.2f}",
-            f"{float(str(row['flops_before'])) / 1e6:.0f}",
-            "yes" if row["legal"] else f"no: {row['why_not']}",
+            row.cut,
+            row.after,
+            f"{row.bytes_per_sample / 1e3:.1f}",
+            row.tensors,
+            f"{row.param_bytes_before / 1e6:.2f}",
+            f"{row.flops_before / 1e6:.0f}",
+            "yes" if row.legal else "no",
         )
-        for row in rows
+        for row in found.rows
     ]
     print_table(columns, table, left=frozenset({1, 6}))
+    _print_reasons(found)
+
+
+def _print_reasons(found: Survey) -> None:
+    """Each reason once, with the cuts it stands for."""
+    reasons: dict[str, list[int]] = {}
+    for row in found.rows:
+        if not row.legal:
+            reasons.setdefault(row.why_not, []).append(row.cut)
+    for why_not, numbers in reasons.items():
+        which = f"cut {numbers[0]}" if len(numbers) == 1 else f"cuts {numbers[0]} to {numbers[-1]}"
+        print(f"not legal: {which}: {why_not}")

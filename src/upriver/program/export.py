@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError
 from upriver.program.example import Example, Source, tensors_in
@@ -34,16 +35,26 @@ class _Left(BaseException):
     """Everything that was asked for is there. No error, so that no ``except Exception`` holds it up."""
 
 
-class Entered:
-    """Module calls that have begun and not ended: where a pass has come to."""
+class Notes:
+    """What is noted down beside the graph; no plain attributes, for export puts back those of a module.
+
+    Attributes:
+        entered: Module calls that have begun and not ended: where a pass has come to.
+        num_answers: Tensors of the model's answer.
+    """
 
     def __init__(self) -> None:
-        """Nowhere yet."""
-        self.paths: list[str] = []
+        """Nothing yet."""
+        self.entered: list[str] = []
+        self.num_answers = 0
 
 
 class Observed(nn.Module):
-    """The user's model, returning what ``sources`` name, then its own answer if that is wanted too."""
+    """The user's model, returning what ``sources`` name, then its own answer if that is wanted too.
+
+    Behind the answer come the tensors of caches in it: they are no part of what a program gives, but a cut
+    behind which one of them is made is none.
+    """
 
     def __init__(self, model: nn.Module, example: Example, sources: Sequence[Source], *, whole: bool) -> None:
         """Prepare a pass.
@@ -56,7 +67,7 @@ class Observed(nn.Module):
         self.example = example
         self.sources = tuple(sources)
         self.whole = whole
-        self.entered = Entered()
+        self.notes = Notes()
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What was asked for, from the example's tensors."""
@@ -66,20 +77,26 @@ class Observed(nn.Module):
         tracer = get_proxy_mode()
         stack = tracer.tracer.module_stack if tracer is not None else {}
         depth = len(stack)
+        answer = None
         with self._hooks(kept):
             try:
-                answer = tensors_in(self.model(*call.args, **call.kwargs))
+                answer = self.model(*call.args, **call.kwargs)
             except _Left:
-                answer = []
                 # The tracer notes the way into each module and, left by an exception, not the way out.
                 while len(stack) > depth:
                     stack.popitem()
         missing = [str(source) for source in self.sources if source not in kept]
         if missing:
             raise CaptureError(f"the model gave no {missing[0]!r}")
-        if self.whole and not answer:
+        return (*(kept[source] for source in self.sources), *(self._answers(answer) if self.whole else ()))
+
+    def _answers(self, answer: Any) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves(answer, is_leaf=_is_cache)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
             raise CaptureError("the model's answer holds no tensor")
-        return (*(kept[source] for source in self.sources), *(answer if self.whole else ()))
+        self.notes.num_answers = len(tensors)
+        return tensors + [tensor for leaf in leaves if _is_cache(leaf) for tensor in _held_by(leaf)]
 
     @contextlib.contextmanager
     def _hooks(self, kept: dict[Source, torch.Tensor]) -> Iterator[None]:
@@ -88,8 +105,7 @@ class Observed(nn.Module):
             if source.path is not None:
                 wanted.setdefault(source.path, []).append(source)
         numbers = dict.fromkeys(wanted, -1)
-        entered: list[str] = []
-        self.entered.paths = entered  # an attribute of our own: export puts back those of a module
+        entered = self.notes.entered = []
 
         def keep(path: str, result: Any) -> None:
             numbers[path] += 1
@@ -118,6 +134,23 @@ class Observed(nn.Module):
             yield
 
 
+def _is_cache(value: Any) -> bool:
+    """Whether this is a cache of keys and values, of whatever library."""
+    return type(value).__name__.endswith("Cache")
+
+
+def _held_by(value: Any, depth: int = 4) -> list[torch.Tensor]:
+    """Tensors among the attributes of an object, and of those that they hold."""
+    if isinstance(value, torch.Tensor) or depth == 0:
+        return [value] if isinstance(value, torch.Tensor) else []
+    inner: list[Any] = []
+    if isinstance(value, list | tuple):
+        inner = list(value)
+    elif hasattr(value, "__dict__"):
+        inner = list(vars(value).values())
+    return [tensor for item in inner for tensor in _held_by(item, depth - 1)]
+
+
 def export(
     model: nn.Module,
     example: Example,
@@ -125,7 +158,7 @@ def export(
     *,
     whole: bool,
     autocast: torch.dtype | None = None,
-) -> torch.export.ExportedProgram:
+) -> tuple[torch.export.ExportedProgram, Notes]:
     """Record what leads to ``sources`` (and to the model's answer), in eval, functional, with its casts.
 
     Casts that autocast makes stand in the graph as operators, since the decompositions too run under it: what
@@ -151,8 +184,8 @@ def export(
         except CaptureError:
             raise
         except Exception as error:  # export raises whatever the user's code or its own tracing raises
-            raise CaptureError(_reason(error, wrapper.entered.paths)) from error
-    return exported
+            raise CaptureError(_reason(error, wrapper.notes.entered)) from error
+    return exported, wrapper.notes
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -74,14 +74,17 @@ def record(
         CaptureError: If torch cannot record it.
     """
     sources = [*first, *(outputs or ())]
-    exported = export(model, example, sources, whole=outputs is None, autocast=autocast)
-    return _Reader(exported, num_first=len(first), num_sources=len(sources)).read(example.samples)
+    exported, notes = export(model, example, sources, whole=outputs is None, autocast=autocast)
+    reader = _Reader(exported, num_first=len(first), num_sources=len(sources), num_answers=notes.num_answers)
+    return reader.read(example.samples)
 
 
 class _Reader:
     """Reads one exported program."""
 
-    def __init__(self, exported: torch.export.ExportedProgram, *, num_first: int, num_sources: int) -> None:
+    def __init__(
+        self, exported: torch.export.ExportedProgram, *, num_first: int, num_sources: int, num_answers: int
+    ) -> None:
         _merge_parts(exported.graph)
         self._exported = exported
         self._by_name = {fx.name: fx for fx in exported.graph.nodes}
@@ -94,11 +97,13 @@ class _Reader:
             original = self._original(name)
             unusable = original in self._outputs or original in self._fixed
             self._outputs.append(name if unusable else original)
-        self._outputs += [name for name in dict.fromkeys(given[num_sources:]) if name not in self._outputs]
+        answers = given[num_sources : num_sources + num_answers]
+        self._outputs += [name for name in dict.fromkeys(answers) if name not in self._outputs]
+        self._cached = [name for name in given[num_sources + num_answers :] if name not in self._fixed]
 
     def read(self, micro_batch: int) -> Recording:
         early = self._needed(self._first)
-        needed = self._needed([*self._first, *self._outputs, *self._mutations])
+        needed = self._needed([*self._first, *self._outputs, *self._mutations, *self._cached])
         ordered = [fx for fx in self._exported.graph.nodes if fx in needed and _is_operator(fx)]
         ordered.sort(key=lambda fx: fx not in early)  # stable: each part stays in execution order
         problems: dict[int, str] = {}
@@ -108,7 +113,8 @@ class _Reader:
             nodes.append(node)
             if why_not:
                 problems[index] = f"{_where(_place(fx))} {why_not}"
-        mutated = self._note_mutations(nodes, problems)
+        mutated = self._note_mutations(ordered, problems)
+        self._note_caches(nodes, problems)
         copies = self._copies_of_weights()
         nodes += copies
         weights, tensors = self._weights(_in_order(nodes))
@@ -157,16 +163,39 @@ class _Reader:
         except ProgramError as error:
             raise CaptureError(f"the model's input: {error}") from error
 
-    def _note_mutations(self, nodes: Sequence[Node], problems: dict[int, str]) -> dict[int, str]:
-        made = {value.name: index for index, node in enumerate(nodes) for value in _values([node])}
+    def _note_mutations(self, ordered: Sequence[torch.fx.Node], problems: dict[int, str]) -> dict[int, str]:
+        """Refuse what changes a buffer, from the first operator on that may have a part in it.
+
+        Only its last value shows in the graph, so all that its module does counts, and all that reads it.
+        """
         mutated: dict[int, str] = {}
         for name, target in self._mutations.items():
             module, _, buffer = target.removeprefix(f"{ROOT}.").rpartition(".")
-            index = made.get(name, 0)
+            leading = self._needed([name])
+            touching = {fx for fx in leading if any(self._reads(read, target) for read in fx.all_input_nodes)}
+            touching |= {self._by_name[name]}
+            where = [
+                index
+                for index, fx in enumerate(ordered)
+                if fx in touching or module in {path for _, path in _place(fx)}
+            ]
+            index = min(where, default=0)
             mutated[index] = module
             owner = f"of module {module!r}" if module else "of the model"
             problems[index] = f"the model changes buffer {buffer!r} {owner} while it runs"
         return mutated
+
+    def _reads(self, fx: torch.fx.Node, target: str) -> bool:
+        return self._fixed.get(fx.name, (None, ""))[1] == target
+
+    def _note_caches(self, nodes: Sequence[Node], problems: dict[int, str]) -> None:
+        made = {value.name: index for index, node in enumerate(nodes) for value in _values([node])}
+        for index in sorted(made[name] for name in self._cached if name in made)[:1]:
+            problems.setdefault(
+                index,
+                "the model keeps a cache of keys and values that modules on both sides of a cut write into; "
+                "switch it off (use_cache=False)",
+            )
 
     def _all_flops(
         self, ordered: Sequence[torch.fx.Node], nodes: Sequence[Node], problems: Mapping[int, str]

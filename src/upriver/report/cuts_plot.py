@@ -1,0 +1,71 @@
+"""Every cut of a model as a picture: what crosses it, and the operations before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+BYTES_COLOUR, FLOPS_COLOUR = "#1f6f8b", "#d55e00"
+"""Blue and vermilion: apart in print and for the colour-blind."""
+
+MOST_NAMES = 60
+"""With more cuts than this their names would lie over each other."""
+
+
+class CutRow(Protocol):
+    """What a picture needs to know of a cut."""
+
+    @property
+    def after(self) -> str:
+        """What ends there."""
+
+    @property
+    def bytes_per_sample(self) -> float:
+        """What crosses it."""
+
+    @property
+    def flops_before(self) -> float:
+        """Floating-point operations before it, per sample."""
+
+    @property
+    def legal(self) -> bool:
+        """Whether a model may be cut there."""
+
+
+def plot_cuts(rows: Sequence[CutRow], *, title: str, path: Path) -> None:
+    """Write the picture as PNG: bytes as steps, operations as a line, hatched where no cut is legal.
+
+    Args:
+        title: One line above everything.
+        path: Where to; its directory must exist.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    numbers = range(len(rows))
+    figure = Figure(figsize=(max(7.0, min(20.0, 0.3 * len(rows))), 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    sizes = [row.bytes_per_sample / 1e6 for row in rows]
+    axes.step(numbers, sizes, where="mid", color=BYTES_COLOUR, linewidth=2)
+    for number, row in zip(numbers, rows, strict=True):
+        if not row.legal:
+            axes.axvspan(number - 0.5, number + 0.5, facecolor="none", edgecolor="#b0b0b0", hatch="///")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(-0.5, len(rows) - 0.5)
+    axes.set_ylabel("MB that cross the cut, per sample", color=BYTES_COLOUR)
+    if len(rows) <= MOST_NAMES:
+        axes.set_xticks(numbers, [row.after for row in rows], rotation=90, fontsize=7)
+    else:
+        axes.set_xlabel("cut")
+    work = axes.twinx()
+    work.plot(numbers, [row.flops_before / 1e9 for row in rows], "--", color=FLOPS_COLOUR, linewidth=1.5)
+    work.set_ylim(bottom=0)
+    work.set_ylabel("GFLOP before the cut, per sample", color=FLOPS_COLOUR)
+    axes.set_title(title)
+    figure.savefig(path, dpi=120)
