@@ -7,6 +7,8 @@ ones, on the device that the program is for (on the meta device some operators g
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from upriver.program.calls import check_call
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph import DTYPES, Graph, Node, TensorSpec, Value, Weight
 from upriver.program.precision import autocast_dtype, autocasting
-from upriver.program.steps import Numbered, Step, Values, bind, first_line, mark_last_uses, schedule
+from upriver.program.steps import Numbered, Step, Values, bind, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path
 
 MAX_REMEMBERED = 20_000
@@ -56,7 +58,7 @@ def check(graph: Graph, *, device: str | torch.device = "cpu", caps: GraphCaps =
     # No fallback kernels: they would run an operator that has no rule for its shape on real memory.
     mode, meter = FakeTensorMode(allow_fallback_kernels=False), _Meter(caps)
     autocast = autocasting(device, autocast_dtype(graph.autocast))
-    with mode, meter, torch.no_grad(), no_fast_path(), autocast:
+    with _silent(), mode, meter, torch.no_grad(), no_fast_path(), autocast:
         run = _DryRun(graph, torch.device(device), meter, caps)
         plan = schedule(graph)
         weights = {weight.name for weight in graph.weights}
@@ -67,6 +69,18 @@ def check(graph: Graph, *, device: str | torch.device = "cpu", caps: GraphCaps =
             run.nodes(nodes, {*stage.live, *plan.kept, *weights})
             flops.append(meter.flops - before)
     return Measured(flops=tuple(flops), work=meter.work, live_bytes=run.peak)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep torch from logging a page for each call that does not fit: it is refused in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _DryRun:
@@ -108,7 +122,7 @@ class _DryRun:
         except ProgramError as error:
             raise ProgramError(f"{step.where}: {error}") from None
         except Exception as error:  # an operator raises whatever it likes on arguments that do not fit it
-            raise ProgramError(f"{step.where}: {first_line(error)}") from None
+            raise step.refusal(error) from None
         if len(results) != len(node.outputs):
             raise ProgramError(f"{step.where}: declares {len(node.outputs)} results, gives {len(results)}")
         return results

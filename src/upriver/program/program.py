@@ -14,7 +14,7 @@ from upriver.program.check import check
 from upriver.program.graph import Graph, Stage, Value, Weight, digest_of
 from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.reading import check_weight, decode
-from upriver.program.steps import Step, Values, bind, first_line, mark_last_uses, schedule
+from upriver.program.steps import Step, Values, bind, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path
 from upriver.program.weights import WeightsFile
 
@@ -155,12 +155,18 @@ class Program:
         with no_fast_path(), autocasting(self.device, self._autocast):
             for position in range(start + 1, stop + 1):
                 began = time.perf_counter()
-                for step in self._stages[position - 1]:
-                    step.run(values)
+                self._run_stage(position, values)
                 if on_stage is not None:
                     self._synchronize()
                     on_stage(position, time.perf_counter() - began)
         return tuple(self._result(value.name, values) for value in self.live(stop))
+
+    def _run_stage(self, position: int, values: Values) -> None:
+        for step in self._stages[position - 1]:
+            try:
+                step.run(values)
+            except Exception as error:
+                raise step.refusal(error) from error
 
     def _take(self, tensors: Sequence[torch.Tensor], start: int) -> Values:
         live = self.live(start)
@@ -190,8 +196,8 @@ class Program:
             for step in steps:
                 try:
                     step.run(values)
-                except Exception as error:  # what depends on data shows here: an index that is out of range
-                    raise ProgramError(f"{step.where}: {first_line(error)}") from error
+                except Exception as error:
+                    raise step.refusal(error) from error
         return values
 
     def _bind_stages(self) -> list[list[Step]]:
@@ -218,11 +224,15 @@ def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torc
         raise ProgramError(f"a weights file has 1..{caps.weights_bytes} bytes, got {nbytes}")
     if isinstance(data, torch.Tensor):
         return data
-    view = memoryview(data)
+    view = memoryview(data).cast("B")
+    if not view.readonly:
+        tensor = torch.frombuffer(view, dtype=torch.uint8)
+        if tensor.data_ptr() % weights_file.ALIGNMENT == 0:
+            return tensor  # a mapped file, say: its pages stay shared with whoever else reads it
     # Copied into the allocator's own memory: a bytes object lies on a 16-byte boundary, and alignment decides
     # low bits.
-    tensor = torch.empty(view.nbytes, dtype=torch.uint8)
-    tensor.numpy().data[:] = view.cast("B")
+    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    tensor.numpy().data[:] = view
     return tensor
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from upriver.errors import ProgramError
 from upriver.program.graph import Graph, Node, constants, decode_argument, reference, references
 from upriver.program.operators import resolve
 
@@ -78,6 +79,18 @@ class Step:
     def run(self, values: Values) -> None:
         """Call the operator and store its results."""
         self.store(values, self.call(values))
+
+    def refusal(self, error: Exception) -> Exception:
+        """What to raise where an operator raised: it names no node, and its errors are of any type.
+
+        Data can do that (a token out of range), and the few things that tensors without data do not show.
+        Memory that ran out is not the program's fault, and stays what it is.
+        """
+        if isinstance(error, ProgramError | MemoryError | torch.OutOfMemoryError) or "can't allocate" in str(
+            error
+        ):
+            return error
+        return ProgramError(f"{self.where}: {first_line(error)}")
 
 
 def _prepare(
