@@ -1,0 +1,258 @@
+"""Prefix and tail against the whole model, on one machine: what cutting costs where it gains nothing.
+
+Run with ``python benchmarks/split_overhead.py``; ``--write`` writes ``benchmarks/results/split_overhead.md``.
+One training iteration (forward, backward, no step) of the user's model, and the same through the captured
+prefix and the tail, in turns. Memory is the peak of a process that does only the one or the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _common import RESULTS, Spread, commit, interleave, machine, table, versions
+from upriver._torchvision import ensure_torchvision
+from upriver.program.freeze import freeze_to, frozen_units, keep_in_eval
+from upriver.program.split import split
+
+RESULT = RESULTS / "split_overhead.md"
+GOAL = 1.03
+BATCH = 16
+REPEATS = 7
+WAYS = ("plain", "whole", "split")
+
+NETWORKS = {
+    # network: last frozen module, near the freeze points that HAPI (2025, Table 3) uses
+    "alexnet": "classifier.1",
+    "resnet18": "layer4.0",
+    "resnet50": "layer4.1",
+    "vgg11": "classifier.0",
+    "vgg19": "features.34",
+    "densenet121": "features.denseblock4",
+    "vit_b_16": "encoder.layers.encoder_layer_9",
+}
+"""The seven networks of the papers; their Transformer is ViT-B/16 here."""
+
+
+def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The network with random weights, frozen, and a batch."""
+    ensure_torchvision()
+    from torchvision import models
+
+    torch.manual_seed(0)
+    model = getattr(models, name)(weights=None)
+    freeze_to(model, NETWORKS[name])
+    return model.train(), torch.randn(BATCH, 3, 224, 224)
+
+
+def loss_of(answer: Any) -> torch.Tensor:
+    """Something to differentiate."""
+    return answer.float().square().mean()
+
+
+class Run:
+    """One network, whole and split."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.batch = build(name)
+        began = time.perf_counter()
+        self.parts = split(self.model, self.batch)
+        self.split_s = time.perf_counter() - began
+        if self.parts.program is None:
+            raise SystemExit(f"{name} runs unsplit: {self.parts.why_not}")
+        self.losses: dict[str, list[float]] = {"whole": [], "split": []}
+
+    def whole(self, repeat: int) -> float:
+        """Seconds of an iteration of the user's own model."""
+        self._begin(repeat)
+        began = time.perf_counter()
+        loss = loss_of(self.model(self.batch))
+        loss.backward()
+        self.losses["whole"].append(float(loss))
+        return time.perf_counter() - began
+
+    def cut(self, repeat: int) -> float:
+        """Seconds of an iteration through prefix and tail."""
+        program = self.parts.program
+        assert program is not None
+        self._begin(repeat)
+        began = time.perf_counter()
+        values = program.run((self.batch,), 0, program.num_stages)
+        loss = loss_of(self.parts.tail(self.parts.tail.values.one_or_all(values)))
+        loss.backward()
+        self.losses["split"].append(float(loss))
+        return time.perf_counter() - began
+
+    def _begin(self, repeat: int) -> None:
+        torch.manual_seed(repeat)
+        self.model.zero_grad(set_to_none=True)
+        keep_in_eval(self.model, list(self.parts.in_eval))
+
+
+def measure(name: str) -> dict[str, Any]:
+    """One row: times in this process."""
+    run = Run(name)
+    interleave({"whole": run.whole, "split": run.cut}, 1)  # warms up
+    run.losses = {"whole": [], "split": []}
+    seconds = interleave({"whole": run.whole, "split": run.cut}, REPEATS)
+    program = run.parts.program
+    assert program is not None
+    return {
+        "network": name,
+        "cuts": program.num_stages,
+        "whole": seconds["whole"],
+        "split": seconds["split"],
+        "losses": run.losses,
+        "split_s": run.split_s,
+    }
+
+
+def peak_of(name: str, way: str) -> dict[str, float]:
+    """The highest memory of a process that trains one way, and of cutting the model before.
+
+    Args:
+        way: ``plain`` never cuts the model; ``whole`` cuts it and trains it whole all the same; ``split``.
+    """
+    model, batch = build(name)
+    keep_in_eval(model, frozen_units(model))
+    _reset_peak()
+    parts = split(model, batch) if way != "plain" else None
+    cutting = _peak()
+    _reset_peak()
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        if parts is None or way == "whole":
+            answer = model(batch)
+        else:
+            assert parts.program is not None
+            values = parts.program.run((batch,), 0, parts.program.num_stages)
+            answer = parts.tail(parts.tail.values.one_or_all(values))
+        loss_of(answer).backward()
+    return {"training": _peak(), "cutting": cutting}
+
+
+def _reset_peak() -> None:
+    """Forget this process's highest memory (see proc(5))."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> float:
+    """This process's highest memory since then, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def child(*arguments: str) -> Any:
+    """The same script in a process of its own; what it prints."""
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout)
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """The page."""
+    lines = []
+    shares = []
+    for row in rows:
+        share = Spread.of(b / a for a, b in zip(row["whole"], row["split"], strict=True))
+        shares.append(share.median)
+        equal = row["losses"]["whole"] == row["losses"]["split"]
+        plain, whole, cut = (row["peak"][way]["training"] for way in WAYS)
+        lines.append(
+            (
+                row["network"],
+                NETWORKS[row["network"]],
+                row["cuts"],
+                Spread.of(row["whole"]).text(),
+                Spread.of(row["split"]).text(),
+                share.text(3),
+                "equal" if equal else "DIFFERENT",
+                f"{plain / 1e6:.0f}",
+                f"{whole / 1e6:.0f}",
+                f"{cut / 1e6:.0f}",
+                f"{row['peak']['split']['cutting'] / 1e6:.0f}",
+                f"{row['split_s']:.1f}",
+            )
+        )
+    median = statistics.median(shares)
+    met = "met" if median <= GOAL else "missed"
+    header = (
+        "network",
+        "frozen through",
+        "cuts",
+        "whole, s",
+        "cut, s",
+        "cut / whole",
+        "losses",
+        "peak never cut, MB",
+        "peak whole, MB",
+        "peak cut, MB",
+        "peak while cutting, MB",
+        "capture and proof, s",
+    )
+    losses = table(
+        ("network", "losses of the repeats, whole and cut alike"),
+        [(row["network"], ", ".join(f"{loss:.6g}" for loss in row["losses"]["split"])) for row in rows],
+    )
+    return f"""# What cutting costs on one machine
+
+**Claim.** A training iteration through the captured prefix and the tail takes at most 3 % longer than the
+whole model, at the median over the seven networks of the papers; memory is no higher.
+
+{table(header, lines)}
+
+Median of the medians of cut / whole: **{median:.3f}**; the goal of {GOAL} is {met}.
+
+{losses}
+
+- {REPEATS} interleaved repeats after one to warm up, batch and micro-batch {BATCH}, 224 x 224 pixels,
+  forward and backward; the share is taken within a repeat. Random weights: speed does not depend on them.
+- Peaks are those of a process of its own that does two iterations one way (`VmHWM`), model included. `whole`
+  and `cut` have cut the model before, `never cut` has not: the difference is what `torch.export` and what it
+  imports leave in a process. The program shares the frozen weights with the model. While it cuts, a process
+  holds what every operator gives for two samples, and export's own records.
+- Capture and proof: tracing, export, three micro-batches whole and cut with gradients, every cut with what
+  crosses it sent; once a model and its versions, then remembered.
+- Commit {commit()}; {machine()}; {versions("torch", "torchvision")}.
+
+Run it again: `python benchmarks/split_overhead.py --write`.
+"""
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--only", nargs="*", default=list(NETWORKS), help="networks")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(measure(options.row)))
+        return
+    if options.peak:
+        print(json.dumps(peak_of(*options.peak)))
+        return
+    rows = []
+    for name in options.only:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        row = child("--row", name)
+        row["peak"] = {way: child("--peak", name, way) for way in WAYS}
+        rows.append(row)
+    text = report(rows)
+    print(text)
+    if options.write:
+        RESULT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
