@@ -77,7 +77,7 @@ def test_every_command_takes_json_and_debug() -> None:
         (["cuts", "torchvision:resnet18", "--freeze-to", "layer9"], "layer9"),
         (["cuts", "torchvision:resnet18", "--micro-batch", "0"], "micro_batch"),
         (["cuts", "torchvision:resnet18", "--input-shape", "3,x"], "3,x"),
-        (["push", "torchvision:resnet18", "file:///tmp", "--micro-batch", "0"], "micro_batch"),
+        (["push", "torchvision:resnet18", "file:///tmp", "--micro-batch", "0"], "--micro-batch"),
         (["serve"], "--store"),
         (["serve", "--store", "a=file:///a", "--store", "a=file:///b"], "'a'"),
         (["serve", "--store", "file:///tmp", "--port", "70000"], "70000"),

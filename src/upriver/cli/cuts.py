@@ -10,6 +10,7 @@ import typer
 
 from upriver.cli.common import DebugOption, JsonOption, emit, note, print_table, working
 from upriver.cli.options import (
+    AutocastOption,
     InputShapeOption,
     MicroBatchOption,
     ModelArgument,
@@ -35,9 +36,7 @@ def cuts(
     ] = "module",
     micro_batch: MicroBatchOption = 16,
     input_shape: InputShapeOption = None,
-    autocast: Annotated[
-        str | None, typer.Option(metavar="bfloat16|float16", help="Run under autocast to this type.")
-    ] = None,
+    autocast: AutocastOption = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw bytes and operations over the cuts.")
     ] = None,

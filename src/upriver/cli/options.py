@@ -20,6 +20,9 @@ MicroBatchOption = Annotated[int, typer.Option(help="Samples the captured stages
 InputShapeOption = Annotated[
     str | None, typer.Option(metavar="C,H,W", help="Shape of one sample, where the model does not tell.")
 ]
+AutocastOption = Annotated[
+    str | None, typer.Option(metavar="bfloat16|float16", help="Run under autocast to this type.")
+]
 StoreOption = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="Store option (endpoint, region); repeatable.")
 ]
@@ -52,6 +55,19 @@ def parse_shape(text: str | None) -> tuple[int, ...] | None:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"--input-shape must be positive whole numbers as in 3,224,224, got {text!r}")
     return tuple(int(part) for part in parts)
+
+
+def parse_counts(text: str, option: str) -> tuple[int, ...]:
+    """``1,16`` as numbers, each once.
+
+    Raises:
+        ConfigError: If it is anything else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    counts = tuple(dict.fromkeys(int(part) for part in parts if part.isdecimal()))
+    if not all(part.isdecimal() for part in parts) or min(counts) < 1:
+        raise ConfigError(f"{option} must be positive whole numbers as in 1,16, got {text!r}")
+    return counts
 
 
 def check_micro_batch(micro_batch: int) -> int:

@@ -1,23 +1,30 @@
-"""``upriver push``: capture the frozen part of a model and publish it as a program."""
+"""``upriver push``: capture a model, or its frozen part, and publish it as programs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, working
 from upriver.cli.options import (
+    AutocastOption,
     InputShapeOption,
-    MicroBatchOption,
     ModelArgument,
     StoreOption,
     WeightsOption,
-    check_micro_batch,
     check_module,
+    parse_counts,
     parse_shape,
     store_options,
 )
+from upriver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from upriver.program.inputs import ModelInputs
+    from upriver.program.program import Program
 
 
 def push(
@@ -26,9 +33,16 @@ def push(
     freeze_to: Annotated[
         str | None, typer.Option(metavar="MODULE", help="Last frozen module; the whole model without it.")
     ] = None,
-    micro_batch: MicroBatchOption = 16,
+    micro_batch: Annotated[
+        str, typer.Option(metavar="N,...", help="Samples that a program takes at once; one program for each.")
+    ] = "16",
+    length: Annotated[
+        str | None,
+        typer.Option(metavar="N,...", help="Tokens of a text or points of a sound; one program for each."),
+    ] = None,
     weights: WeightsOption = None,
     input_shape: InputShapeOption = None,
+    autocast: AutocastOption = None,
     prefix: Annotated[
         str, typer.Option(help="Folder of the store that programs are kept under.")
     ] = ".upriver",
@@ -36,29 +50,83 @@ def push(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Capture a model up to a module and publish it: a graph of operators and a weights file, no code."""
-    from upriver.program.capture import capture
-    from upriver.program.files import graph_path, publish, weights_path
+    """Capture a model up to a module and publish it: graphs of operators and a weights file, no code.
+
+    Programs for several micro-batches and lengths share one weights file.
+    """
+    from upriver.program.buckets import capture_buckets
+    from upriver.program.files import publish
     from upriver.program.names import load_model
+    from upriver.program.precision import autocast_dtype
+    from upriver.program.survey import answers_of
     from upriver.store import Store
 
-    check_micro_batch(micro_batch)
+    counts = parse_counts(micro_batch, "--micro-batch")
+    lengths = parse_counts(length, "--length") if length is not None else (None,)
+    precision = autocast_dtype(autocast)
     store = Store.open(uri, options=store_options(option))
-    network, spec = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
+    network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
+    buckets = [(count, size, _of_length(inputs, size)) for size in lengths for count in counts]
     if weights is None:
         note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
     check_module(network, freeze_to)
+    examples = [shaped.example(count) for count, _, shaped in buckets]
     with working("capturing and publishing"):
-        program = capture(network, (spec.example(micro_batch),), boundary=freeze_to)
-        publish(program, store, prefix=prefix)
-    document = {
-        "digest": program.digest,
-        "weights_digest": program.weights_digest,
+        outputs = answers_of(network, examples[0], freeze_to, precision) if freeze_to is not None else None
+        programs = capture_buckets(network, examples, outputs=outputs, autocast=precision)
+        for program in programs:
+            publish(program, store, prefix=prefix)
+    document = _document(model, programs, [size for _, size, _ in buckets], prefix)
+    emit(document, as_json=as_json, text=lambda: _print(document))
+
+
+def _of_length(inputs: ModelInputs, length: int | None) -> ModelInputs:
+    """The inputs of a model that takes texts or sounds, with another length.
+
+    Raises:
+        ConfigError: If it takes something else.
+    """
+    if length is None:
+        return inputs
+    shape = inputs.shape
+    if shape is None or len(shape) != 1:
+        takes = "an example of its own" if shape is None else f"samples of shape {shape}"
+        raise ConfigError(f"--length is for models that take texts or sounds; this one takes {takes}")
+    return inputs.reshaped((length,))
+
+
+def _document(
+    model: str, programs: Sequence[Program], lengths: Sequence[int | None], prefix: str
+) -> dict[str, object]:
+    from upriver.program.files import graph_path, weights_path
+
+    first = programs[0]
+    buckets = [
+        {
+            "digest": program.digest,
+            "micro_batch": program.micro_batch,
+            "length": length,
+            "stages": program.num_stages,
+            "graph": graph_path(prefix, program.digest),
+        }
+        for program, length in zip(programs, lengths, strict=True)
+    ]
+    return {
+        "digest": first.digest,
+        "weights_digest": first.weights_digest,
         "model": model,
-        "stages": program.num_stages,
-        "micro_batch": program.micro_batch,
-        "weight_bytes": program.weight_nbytes,
-        "graph": graph_path(prefix, program.digest),
-        "weights": weights_path(prefix, program.weights_digest),
+        "stages": first.num_stages,
+        "micro_batch": first.micro_batch,
+        "weight_bytes": first.weight_nbytes,
+        "graph": graph_path(prefix, first.digest),
+        "weights": weights_path(prefix, first.weights_digest),
+        "programs": buckets,
     }
-    emit(document, as_json=as_json, text=lambda: print_fields(document))
+
+
+def _print(document: dict[str, object]) -> None:
+    programs = document["programs"]
+    print_fields({name: value for name, value in document.items() if name != "programs"})
+    for bucket in programs[1:] if isinstance(programs, list) else ():
+        print()
+        print_fields(bucket)

@@ -102,6 +102,13 @@ class ModelInputs:
         }
         return Example(args=args, kwargs=kwargs)
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Of one sample of the first input; None for a given example."""
+        if self.given is not None:
+            return None
+        return next(iter((*self.positional, *self.named.values()))).shape
+
     def reshaped(self, shape: tuple[int, ...]) -> ModelInputs:
         """The same with another shape of one sample, also for inputs that follow the first one's (a mask).
 

@@ -87,7 +87,7 @@ def survey(
         ModelError: If the model cannot be called with such inputs.
     """
     given = Example.of(example)
-    first = _answers_of(model, given, freeze_to, autocast) if freeze_to is not None else []
+    first = answers_of(model, given, freeze_to, autocast) if freeze_to is not None else []
     try:
         recording = record(model, given, first=first, autocast=autocast)
     except CaptureError as error:
@@ -96,10 +96,17 @@ def survey(
     return Survey(rows=tuple(rows), captured_by="torch.export")
 
 
-def _answers_of(model: nn.Module, example: Example, path: str, autocast: torch.dtype | None) -> list[Source]:
-    """What the last call of a module returns."""
+def answers_of(
+    model: nn.Module, example: Inputs, path: str, autocast: torch.dtype | None = None
+) -> list[Source]:
+    """The tensors that the last call of a module returns.
+
+    Raises:
+        ConfigError: If the module is not called, or returns no tensor.
+        ModelError: If the model cannot be called with such inputs.
+    """
     try:
-        calls = trace(model, example, autocast=autocast).of(path)
+        calls = trace(model, Example.of(example), autocast=autocast).of(path)
     except CaptureError:
         return [Source(path=path)]  # the capture will say what is wrong
     sources = calls[-1].sources() if calls else []
