@@ -290,7 +290,7 @@ def test_a_text_model_takes_numbers_of_words(tmp_path: Path) -> None:
         freeze(model.bert.embeddings)
         freeze(model.bert.encoder.layer[0])
         freeze(model.bert.encoder.layer[1])
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         return model  # type: ignore[no-any-return]
 
     with EmbeddedServer.start({data.store.name: data.store.uri}, threads=torch.get_num_threads()) as server:
