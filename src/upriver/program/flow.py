@@ -61,11 +61,21 @@ class Flow:
         operations: In the order of execution.
         makers: Number of a tensor to the operation that made it.
         origins: Number of a tensor to where it comes from, for those that no operation made.
+        overwritten: Those of them whose memory an operator writes into.
     """
 
     operations: tuple[Operation, ...]
     makers: Mapping[int, int]
     origins: Mapping[int, Origin]
+    overwritten: frozenset[int] = frozenset()
+
+    def inputs(self) -> dict[int, int]:
+        """Index of each input that the model was seen with to its number."""
+        return {int(o.name): number for number, o in self.origins.items() if o.kind == "input"}
+
+    def writes_into_input(self, index: int) -> bool:
+        """Whether the model writes into what it was given."""
+        return self.inputs()[index] in self.overwritten
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,7 +107,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def flow(self) -> Flow:
         """What was recorded."""
-        return Flow(operations=tuple(self._operations), makers=self._makers, origins=self._origins)
+        written = frozenset(n for n in self._origins if _storage(self._tensors[n]) in self._writers)
+        return Flow(
+            operations=tuple(self._operations),
+            makers=self._makers,
+            origins=self._origins,
+            overwritten=written,
+        )
 
     def value(self, tensor: torch.Tensor) -> Value:
         """A tensor as it is now."""

@@ -189,33 +189,37 @@ class _Search:
         for index, twin in twins.items():
             pairs = zip(run.calls[index].values, twin.values, strict=False)
             values |= {here for there, here in pairs if there in found.values}
-        named = {origin.name: n for n, origin in self.seen.flow.origins.items() if origin.kind == "input"}
-        for value in found.values:
-            origin = run.flow.origins.get(value.tensor)
-            if origin is not None and origin.name in named:
-                values.add(Value(named[origin.name]))
+        here_named = self.seen.flow.inputs()
+        there_named = {number: leaf for leaf, number in run.flow.inputs().items()}
+        found_leaves = {there_named[v.tensor] for v in found.values if v.tensor in there_named}
+        values |= {Value(here_named[leaf]) for leaf in found_leaves}
         strays, constants = ({twins[i].index for i in some} for some in (found.strays, found.constants))
         return values, strays, constants
 
     def _ships(self, skipped: Sequence[Call], needed: set[Value]) -> list[Ship]:
-        origins = self.seen.flow.origins
-        written = {v.tensor for operation in self.seen.operations for v in operation.reads if v.writer >= 0}
         ships: dict[Value, Ship] = {}
-        inputs = {int(origins[v.tensor].name): v for v in needed if v.tensor in origins}
-        for leaf in sorted(inputs):
-            value = inputs[leaf]
-            ships[value] = Ship(
-                source=Source(path=None, leaf=leaf),
-                shape=self.trace.inputs[leaf],
-                value=value,
-                overwritten=value.tensor in written,
-            )
+        crossing = {value.tensor: value for value in needed}
+        for leaf, number in sorted(self.seen.flow.inputs().items()):
+            if number in crossing and number in self.seen.flow.origins:
+                value = crossing[number]
+                ships[value] = Ship(
+                    source=Source(path=None, leaf=leaf),
+                    shape=self.trace.inputs[leaf],
+                    value=value,
+                    overwritten=any(run.flow.writes_into_input(leaf) for run in self._passes()),
+                )
         for call in sorted(skipped, key=lambda call: call.exit):
             shapes = [leaf for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, Shape)]
             for source, value, shape in zip(call.sources(), call.values, shapes, strict=True):
                 if value in needed and value not in ships:
-                    ships[value] = Ship(source=source, shape=shape, value=value, overwritten=call.overwritten)
+                    twins = (run.by_name.get((call.path, call.number)) for run in self._passes())
+                    written = any(twin is not None and twin.overwritten for twin in twins)
+                    ships[value] = Ship(source=source, shape=shape, value=value, overwritten=written)
         return list(ships.values())
+
+    def _passes(self) -> list[Pass]:
+        """In evaluation and in training: an in-place Dropout, for example, writes only then."""
+        return [self.seen] if self.training is None else [self.seen, self.training]
 
     # ------------------------------------------------------------------------------------- data flow
 

@@ -333,7 +333,8 @@ def _inputs(point: FreezePoint, calls: Trace) -> tuple[list[Any], Any]:
             made.append(leaf)
             continue
         index, shape = next(shapes)
-        made.append(_Given(index=crossing[index]) if index in crossing else _Poison(shape=shape))
+        dense = calls.flow.writes_into_input(index)
+        made.append(_Given(index=crossing[index]) if index in crossing else _Poison(shape=shape, dense=dense))
     return made, spec
 
 
@@ -381,8 +382,13 @@ def _refuse_hooks(model: nn.Module, recipe: _Cloned, path: str = "") -> None:
                 raise ModelError(f"module {full!r} has hooks, but it will not run on this tier; remove them")
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_HARMLESS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""Of transformers and peft, for activation checkpointing: they mark an embedding's answer as in need of a
+gradient, which changes no value and no parameter's gradient."""
+
+
 def _hooks(module: nn.Module) -> bool:
-    return any(
-        getattr(module, name)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
+    hooks = [hook for name in _HOOKS for hook in (getattr(module, name) or {}).values()]
+    return any(getattr(hook, "__name__", "") not in _HARMLESS for hook in hooks)

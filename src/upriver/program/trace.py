@@ -265,7 +265,7 @@ class _Pass:
         self._numbers: dict[str, int] = {}
         self._begun = 0
         self._events = 0
-        self._results: list[tuple[torch.Tensor, int] | None] = []
+        self._results: list[list[tuple[torch.Tensor, int]]] = []
 
     def run(self) -> None:
         """Run it.
@@ -286,7 +286,7 @@ class _Pass:
                     f"the model cannot be called with {self.example.describe()}: {reason}"
                 ) from error
         self.calls = [
-            replace(call, overwritten=kept is not None and kept[0]._version != kept[1])
+            replace(call, overwritten=any(tensor._version != version for tensor, version in kept))
             for call, kept in zip(self.calls, self._results, strict=True)
         ]
         self._results.clear()
@@ -330,7 +330,7 @@ class _Pass:
                 opaque=has_only_plain_leaves(result),
             )
         )
-        self._results.append((result, result._version) if isinstance(result, torch.Tensor) else None)
+        self._results.append([(tensor, tensor._version) for tensor in tensors_in(result)])
         self._events += 1
 
 
