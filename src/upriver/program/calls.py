@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,7 +19,12 @@ _MUST_BE: dict[str, dict[str, Any]] = {
 }
 """Arguments that would make an allowed operator random, mutating or irreproducible, and what they must be."""
 
-_INDEX_TYPES = (torch.int64, torch.int32)
+_INDICES: dict[str, tuple[torch.dtype, ...]] = {
+    "index.Tensor": (torch.int64, torch.int32),
+    "index_put.default": (torch.bool,),
+}
+"""Types of index that an operator may be given. A mask picks as many elements as it has ones, so the size of
+the result depends on data; integers may name one place twice, and then the order of writing is open."""
 
 
 def operator_of(name: str) -> Any:
@@ -30,30 +37,78 @@ def operator_of(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, operator), overload)
 
 
+Check: TypeAlias = Callable[[Any], bool]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Argument:
+    """One argument of an operator.
+
+    Attributes:
+        kind: Its type as signatures write it.
+        fits: Whether a value is of that type.
+    """
+
+    name: str
+    kind: str
+    fits: Check
+    default: Any
+
+
 @functools.cache
-def _signature(name: str) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Names of an operator's arguments in order, and the defaults of those that have one."""
-    arguments = operator_of(name)._schema.arguments
-    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    return tuple(each.name for each in arguments), defaults
+def _signature(name: str) -> tuple[_Argument, ...]:
+    return tuple(
+        _Argument(
+            name=each.name,
+            kind=str(each.real_type),
+            fits=_checker(str(each.real_type), fixed_size=each.N is not None),
+            default=each.default_value if each.has_default_value() else None,
+        )
+        for each in operator_of(name)._schema.arguments
+    )
 
 
-def check_call(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, num_results: int | None = None
-) -> None:
-    """Refuse a call that makes an allowed operator do what no program may.
+_TYPES: dict[str, type | UnionType] = {
+    "Tensor": torch.Tensor,
+    "int": int,
+    "float": int | float,
+    "number": int | float,
+    "bool": bool,
+    "str": str,
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Device": torch.device,
+}
+
+
+def _checker(kind: str, *, fixed_size: bool = False) -> Check:
+    """Whether a value is of a type, strictly.
+
+    Torch itself takes an integer for a type, a layout or a memory format, and one that stands for none ends
+    the process.
+    """
+    if kind.startswith("Optional["):
+        inner = _checker(kind.removeprefix("Optional[")[:-1], fixed_size=fixed_size)
+        return lambda value: value is None or inner(value)
+    if kind.startswith("List["):
+        each = _checker(kind.removeprefix("List[")[:-1])
+        # One number stands for a list of so many, where a signature says how many.
+        return lambda value: all(map(each, value)) if isinstance(value, list) else fixed_size and each(value)
+    wanted = _TYPES.get(kind)
+    return lambda value: wanted is not None and isinstance(value, wanted)
+
+
+def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call that makes an allowed operator random, or lets it write into its arguments.
 
     Args:
-        args: As the operator gets them, tensors with or without data; or as a graph file has them, and then
-            what depends on the tensors themselves is not looked at.
-        num_results: How many the caller expects, once there are tensors.
+        args: As the operator gets them, or as a graph file has them.
 
     Raises:
-        ProgramError: If it is random, writes into its arguments, has results whose size depends on data, or
-            has more or fewer results than expected.
+        ProgramError: Naming the argument.
     """
-    names, defaults = _signature(name)
-    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    given = _by_name(name, args, kwargs)
     for argument, wanted in _MUST_BE.get(name, {}).items():
         if given.get(argument) != wanted:
             raise ProgramError(
@@ -62,53 +117,72 @@ def check_call(
             )
     if given.get("pin_memory"):
         raise ProgramError(f"{name} with pin_memory: a program does not choose where its memory lies")
-    if (
-        name == "instance_norm.default"
-        and given.get("use_input_stats")
-        and given.get("running_mean") is not None
-    ):
+    if name == "instance_norm.default" and given["use_input_stats"] and given["running_mean"] is not None:
         raise ProgramError(f"{name} writes into its running statistics")
-    if name == "index.Tensor":
-        _check_indices(name, given.get("indices"), _INDEX_TYPES)
-    if name == "index_put.default":
-        _check_indices(name, given.get("indices"), (torch.bool,))
-    if num_results is None or name not in _RESULTS:
-        return
-    if (results := _RESULTS[name](given)) != num_results:
+
+
+def check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, num_results: int) -> None:
+    """Hold what an operator is about to be called with, tensors and all, against its signature.
+
+    Args:
+        num_results: How many the caller expects.
+
+    Raises:
+        ProgramError: If an argument is of another type, the size of a result depends on data, or there would
+            be more or fewer results than expected.
+    """
+    signature = _signature(name)
+    by_name = {argument.name: argument for argument in signature}
+    if len(args) > len(signature) or not by_name.keys() >= kwargs.keys():
+        raise ProgramError(f"{name} takes the arguments {', '.join(by_name)}")
+    for argument, value in [
+        *zip(signature, args, strict=False),
+        *((by_name[k], v) for k, v in kwargs.items()),
+    ]:
+        if not argument.fits(value):
+            raise ProgramError(f"{argument.name} of {name} is a {argument.kind}, got {type(value).__name__}")
+    given = _by_name(name, args, kwargs)
+    if name in _INDICES:
+        _check_indices(name, given["indices"], _INDICES[name])
+    if name in _RESULTS and (results := _RESULTS[name](given)) != num_results:
         raise ProgramError(f"{name} gives {results} results, not {num_results}")
 
 
-def _check_indices(name: str, indices: Any, allowed: Sequence[torch.dtype]) -> None:
-    """A mask picks as many elements as it has ones; integers that write may write twice to one place."""
-    for index in indices if isinstance(indices, list | tuple) else ():
-        if isinstance(index, torch.Tensor) and index.dtype not in allowed:
+def _by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of an operator by its name, defaults where none is given."""
+    signature = _signature(name)
+    given = {argument.name: value for argument, value in zip(signature, args, strict=False)}
+    return {argument.name: argument.default for argument in signature} | given | dict(kwargs)
+
+
+def _check_indices(name: str, indices: Sequence[torch.Tensor | None], allowed: Sequence[torch.dtype]) -> None:
+    for index in indices:
+        if index is not None and index.dtype not in allowed:
             raise ProgramError(
                 f"{name} with an index of {index.dtype}; allowed are {', '.join(map(str, allowed))}"
             )
 
 
 def _pieces(given: Mapping[str, Any]) -> int:
-    size = _size(given)
-    return max(1, -(-size // _integer(given.get("split_size"), at_least=1)))
+    return max(1, -(-_size(given) // _positive(given["split_size"])))
 
 
 def _chunks(given: Mapping[str, Any]) -> int:
-    size, chunks = _size(given), _integer(given.get("chunks"), at_least=1)
-    return max(1, -(-size // max(1, -(-size // chunks)))) if size else chunks
+    size, chunks = _size(given), _positive(given["chunks"])
+    return -(-size // -(-size // chunks)) if size else chunks
 
 
 def _size(given: Mapping[str, Any]) -> int:
     """Of the dimension that an operator takes apart."""
-    tensor = given.get("self")
-    dimension = _integer(given.get("dim"))
-    if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= dimension < tensor.dim():
+    tensor, dimension = given["self"], given["dim"]
+    if not -tensor.dim() <= dimension < tensor.dim():
         raise ProgramError(f"there is no dimension {dimension} to take apart")
     return int(tensor.shape[dimension])
 
 
-def _integer(value: Any, *, at_least: int | None = None) -> int:
-    if type(value) is not int or (at_least is not None and value < at_least):
-        raise ProgramError(f"{value!r} stands where a number of pieces or a dimension is needed")
+def _positive(value: int) -> int:
+    if value < 1:
+        raise ProgramError(f"{value} is no number of pieces")
     return value
 
 
@@ -117,6 +191,6 @@ _RESULTS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "unsafe_split.Tensor": _pieces,
     "chunk.default": _chunks,
     "unbind.int": _size,
-    "tensor_split.sections": lambda given: _integer(given.get("sections"), at_least=1),
+    "tensor_split.sections": lambda given: _positive(given["sections"]),
 }
 """How many results there will be, asked before as many are made."""

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from upriver.errors import ProgramError
-from upriver.program.calls import check_call
+from upriver.program.calls import check_arguments, check_call
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph import DTYPES, Graph, Node, TensorSpec, Value, Weight
 from upriver.program.precision import autocast_dtype, autocasting
@@ -117,7 +117,8 @@ class _DryRun:
     def _call(self, step: Step, node: Node) -> Sequence[torch.Tensor]:
         try:
             args, kwargs = step.arguments(self._values)
-            check_call(node.op, args, kwargs, num_results=len(node.outputs))
+            check_call(node.op, args, kwargs)
+            check_arguments(node.op, args, kwargs, num_results=len(node.outputs))
             results = step.call(self._values)
         except ProgramError as error:
             raise ProgramError(f"{step.where}: {error}") from None
