@@ -106,6 +106,11 @@ def test_class_without_a_configuration() -> None:
         load_model("transformers:BatchEncoding")
 
 
+def test_configuration_whose_defaults_make_no_model() -> None:
+    with pytest.raises(ModelError, match="transformers:levit cannot be built"):
+        load_model("transformers:levit")
+
+
 @pytest.fixture
 def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models_by_name.py").write_text(

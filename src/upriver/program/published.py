@@ -123,26 +123,37 @@ _FAMILIES = (
 
 
 def build(transformers: Any, name: str) -> nn.Module | None:
-    """A model of that class, or the classifier of that model type; None if there is no such name."""
+    """A model of that class, or the classifier of that model type; None if there is no such name.
+
+    Raises:
+        ModelError: If that is no model, or its configuration's defaults make none.
+    """
     if name in transformers.CONFIG_MAPPING:
-        return _of_type(transformers, name)
-    model_class = _class_named(transformers, name)
-    if model_class is None:
-        return None
-    config_class = getattr(model_class, "config_class", None)
-    if config_class is None:
-        raise ModelError(f"transformers:{name} is no model with a configuration of its own")
-    model: nn.Module = model_class(_prepared(_sized(config_class)))
-    return model
+        make = _of_type(transformers, name)
+    else:
+        model_class = _class_named(transformers, name)
+        if model_class is None:
+            return None
+        config_class = getattr(model_class, "config_class", None)
+        if config_class is None:
+            raise ModelError(f"transformers:{name} is no model with a configuration of its own")
+        make = lambda: model_class(_prepared(_sized(config_class)))  # noqa: E731
+    try:
+        return make()
+    except (TypeError, ValueError, AttributeError, ImportError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(
+            f"transformers:{name} cannot be built from its configuration's defaults ({reason}); give it as "
+            "package.module:callable"
+        ) from error
 
 
-def _of_type(transformers: Any, model_type: str) -> nn.Module:
-    config = _prepared(_sized(transformers.CONFIG_MAPPING[model_type]))
+def _of_type(transformers: Any, model_type: str) -> Callable[[], nn.Module]:
+    config_class = transformers.CONFIG_MAPPING[model_type]
     for family in _FAMILIES:
         auto = getattr(transformers, family)
-        if type(config) in auto._model_mapping:
-            model: nn.Module = auto.from_config(config)
-            return model
+        if config_class in auto._model_mapping:
+            return lambda: auto.from_config(_prepared(_sized(config_class)))
     raise ModelError(f"transformers has no model to build for model type {model_type!r}")
 
 
