@@ -69,7 +69,7 @@ def _signature(name: str) -> tuple[_Argument, ...]:
 
 
 _TYPES: dict[str, type | UnionType] = {
-    "Tensor": torch.Tensor,
+    "Tensor": torch.Tensor | int | float,  # a number becomes a tensor of no dimensions
     "int": int,
     "float": int | float,
     "number": int | float,
@@ -157,7 +157,7 @@ def _by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
 
 def _check_indices(name: str, indices: Sequence[torch.Tensor | None], allowed: Sequence[torch.dtype]) -> None:
     for index in indices:
-        if index is not None and index.dtype not in allowed:
+        if isinstance(index, torch.Tensor) and index.dtype not in allowed:
             raise ProgramError(
                 f"{name} with an index of {index.dtype}; allowed are {', '.join(map(str, allowed))}"
             )
@@ -175,7 +175,7 @@ def _chunks(given: Mapping[str, Any]) -> int:
 def _size(given: Mapping[str, Any]) -> int:
     """Of the dimension that an operator takes apart."""
     tensor, dimension = given["self"], given["dim"]
-    if not -tensor.dim() <= dimension < tensor.dim():
+    if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= dimension < tensor.dim():
         raise ProgramError(f"there is no dimension {dimension} to take apart")
     return int(tensor.shape[dimension])
 
