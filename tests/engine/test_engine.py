@@ -15,10 +15,11 @@ from upriver.engine.engine import Engine
 from upriver.errors import BadSample, ConfigError
 from upriver.pipeline import InputChain
 from upriver.program import capture
+from upriver.program.example import Source
 
 MICRO = 4
 CHAIN = InputChain(STAGES)
-PROGRAM = capture(frozen_small(), (torch.randn(MICRO, 3, 16, 16),), boundary="block2")
+PROGRAM = capture(frozen_small(), (torch.randn(MICRO, 3, 16, 16),), outputs=[Source(path="block2")])
 ENGINE = Engine(chain=CHAIN, program=PROGRAM, micro_batch=MICRO)
 END = PROGRAM.num_stages
 BLOBS = [png(seed) for seed in range(MICRO)]

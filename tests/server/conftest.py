@@ -12,6 +12,7 @@ from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, RandomHorizontalFlip, Resize, index
 from upriver.program import Program, capture
+from upriver.program.example import Source
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.store import Store
 
@@ -77,7 +78,7 @@ def make_world(root, count=10):
 
 def make_program(seed):
     torch.manual_seed(seed)
-    return capture(Small().eval(), (torch.zeros(MICRO_BATCH, 3, 16, 16),), boundary="block3")
+    return capture(Small().eval(), (torch.zeros(MICRO_BATCH, 3, 16, 16),), outputs=[Source(path="block3")])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,7 +32,6 @@ def capture(
     first: Sequence[Source] = (),
     autocast: torch.dtype | None = None,
     granularity: Granularity = "module",
-    boundary: str | None = None,
     calls: Trace | None = None,
 ) -> Program:
     """Capture a model in eval, for the micro-batch of ``example``; the model is left as it was.
@@ -46,14 +45,11 @@ def capture(
         first: What these need runs before all else, and a stage ends right behind it.
         autocast: Type that autocast computes in; the casts become part of the graph.
         granularity: Whether stages end with modules, with operators, or only at the end.
-        boundary: The module whose answer is the output, instead of ``outputs``.
 
     Raises:
         CaptureError: If the model cannot be captured; the message says why.
         ConfigError: If ``example`` is nothing that a model can be called with.
     """
-    if boundary is not None:
-        outputs = [Source(path=boundary)]
     given = Example.of(example)
     recording = checked(record(model, given, outputs=outputs, first=first, autocast=autocast))
     weights = WeightsFile(recording.tensors)
