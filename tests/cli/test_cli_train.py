@@ -104,8 +104,9 @@ def test_it_trains_and_says_what_it_did(folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_near_the_data_gives_the_same_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = trained(capsys, config(folder, output="plain.st"))
-    path = config(folder, output="near.st")
+    more = 'epochs = 2\nautocast = "bfloat16"\ngranularity = "op"'
+    plain = trained(capsys, config(folder, output="plain.st", more=more))
+    path = config(folder, output="near.st", more=more)
     Path(path).write_text(Path(path).read_text().replace('"nosplit"', '"freeze"'))
     near = trained(capsys, path)
     assert isinstance(near["plan"], dict)
@@ -114,6 +115,8 @@ def test_near_the_data_gives_the_same_file(folder: Path, capsys: pytest.CaptureF
     assert all(source.startswith("http://") for source in near["samples"])
     assert losses(near) == losses(plain)
     assert near["output_sha256"] == plain["output_sha256"]
+    uncast = trained(capsys, config(folder, output="uncast.st", more="epochs = 1"))
+    assert losses(uncast) != losses(plain)[:4]
 
 
 def test_it_goes_on_where_it_was_interrupted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +208,8 @@ def test_bad_samples_fail_or_are_counted(folder: Path, capsys: pytest.CaptureFix
         ('classifier = "0.0"', "0.0"),
         ('path = "nothing"', "nothing"),
         ("micro_batch = 0", "micro_batch"),
+        ('autocast = "float8"', "autocast"),
+        ("compile_tail = 1", "compile_tail"),
         ('output = "/does/not/exist/x"', "/does/not/exist"),
         ('weights = "/does/not/exist.safetensors"', "/does/not/exist.safetensors"),
     ],

@@ -66,6 +66,9 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     store_options: dict[str, str] = {}
     policy: str = "hapi"
     exact: Literal["bitwise", "numeric"] = "bitwise"
+    autocast: Literal["bfloat16", "float16"] | None = None
+    granularity: Literal["module", "op"] = "module"
+    compile_tail: bool = False
     on_bad_sample: Literal["fail", "skip"] = "fail"
     num_workers: int | None = None
 
@@ -114,6 +117,9 @@ def train(
             micro_batch=settings.micro_batch,
             policy=settings.policy,
             exact=settings.exact,
+            autocast=settings.autocast,
+            granularity=settings.granularity,
+            compile_tail=settings.compile_tail,
             seed=settings.seed,
             on_bad_sample=settings.on_bad_sample,
             num_workers=settings.num_workers,
