@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from upriver.errors import CaptureError
+from upriver.errors import CaptureError, ProgramError
+from upriver.program.check import check
 from upriver.program.example import Example, Inputs, Source, tensors_in
 from upriver.program.graph import SCHEMA, Graph, Stage, references
 from upriver.program.operators import fingerprints
 from upriver.program.program import Program
+from upriver.program.reading import decode
 from upriver.program.recording import Recording, record
 from upriver.program.stages import Boundary, Chain, Granularity, Memory, boundaries
 from upriver.program.trace import Trace
@@ -56,7 +58,12 @@ def capture(
     graph = graph_of(
         recording, model, weights.digest, granularity=granularity, name=name_of(outputs), chained=bool(first)
     )
-    return Program(graph, weights, device=given.tensors[0].device)
+    device = given.tensors[0].device
+    try:
+        check(decode(graph.encode()), device=device)
+        return Program(graph, weights, device=device)
+    except ProgramError as error:  # found here, and not by the server that it would be sent to
+        raise CaptureError(f"no reader would take the program: {error}") from error
 
 
 def checked(recording: Recording) -> Recording:

@@ -252,17 +252,6 @@ class Lifetimes:
                 del alive[name]
 
 
-def liveness(nodes: Sequence[Node], outputs: Sequence[str], weights: set[str]) -> list[frozenset[str]]:
-    """Names alive at each position 0…len(nodes): made before, read at or after it; weights apart."""
-    alive: set[str] = set(outputs)
-    sets = [frozenset(alive)]
-    for node in reversed(nodes):
-        alive -= {output.name for output in node.outputs if output is not None}
-        alive |= set(references([node.args, node.kwargs])) - weights
-        sets.append(frozenset(alive))
-    return sets[::-1]
-
-
 # ------------------------------------------------------------------------------- arguments as JSON
 
 

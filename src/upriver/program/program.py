@@ -252,12 +252,3 @@ def _live_values(graph: Graph) -> list[list[Value]]:
     made = {output.name: output for node in graph.nodes for output in node.outputs if output is not None}
     made |= {value.name: value for value in graph.inputs}
     return [list(graph.inputs), *([made[name] for name in stage.live] for stage in graph.stages)]
-
-
-def count_flops(program: Program) -> list[float]:
-    """Floating-point operations of each stage for a micro-batch.
-
-    Raises:
-        ProgramError: If the program is not one that a reader would take.
-    """
-    return list(check(program.graph, device=program.device).flops)
