@@ -18,15 +18,29 @@ def random_branch(training: Pass, skipped: Collection[str]) -> tuple[str, str] |
         skipped: Names of the modules that are skipped.
     """
     random: set[int] = set()
+    ended = _ended(training)
     for index, operation in enumerate(training.operations):
         depends = training.follows(operation, random)
         if depends or operation.trouble.startswith("runs the random"):
             random.add(index)
         path = training.calls[operation.call].path
         inside = f"{path}." if path else ""
-        if depends and operation.observes and any(name.startswith(inside) for name in skipped):
+        # What was over by then is not decided about; what never ran may have been left out.
+        open_ones = [name for name in skipped if name.startswith(inside) and ended.get(name, index) >= index]
+        if depends and operation.observes and open_ones:
             return path, (
                 f"{training.where(index)} decides by a random number which of its layers run (layer drop?); "
                 "set that probability to 0"
             )
     return None
+
+
+def _ended(run: Pass) -> dict[str, int]:
+    """The last operator that ran in each module."""
+    ended: dict[str, int] = {}
+    for index, operation in enumerate(run.operations):
+        call = operation.call
+        while call >= 0:
+            ended[run.calls[call].path] = index
+            call = run.calls[call].parent
+    return ended
