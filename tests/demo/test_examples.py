@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "finetune.py"
 
 
 @pytest.mark.slow
@@ -27,5 +29,23 @@ def test_finetune_example_learns() -> None:
     assert sum(samples.values()) == 5 * 64 + 16
 
 
-def test_finetune_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 40
+@pytest.mark.slow
+def test_distributed_example_trains_one_model(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(EXAMPLES / "distributed.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert sorted(said) == ["rank 0", "rank 1"]
+    assert said["rank 0"] == said["rank 1"]  # the same weights on both
+    assert said["rank 0"].startswith("160 samples, accuracy 1.00")
+
+
+@pytest.mark.parametrize("name", ["finetune.py", "distributed.py"])
+def test_examples_are_short(name: str) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) <= 45
