@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -228,7 +229,7 @@ def act(number: int) -> Source:
         [act(1)],
         [act(2)],
         [act(1), act(0)],
-        [act(0), act(2), act(0)],
+        [act(0), act(2), act(0), act(0)],
         [Source(path=None), act(1), Source(path="second")],
     ],
 )
@@ -357,12 +358,74 @@ def test_autocast_is_part_of_a_program(autocast: torch.dtype) -> None:
     assert len({program.digest, plain.digest}) == 2
 
 
+class Regions(nn.Module):
+    """Modules run inside other grad modes and autocast regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.second(self.first(x))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = self.second(x).float()
+        with torch.enable_grad():
+            return self.second(x)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [None, Source(path="first"), Source(path="second.0", number=1), Source(path="second", number=2)],
+)
+def test_leaving_from_inside_a_region_of_another_mode(source: Source | None) -> None:
+    torch.manual_seed(0)
+    model = Regions()
+    states: dict[Source | None, torch.Tensor] = {}
+    with torch.no_grad():
+        states[Source(path="first")] = model.first(X)
+        x = model.second(states[Source(path="first")])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            states[Source(path="second.0", number=1)] = model.second[0](x)
+            x = model.second[1](states[Source(path="second.0", number=1)]).float()
+        states[None] = states[Source(path="second", number=2)] = model.second(x)
+    program = capture(model, X, outputs=None if source is None else [source])
+    check(program, X, [states[source]])
+
+
+@dataclass
+class Answer:
+    states: torch.Tensor
+    name: str
+    more: list[torch.Tensor]
+
+
+torch.export.register_dataclass(Answer)
+
+
+def test_an_answer_of_a_class_that_pytree_knows() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> Answer:
+            x = self.first(x)
+            return Answer(states=x, name="x", more=[x.relu(), x])
+
+    model = Named()
+    with torch.no_grad():
+        states = model.first(X)
+    check(capture(model, X), X, [states, states.relu()])
+
+
 def test_a_model_whose_answer_holds_no_tensor() -> None:
     class Mute(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, int]:
             return {"samples": len(x)}
 
-    with pytest.raises(Exception, match="the model's answer holds no tensor"):
+    with pytest.raises(Exception, match="answer, a dict, holds no tensor"):
         capture(Mute(), X)
 
 

@@ -88,13 +88,16 @@ class Observed(nn.Module):
         missing = [str(source) for source in self.sources if source not in kept]
         if missing:
             raise CaptureError(f"the model gave no {missing[0]!r}")
-        return (*(kept[source] for source in self.sources), *(self._answers(answer) if self.whole else ()))
+        given = [*(kept[source] for source in self.sources), *(self._answers(answer) if self.whole else ())]
+        # Copied once more: export stumbles over a result that comes straight out of a region with another
+        # grad mode or autocast.
+        return tuple(tensor.clone() for tensor in given)
 
     def _answers(self, answer: Any) -> list[torch.Tensor]:
         leaves = pytree.tree_leaves(answer, is_leaf=_is_cache)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            raise CaptureError("the model's answer holds no tensor")
+            raise CaptureError(f"the model's answer, a {type(answer).__name__}, holds no tensor")
         self.notes.num_answers = len(tensors)
         return tensors + [tensor for leaf in leaves if _is_cache(leaf) for tensor in _held_by(leaf)]
 

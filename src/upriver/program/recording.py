@@ -91,15 +91,17 @@ class _Reader:
         self._fixed = _targets(exported)
         self._mutations = _mutations(exported)
         given = [name for name in exported.graph_signature.user_outputs if isinstance(name, str)]
-        self._first = [self._original(name) for name in given[:num_first]]
+        self._first = [self._original(name, copies=2) for name in given[:num_first]]
         self._outputs: list[str] = []
         for name in given[num_first:num_sources]:
-            original = self._original(name)
-            unusable = original in self._outputs or original in self._fixed
-            self._outputs.append(name if unusable else original)
-        answers = given[num_sources : num_sources + num_answers]
-        self._outputs += [name for name in dict.fromkeys(answers) if name not in self._outputs]
-        self._cached = [name for name in given[num_sources + num_answers :] if name not in self._fixed]
+            forms = (self._original(name, copies=2), self._original(name, copies=1), name)
+            taken = {*self._outputs, *self._fixed}
+            self._outputs.append(next(form for form in forms if form not in taken))
+        for name in given[num_sources : num_sources + num_answers]:
+            original = self._original(name, copies=1)
+            self._outputs.append(name if original in self._fixed else original)
+        self._outputs = list(dict.fromkeys(self._outputs))
+        self._cached = [self._original(name, copies=1) for name in given[num_sources + num_answers :]]
 
     def read(self, micro_batch: int) -> Recording:
         early = self._needed(self._first)
@@ -115,14 +117,12 @@ class _Reader:
                 problems[index] = f"{_where(_place(fx))} {why_not}"
         mutated = self._note_mutations(ordered, problems)
         self._note_caches(nodes, problems)
-        copies = self._copies_of_weights()
-        nodes += copies
         weights, tensors = self._weights(_in_order(nodes))
         inputs = self._inputs()
         chain = Chain(
             inputs=inputs,
             nodes=nodes,
-            places=[_place(fx) for fx in ordered] + [()] * len(copies),
+            places=[_place(fx) for fx in ordered],
             outputs=self._outputs,
             weights=frozenset(self._fixed),
         )
@@ -138,11 +138,12 @@ class _Reader:
             mutated=mutated,
         )
 
-    def _original(self, name: str) -> str:
-        """What the wrapper's copy was made of."""
-        fx = self._by_name[name]
-        if fx.target is torch.ops.aten.clone.default and isinstance(fx.args[0], torch.fx.Node):
-            return fx.args[0].name
+    def _original(self, name: str, *, copies: int) -> str:
+        """What the wrapper made so many copies of; one stays where an output is a weight or comes twice."""
+        for _ in range(copies):
+            fx = self._by_name[name]
+            if fx.target is torch.ops.aten.clone.default and isinstance(fx.args[0], torch.fx.Node):
+                name = fx.args[0].name
         return name
 
     def _needed(self, names: Iterable[str]) -> set[torch.fx.Node]:
@@ -204,18 +205,7 @@ class _Reader:
         fixed = constants(self._inputs(), nodes)
         made = [{value.name for value in _values([node])} for node in nodes]
         counted = [index not in problems and not made[index] <= fixed for index in range(len(ordered))]
-        flops = [_flops(fx) if count else 0.0 for fx, count in zip(ordered, counted, strict=True)]
-        return flops + [0.0] * (len(nodes) - len(ordered))
-
-    def _copies_of_weights(self) -> list[Node]:
-        """A weight that is an answer of its own is given as a copy: an output is something a node made."""
-        copies = []
-        for place, name in enumerate(self._outputs):
-            if name in self._fixed:
-                value = Value(name=f"output_{name}", spec=TensorSpec.of(self._by_name[name].meta["val"]))
-                copies.append(Node(op="clone.default", args=[{"tensor": name}], kwargs={}, outputs=[value]))
-                self._outputs[place] = value.name
-        return copies
+        return [_flops(fx) if count else 0.0 for fx, count in zip(ordered, counted, strict=True)]
 
     def _weights(self, order: Sequence[str]) -> tuple[list[Weight], dict[str, torch.Tensor]]:
         weights: list[Weight] = []
