@@ -22,7 +22,7 @@ from upriver._torchvision import ensure_torchvision
 from upriver.client.embedded import EmbeddedServer
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, FrozenChanged
 from upriver.pipeline import Dataset
 
 SAMPLES, BATCH, MICRO = 30, 12, 8
@@ -156,6 +156,34 @@ def test_a_job_yields_and_takes_a_tuple_where_several_tensors_cross(tmp_path: Pa
     engine = Engine(chain=data.chain, program=None, micro_batch=13)
     inputs = engine.begin(read_samples(data, kept), kept, object_names=[""] * 13, stop=0, seed=0, epoch=0)
     torch.testing.assert_close(answers, model(inputs.tensors[0]))
+
+
+class Placing(nn.Module):
+    """A frozen parameter of the model itself, read between two frozen modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 6, 4, stride=4)
+        self.position = nn.Parameter(torch.randn(6, 1, 1), requires_grad=False)
+        self.mix = nn.Conv2d(6, 6, 1)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mix(self.patches(x) + self.position).mean((2, 3)))
+
+
+def test_a_frozen_parameter_outside_of_frozen_modules_is_watched(data: Dataset) -> None:
+    model = Placing()
+    freeze(model.patches)
+    freeze(model.mix)
+    with upriver.connect().finetune(
+        model, data, batch_size=BATCH, micro_batch=MICRO, policy="nosplit"
+    ) as job:
+        features, _ = next(iter(job))
+        job(features)
+        model.position.data[0] += 1.0  # moves no version: noticed when the next epoch begins
+        with pytest.raises(FrozenChanged, match="'position', which is frozen, changed"):
+            next(iter(job))
 
 
 def test_cuts_between_operators_are_taken_too(url: str, data: Dataset, plain_small: Trained) -> None:

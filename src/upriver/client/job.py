@@ -92,7 +92,8 @@ class FinetuneJob:
         self._link_bytes = link_bytes
         self._closed = False
         self._device = next(model.parameters()).device
-        self._guard = FrozenGuard(model, list(split.prefix_units))
+        weights = split.program.graph.weights if split.program is not None else ()
+        self._guard = FrozenGuard(model, list(split.prefix_units), also=[weight.key for weight in weights])
         self._epoch = 0
         self._step = 0
         self._resumed = False

@@ -7,6 +7,8 @@ depends belong to the prefix, too; those behind the last one belong to the tail.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import xxhash
 from torch import nn
@@ -83,10 +85,16 @@ class FrozenGuard:
     a digest of the values is compared once an epoch.
     """
 
-    def __init__(self, model: nn.Module, units: list[str]) -> None:
-        """Remember the state of these frozen units."""
+    def __init__(self, model: nn.Module, units: list[str], *, also: Iterable[str] = ()) -> None:
+        """Remember the state of these frozen units.
+
+        Args:
+            also: Names of further parameters and buffers that the frozen part reads: those of modules that
+                are not frozen as a whole, such as a position embedding beside trained layers.
+        """
         self._model = model
         self._units = units
+        self._also = frozenset(also)
         self._versions = self._read_versions()
         self._digest = self._read_digest()
 
@@ -96,7 +104,12 @@ class FrozenGuard:
             module = self._model.get_submodule(unit)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 found[f"{unit}.{name}" if unit else name] = tensor
-        return found
+        # A tied tensor is known under any of its names.
+        named = [
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        ]
+        return found | {name: tensor for name, tensor in named if name in self._also}
 
     def _read_versions(self) -> dict[str, tuple[int, int, bool]]:
         return {name: (t._version, t.data_ptr(), t.requires_grad) for name, t in self._tensors().items()}
