@@ -78,10 +78,12 @@ class MicroBatch:
     Attributes:
         ids: Rows of the dataset's index, in the order of the epoch; at most the job's micro-batch.
         position: Where in the chain ``tensors`` stand.
-        tensors: At positions >= 0 the tensors live across that cut, each made for a full micro-batch: row
-            ``i`` belongs to ``ids[i]``, rows past ``len(ids)`` are padding. At positions < 0 one tensor a
-            sample (stored bytes as uint8 of shape ``(n,)``, or pixels as uint8 ``(height, width, 3)``).
-        skipped: The members of ``ids`` that could not be read; their rows are padding too.
+        tensors: At positions >= 0 the tensors live across that cut, each made for a full micro-batch: sample
+            ``i`` in it is ``ids[i]``, samples past ``len(ids)`` are padding. They lie in dimension 0 of the
+            model's input, and further on where the model has them, if a tensor has samples at all. At
+            positions < 0 one tensor a sample (stored bytes as uint8 of shape ``(n,)``, or pixels as uint8
+            ``(height, width, 3)``).
+        skipped: The members of ``ids`` that could not be read; their samples are padding too.
     """
 
     ids: tuple[int, ...]
