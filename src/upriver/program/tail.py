@@ -384,9 +384,10 @@ def _refuse_hooks(model: nn.Module, recipe: _Cloned, path: str = "") -> None:
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_HARMLESS = ("make_inputs_require_grads", "make_inputs_require_grad")
-"""Of transformers and peft, for activation checkpointing: they mark an embedding's answer as in need of a
-gradient, which changes no value and no parameter's gradient."""
+_HARMLESS = ("make_inputs_require_grads", "make_inputs_require_grad", "output_capturing_hook")
+"""Of transformers and peft: those for activation checkpointing mark an embedding's answer as in need of a
+gradient, which changes no value and no parameter's gradient; the one that collects hidden states does nothing
+until they are asked for (and then the proof fails where skipped layers' are missing)."""
 
 
 def _hooks(module: nn.Module) -> bool:
