@@ -172,7 +172,8 @@ class Placing(nn.Module):
         return self.head(self.mix(self.patches(x) + self.position).mean((2, 3)))
 
 
-def test_a_frozen_parameter_outside_of_frozen_modules_is_watched(data: Dataset) -> None:
+def test_what_would_be_missed_is_noticed(data: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    """Autocast around the call alone; a frozen parameter, of no frozen module, that changes."""
     model = Placing()
     freeze(model.patches)
     freeze(model.mix)
@@ -180,7 +181,11 @@ def test_a_frozen_parameter_outside_of_frozen_modules_is_watched(data: Dataset) 
         model, data, batch_size=BATCH, micro_batch=MICRO, policy="nosplit"
     ) as job:
         features, _ = next(iter(job))
-        job(features)
+        answer = job(features)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(job(features), answer)
+            job(features)
+        assert caplog.text.count("torch.autocast around a job has no effect") == 1
         model.position.data[0] += 1.0  # moves no version: noticed when the next epoch begins
         with pytest.raises(FrozenChanged, match="'position', which is frozen, changed"):
             next(iter(job))
@@ -374,7 +379,9 @@ def test_a_compiled_model_is_taken_apart_and_its_tail_compiled(
     torch.testing.assert_close(torch.stack(losses), torch.stack(plain_small[0]))
 
 
-def test_a_model_compiled_in_place_is_traced_as_written(data: Dataset, plain_small: Trained) -> None:
+def test_a_model_compiled_in_place_is_traced_as_written(
+    data: Dataset, plain_small: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
     torch._dynamo.reset()
 
     def make() -> nn.Module:
@@ -386,6 +393,7 @@ def test_a_model_compiled_in_place_is_traced_as_written(data: Dataset, plain_sma
     losses, model, job = trained(upriver.connect(), make, data, policy="nosplit")
     assert job.why_unsplit == ""
     assert model._compiled_call_impl is not None
+    assert "its tail is compiled only with finetune(compile_tail=True)" in caplog.text
     torch.testing.assert_close(torch.stack(losses), torch.stack(plain_small[0]))
 
 

@@ -91,6 +91,7 @@ class FinetuneJob:
         self._pool = pool
         self._link_bytes = link_bytes
         self._closed = False
+        self._warned = False
         self._device = next(model.parameters()).device
         weights = split.program.graph.weights if split.program is not None else ()
         self._guard = FrozenGuard(model, list(split.prefix_units), also=[weight.key for weight in weights])
@@ -117,9 +118,19 @@ class FinetuneJob:
             FrozenChanged: If a frozen parameter was written to since the job started.
         """
         self._check_features(features)
+        self._check_autocast()
         self._guard.check_versions()
         keep_in_eval(self._model, list(self._split.in_eval))
         return self._run(features)
+
+    def _check_autocast(self) -> None:
+        """Autocast around a call would leave the frozen part without it, so it has no effect: say so."""
+        if not self._warned and self._autocast is None and torch.is_autocast_enabled(self._device.type):
+            self._warned = True
+            log.warning(
+                "torch.autocast around a job has no effect, as the frozen part has already run: give "
+                "finetune(autocast=...) instead"
+            )
 
     def _check_features(self, features: object) -> None:
         wanted = len(self._split.tail.values)

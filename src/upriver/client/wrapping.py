@@ -60,7 +60,10 @@ def unwrap(model: nn.Module) -> Wrapped:
                 "DistributedDataParallel"
             )
         else:
-            return Wrapped(model=model, parallel=parallel, compiler=compiler)
+            break
+    if model._compiled_call_impl is not None:
+        log.warning("model.compile() was called: its tail is compiled only with finetune(compile_tail=True)")
+    return Wrapped(model=model, parallel=parallel, compiler=compiler)
 
 
 @contextmanager
