@@ -7,27 +7,20 @@ so that the cuts before it can be shown and used.
 from __future__ import annotations
 
 import hashlib
-import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils.flop_counter import FlopCounterMode
 
 from upriver.errors import CaptureError, ProgramError
 from upriver.program.example import Example, Source
 from upriver.program.export import ROOT, export
-from upriver.program.graph import Node, TensorSpec, Value, Weight, constants, encode_argument, references
-from upriver.program.operators import ALLOWED, check_call
-from upriver.program.stages import Chain, Place, is_heavy
-from upriver.program.trace import no_fast_path
-
-_READERS = ("item.default", "_local_scalar_dense.default")
+from upriver.program.graph import Node, TensorSpec, Value, Weight, constants, references
+from upriver.program.nodes import flops_of, is_operator, merge_parts, node_of, place_of, where
+from upriver.program.stages import Chain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +78,7 @@ class _Reader:
     def __init__(
         self, exported: torch.export.ExportedProgram, *, num_first: int, num_sources: int, num_answers: int
     ) -> None:
-        _merge_parts(exported.graph)
+        merge_parts(exported.graph)
         self._exported = exported
         self._by_name = {fx.name: fx for fx in exported.graph.nodes}
         self._fixed = _targets(exported)
@@ -106,15 +99,15 @@ class _Reader:
     def read(self, micro_batch: int) -> Recording:
         early = self._needed(self._first)
         needed = self._needed([*self._first, *self._outputs, *self._mutations, *self._cached])
-        ordered = [fx for fx in self._exported.graph.nodes if fx in needed and _is_operator(fx)]
+        ordered = [fx for fx in self._exported.graph.nodes if fx in needed and is_operator(fx)]
         ordered.sort(key=lambda fx: fx not in early)  # stable: each part stays in execution order
         problems: dict[int, str] = {}
         nodes: list[Node] = []
         for index, fx in enumerate(ordered):
-            node, why_not = _node(fx, needed)
+            node, why_not = node_of(fx, needed)
             nodes.append(node)
             if why_not:
-                problems[index] = f"{_where(_place(fx))} {why_not}"
+                problems[index] = f"{where(place_of(fx))} {why_not}"
         mutated = self._note_mutations(ordered, problems)
         self._note_caches(nodes, problems)
         weights, tensors = self._weights(_in_order(nodes))
@@ -122,7 +115,7 @@ class _Reader:
         chain = Chain(
             inputs=inputs,
             nodes=nodes,
-            places=[_place(fx) for fx in ordered],
+            places=[place_of(fx) for fx in ordered],
             outputs=self._outputs,
             weights=frozenset(self._fixed),
         )
@@ -178,7 +171,7 @@ class _Reader:
             where = [
                 index
                 for index, fx in enumerate(ordered)
-                if fx in touching or module in {path for _, path in _place(fx)}
+                if fx in touching or module in {path for _, path in place_of(fx)}
             ]
             index = min(where, default=0)
             mutated[index] = module
@@ -205,7 +198,7 @@ class _Reader:
         fixed = constants(self._inputs(), nodes)
         made = [{value.name for value in _values([node])} for node in nodes]
         counted = [index not in problems and not made[index] <= fixed for index in range(len(ordered))]
-        return [_flops(fx) if count else 0.0 for fx, count in zip(ordered, counted, strict=True)]
+        return [flops_of(fx) if count else 0.0 for fx, count in zip(ordered, counted, strict=True)]
 
     def _weights(self, order: Sequence[str]) -> tuple[list[Weight], dict[str, torch.Tensor]]:
         weights: list[Weight] = []
@@ -254,103 +247,6 @@ def _mutations(exported: torch.export.ExportedProgram) -> dict[str, str]:
     }
 
 
-def _merge_parts(graph: torch.fx.Graph) -> None:
-    """One name for each part of a result that has several."""
-    for fx in graph.nodes:
-        parts: dict[Any, torch.fx.Node] = {}
-        for user in list(fx.users):
-            if user.target is operator.getitem:
-                first = parts.setdefault(user.args[1], user)
-                if first is not user:
-                    user.replace_all_uses_with(first)
-
-
-def _is_operator(fx: torch.fx.Node) -> bool:
-    """Parts of a result are named where it is made."""
-    return fx.op == "call_function" and fx.target is not operator.getitem
-
-
-def _place(fx: torch.fx.Node) -> Place:
-    stack = fx.meta.get("nn_module_stack") or {}
-    return tuple(
-        (call, path.removeprefix(f"{ROOT}."))
-        for call, (path, _type) in stack.items()
-        if path.startswith(f"{ROOT}.")
-    )
-
-
-def _where(place: Place) -> str:
-    return f"module {place[-1][1]!r}" if place else "the model"
-
-
-def _node(fx: torch.fx.Node, needed: set[torch.fx.Node]) -> tuple[Node, str]:
-    """An operator call as data, and why no program may hold it (empty if one may)."""
-    name, why_not = _operator(fx)
-    outputs: list[Value | None] = []
-    try:
-        outputs = _results(fx, needed)
-        node = Node(
-            op=name,
-            args=[encode_argument(argument) for argument in fx.args],
-            kwargs={key: encode_argument(value) for key, value in sorted(fx.kwargs.items())},
-            outputs=outputs,
-        )
-        if not why_not:
-            check_call(name, node.args, node.kwargs)
-        return node, why_not
-    except ProgramError as error:
-        why_not = why_not or f"calls operator {name}: {error}"
-    reads: list[Any] = [{"tensor": argument.name} for argument in fx.all_input_nodes]
-    return Node(op=name, args=reads, kwargs={}, outputs=outputs or _unknown_results(fx, needed)), why_not
-
-
-def _operator(fx: torch.fx.Node) -> tuple[str, str]:
-    if not isinstance(fx.target, torch._ops.OpOverload):
-        name = getattr(fx.target, "__name__", str(fx.target))
-        return name, f"calls {name}, which is no ATen operator"
-    name = f"{fx.target._schema.name.removeprefix('aten::')}.{fx.target._overloadname}"
-    if fx.target.namespace == "aten" and name in ALLOWED:
-        return name, ""
-    if name in _READERS:
-        return name, f"reads a number out of a tensor (operator {name}), so what it does depends on data"
-    if torch.Tag.nondeterministic_seeded in fx.target.tags and not is_heavy(name):
-        return name, f"calls operator {name}, which is random"
-    return name, f"calls operator {name}, which no program may hold"
-
-
-def _results(fx: torch.fx.Node, needed: set[torch.fx.Node]) -> list[Value | None]:
-    value = fx.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return [Value(name=fx.name, spec=_spec(value))]
-    if not isinstance(value, list | tuple):
-        raise ProgramError(f"gives a {type(value).__name__}, which is no tensor")
-    outputs: list[Value | None] = [None] * len(value)
-    for user in fx.users:
-        if user not in needed:
-            continue
-        if user.target is not operator.getitem:
-            raise ProgramError("gives a list that is read as a whole")
-        outputs[int(user.args[1])] = Value(name=user.name, spec=_spec(user.meta["val"]))  # type: ignore[arg-type]
-    return outputs
-
-
-def _unknown_results(fx: torch.fx.Node, needed: set[torch.fx.Node]) -> list[Value | None]:
-    """Names for what an operator gives that no program could hold, so that the rest can refer to it."""
-    parts = [user for user in fx.users if user.target is operator.getitem and user in needed]
-    nothing = TensorSpec(dtype="uint8", shape=[0], stride=[1])
-    return [Value(name=part.name, spec=nothing) for part in parts or [fx]]
-
-
-def _spec(value: object) -> TensorSpec:
-    if not isinstance(value, torch.Tensor):
-        raise ProgramError(f"gives a {type(value).__name__}, which is no tensor")
-    if value.layout is not torch.strided:
-        raise ProgramError(f"gives a tensor of layout {value.layout}, which is not dense")
-    if any(isinstance(size, torch.SymInt) for size in value.shape):
-        raise ProgramError("gives a tensor whose size depends on data")
-    return TensorSpec.of(value)
-
-
 def _values(nodes: Iterable[Node]) -> list[Value]:
     return [output for node in nodes for output in node.outputs if output is not None]
 
@@ -377,26 +273,3 @@ def _content(tensor: torch.Tensor) -> str:
     if data.numel():
         digest.update(data.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
-
-
-def _flops(fx: torch.fx.Node) -> float:
-    """Floating-point operations of one call, as torch counts them, from the shapes alone."""
-    if not isinstance(fx.target, torch._ops.OpOverload) or not is_heavy(fx.target._opname):
-        return 0.0
-    args: Any
-    kwargs: Any
-    args, kwargs = torch.fx.node.map_arg((fx.args, dict(fx.kwargs)), lambda read: read.meta["val"])
-    if fx.target is torch.ops.aten.scaled_dot_product_attention.default:
-        return _attention_flops(*args[:3])
-    mode = detect_fake_mode([read.meta["val"] for read in fx.all_input_nodes])
-    if mode is None:
-        return 0.0
-    with mode, FlopCounterMode(display=False) as counter, torch.no_grad(), no_fast_path():
-        fx.target(*args, **kwargs)
-    return float(counter.get_total_flops())
-
-
-def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
-    """Both matrix products of attention, whichever kernel makes them."""
-    *batch, length, width = query.shape
-    return 2.0 * math.prod(batch) * length * key.shape[-2] * (width + value.shape[-1])

@@ -80,10 +80,9 @@ def boundaries(
         also: Positions at which a stage ends whatever is alive there.
     """
     lifetimes, fixed = _lifetimes(chain)
-    idle = [all(name in fixed for name in _made(node)) for node in chain.nodes]
     crossing = _running_total(chain, lifetimes, dict.fromkeys(lifetimes.stretch, 1))
     narrow = [tensors <= MANY for tensors in crossing]
-    stops = _distinct(_stops(chain, granularity, also, fixed, narrow), idle)
+    stops = _distinct(_stops(chain, granularity, also, fixed, narrow), progress(chain, fixed))
     live = live_at(lifetimes, stops[:-1])
     alive = [*(live[stop] for stop in stops[:-1]), tuple(chain.outputs)]
     names = _names(chain, stops, granularity)
@@ -133,9 +132,18 @@ def _running_total(chain: Chain, lifetimes: Lifetimes, weights: Mapping[str, int
     return list(accumulate(change))[:-1]
 
 
-def _distinct(stops: Sequence[int], idle: Sequence[bool]) -> list[int]:
+def progress(chain: Chain, fixed: frozenset[str] | None = None) -> list[int]:
+    """How many operators that are no constants lie before each position.
+
+    Args:
+        fixed: Names of the constants, if they are known.
+    """
+    fixed = constants(chain.inputs, chain.nodes) if fixed is None else fixed
+    return list(accumulate((not fixed.issuperset(_made(node)) for node in chain.nodes), initial=0))
+
+
+def _distinct(stops: Sequence[int], busy: Sequence[int]) -> list[int]:
     """Without stages that only compute constants: a cut behind one would be the cut before it again."""
-    busy = list(accumulate((not quiet for quiet in idle), initial=0))
     kept: list[int] = []
     for stop in stops[:-1]:
         if busy[stop] > (busy[kept[-1]] if kept else 0):

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ConfigError
 from upriver.program.example import Example, Inputs, Source
-from upriver.program.graph import TensorSpec, references
+from upriver.program.graph import Node, TensorSpec, Weight, references
 from upriver.program.point import FreezePoint, find
 from upriver.program.recording import Recording, record
-from upriver.program.stages import Boundary, Granularity, boundaries
+from upriver.program.stages import Boundary, Granularity, boundaries, progress
 from upriver.program.trace import Shape, trace
 
 
@@ -121,33 +121,47 @@ def answers_of(
 
 
 def _rows(recording: Recording, granularity: Granularity, freeze_to: str | None) -> list[Cut]:
-    chain = recording.chain
+    chain, samples = recording.chain, recording.micro_batch
     cuts = boundaries(chain, granularity=granularity, also=(recording.first,) if freeze_to else ())
-    weights = {weight.name: (weight.key, weight.spec.nbytes) for weight in recording.weights}
-    rows = [
-        _input_row(sum(value.spec.nbytes for value in chain.inputs), len(chain.inputs), recording.micro_batch)
-    ]
-    read: dict[str, int] = {}
+    rows = [_input_row(sum(value.spec.nbytes for value in chain.inputs), len(chain.inputs), samples)]
+    trouble, run = _Trouble.of(recording), progress(chain)
+    weights = _WeightsRead(recording.weights)
     start, flops = 0, 0.0
     for number, cut in enumerate(cuts, start=1):
-        for node in chain.nodes[start : cut.stop]:
-            read |= dict(weights[name] for name in references([node.args, node.kwargs]) if name in weights)
+        weights.add(chain.nodes[start : cut.stop])
         flops += sum(recording.flops[start : cut.stop])
         start = cut.stop
-        why_not = _trouble(recording, cut) or _late(recording, cuts, number, freeze_to)
+        late = freeze_to is not None and run[cut.stop] > run[recording.first]
+        why_not = trouble.before(cut) or (f"lies after the freeze point {freeze_to!r}" if late else "")
         rows.append(
             Cut(
                 cut=number,
                 after=cut.name,
-                bytes_per_sample=sum(recording.sizes[value] for value in cut.live) / recording.micro_batch,
+                bytes_per_sample=sum(recording.sizes[value] for value in cut.live) / samples,
                 tensors=len(cut.live),
-                param_bytes_before=sum(read.values()),
-                flops_before=flops / recording.micro_batch,
+                param_bytes_before=weights.nbytes,
+                flops_before=flops / samples,
                 legal=not why_not,
                 why_not=why_not,
             )
         )
     return rows
+
+
+class _WeightsRead:
+    """Bytes of the weights that some operators read, each once: tied ones lie once in their file."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self._unread = {weight.name: weight for weight in weights}
+        self._keys: set[str] = set()
+        self.nbytes = 0
+
+    def add(self, nodes: Sequence[Node]) -> None:
+        for name in (name for node in nodes for name in references([node.args, node.kwargs])):
+            weight = self._unread.pop(name, None)
+            if weight is not None and weight.key not in self._keys:
+                self._keys.add(weight.key)
+                self.nbytes += weight.spec.nbytes
 
 
 def _input_row(nbytes: int, tensors: int, samples: int) -> Cut:
@@ -161,22 +175,39 @@ def _input_row(nbytes: int, tensors: int, samples: int) -> Cut:
     )
 
 
-def _trouble(recording: Recording, cut: Boundary) -> str:
-    """Why what runs before a cut can be no program; empty if it can."""
-    index = min(recording.problems, default=cut.stop)
-    if index >= cut.stop:
-        return ""
-    places = recording.chain.places[cut.stop :]
-    if recording.mutated.get(index) in {path for place in places for _, path in place}:
-        return f"{recording.problems[index]}, and that module is called on both sides"
-    return recording.problems[index]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trouble:
+    """The first operator that no program may hold.
 
+    Attributes:
+        index: Of its node; behind the last one if there is none.
+        why_not: What is wrong with it.
+        again: Index of the last node of the module whose state it changes; -1 if it changes none.
+    """
 
-def _late(recording: Recording, cuts: Sequence[Boundary], number: int, freeze_to: str | None) -> str:
-    if freeze_to is None:
-        return ""
-    freeze = next(at for at, cut in enumerate(cuts, start=1) if cut.stop >= recording.first)
-    return f"lies after the freeze point {freeze_to!r}" if number > freeze else ""
+    index: int
+    why_not: str = ""
+    again: int = -1
+
+    @classmethod
+    def of(cls, recording: Recording) -> _Trouble:
+        if not recording.problems:
+            return cls(index=len(recording.chain.nodes))
+        index = min(recording.problems)
+        module = recording.mutated.get(index)
+        inside = (
+            number
+            for number, place in enumerate(recording.chain.places)
+            if any(path == module for _, path in place)
+        )
+        return cls(index=index, why_not=recording.problems[index], again=max(inside, default=-1))
+
+    def before(self, cut: Boundary) -> str:
+        """Why what runs before a cut can be no program; empty if it can."""
+        if self.index >= cut.stop:
+            return ""
+        both = ", and that module is called on both sides" if self.again >= cut.stop else ""
+        return self.why_not + both
 
 
 # ----------------------------------------------------------------------------------- a part of a model
