@@ -53,6 +53,7 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "huge tensor": lambda g: g["inputs"][0]["spec"].update(shape=[1 << 40, 6]),
     "unknown type": lambda g: g["inputs"][0]["spec"].update(dtype="object"),
     "strides too few": lambda g: g["inputs"][0]["spec"].update(stride=[1]),
+    "no device": lambda g: g.pop("device"),
     "micro_batch 0": lambda g: g.update(micro_batch=0),
     "no stages": lambda g: g.update(stages=[]),
     "stages end early": lambda g: g["stages"].pop(),
@@ -175,6 +176,7 @@ def one_node(
     graph = {
         "schema": SCHEMA,
         "micro_batch": 2,
+        "device": "cpu",
         "autocast": None,
         "operators": fingerprints([op]),
         "weights_digest": digest_of(NO_WEIGHTS),
@@ -236,6 +238,10 @@ def test_strides_are_part_of_what_is_declared() -> None:
     graph = json.loads(one_node("t.default", [X], [4, 2]))
     spec = graph["nodes"][0]["outputs"][0]["spec"]
     refused(msgspec.json.encode(graph), r"declares strides \[2, 1\], gives \[1, 4\]", weights=NO_WEIGHTS)
+    elsewhere = msgspec.json.encode(
+        {**graph, "device": "cuda"}
+    )  # operators may lay it out as they like there
+    assert Program.from_bytes(elsewhere, NO_WEIGHTS).num_stages == 1
     spec["stride"] = [1, 4]
     assert Program.from_bytes(msgspec.json.encode(graph), NO_WEIGHTS).num_stages == 1
 

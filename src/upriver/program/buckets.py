@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from upriver.errors import CaptureError, ConfigError
-from upriver.program.capture import checked, graph_of, name_of
+from upriver.program.capture import bound, checked, graph_of, name_of
 from upriver.program.example import Example, Inputs, Source
 from upriver.program.program import Program
 from upriver.program.recording import record
@@ -54,14 +54,12 @@ def capture_buckets(
             _check_same(key, tensors.setdefault(key, tensor), tensor)
     weights = WeightsFile(tensors)
     name = name_of(outputs)
-    graphs = (
-        graph_of(recording, model, weights.digest, granularity=granularity, name=name)
-        for recording in recordings
-    )
-    return tuple(
-        Program(graph, weights, device=each.tensors[0].device)
-        for graph, each in zip(graphs, given, strict=True)
-    )
+    programs = []
+    for recording, each in zip(recordings, given, strict=True):
+        device = each.tensors[0].device
+        graph = graph_of(recording, model, weights.digest, device=device, granularity=granularity, name=name)
+        programs.append(bound(graph, weights, device))
+    return tuple(programs)
 
 
 def _check_distinct(examples: Sequence[Example]) -> None:

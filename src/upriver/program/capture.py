@@ -55,14 +55,29 @@ def capture(
     given = Example.of(example)
     recording = checked(record(model, given, outputs=outputs, first=first, autocast=autocast))
     weights = WeightsFile(recording.tensors)
-    graph = graph_of(
-        recording, model, weights.digest, granularity=granularity, name=name_of(outputs), chained=bool(first)
-    )
     device = given.tensors[0].device
+    graph = graph_of(
+        recording,
+        model,
+        weights.digest,
+        device=device,
+        granularity=granularity,
+        name=name_of(outputs),
+        chained=bool(first),
+    )
+    return bound(graph, weights, device)
+
+
+def bound(graph: Graph, weights: WeightsFile, device: torch.device) -> Program:
+    """A program of a graph made here and its weights, once the graph has passed for a stranger's.
+
+    Raises:
+        CaptureError: If it does not: found here, and not by the server that it would be sent to.
+    """
     try:
         check(decode(graph.encode()), device=device)
         return Program(graph, weights, device=device)
-    except ProgramError as error:  # found here, and not by the server that it would be sent to
+    except ProgramError as error:
         raise CaptureError(f"no reader would take the program: {error}") from error
 
 
@@ -90,6 +105,7 @@ def graph_of(
     model: nn.Module,
     weights_digest: str,
     *,
+    device: str | torch.device = "cpu",
     granularity: Granularity = "module",
     name: str = "",
     chained: bool = False,
@@ -97,6 +113,7 @@ def graph_of(
     """The graph file of a recording.
 
     Args:
+        device: That it was recorded on.
         name: Of the last stage; empty for the module that ends there.
         chained: Whether a stage ends behind what was to run first.
     """
@@ -105,6 +122,7 @@ def graph_of(
     return Graph(
         schema=SCHEMA,
         micro_batch=recording.micro_batch,
+        device=torch.device(device).type,
         autocast=None,  # the casts stand in the graph
         operators=fingerprints(node.op for node in chain.nodes),
         weights_digest=weights_digest,

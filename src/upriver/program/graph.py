@@ -153,6 +153,8 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         schema: Name and version of the format.
         micro_batch: Samples a run takes.
+        device: Kind of device that it was captured on. Operators lay their results out differently on
+            others, so the strides that are declared are those of this kind.
         autocast: Type that a run computes in under ``torch.autocast``; None for no autocast.
         operators: Each operator used, with the fingerprint of its signature where the graph was made.
         weights_digest: SHA-256 of the weights file.
@@ -161,6 +163,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     schema: str
     micro_batch: Count
+    device: str
     autocast: str | None
     operators: dict[str, str]
     weights_digest: str

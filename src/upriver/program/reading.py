@@ -74,6 +74,7 @@ def _check(graph: Graph, caps: GraphCaps) -> None:
 
 def _check_head(graph: Graph, caps: GraphCaps) -> None:
     _within("micro_batch", graph.micro_batch, caps.micro_batch, least=1)
+    _text(graph.device, "device", caps)
     if graph.autocast is not None and graph.autocast not in AUTOCAST:
         raise ProgramError(f"autocast to {graph.autocast[:80]!r}; allowed are {', '.join(AUTOCAST)}")
     if not _DIGEST.fullmatch(graph.weights_digest):
