@@ -1,9 +1,9 @@
 """A graph run on tensors without data: what each operator gives and what a run takes, before there is one.
 
-Shapes and types must be those the file declares, and on the kind of device that it was captured on strides
-too; one tensor, all that is alive at once, and the
-operations of a micro-batch must stay under their caps. Nothing is allocated: the tensors are torch's fake
-ones, on the device that the program is for (on the meta device some operators give other strides).
+Shapes and types must be those the file declares, and strides too on the kind of device that it was captured
+on. One tensor, all that is alive at once, and the operations of a micro-batch must stay under their caps.
+Nothing is allocated: the tensors are torch's fake ones, on the device that the program is for (on the meta
+device some operators give other strides).
 """
 
 from __future__ import annotations
