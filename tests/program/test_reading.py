@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.errors import ProgramError
-from upriver.program import Program, capture
+from upriver.program import Program, capture, load, publish
 from upriver.program import weights as weights_file
 from upriver.program.calls import check_call
 from upriver.program.caps import GraphCaps
@@ -25,6 +25,7 @@ from upriver.program.check import check
 from upriver.program.graph import SCHEMA, Lifetimes, Node, TensorSpec, Value, constants, digest_of
 from upriver.program.operators import ALLOWED, fingerprints, resolve
 from upriver.program.reading import decode
+from upriver.store import Store
 
 torch.manual_seed(0)
 PROGRAM = capture(nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.randn(3, 6),))
@@ -538,3 +539,38 @@ def test_deep_nesting_is_an_error_not_a_crash() -> None:
 def test_encoding_is_canonical() -> None:
     assert decode(PROGRAM.graph_bytes).encode() == PROGRAM.graph_bytes
     assert msgspec.json.decode(PROGRAM.graph_bytes)["schema"] == "upriver.program/2"
+
+
+def test_a_store_is_not_asked_for_more_than_is_allowed() -> None:
+    store = Store.open("memory://caps")
+    publish(PROGRAM, store)
+    assert load(store, PROGRAM.digest).num_stages == 3
+    for cap in ("graph_bytes", "weights_bytes"):
+        with pytest.raises(ProgramError, match=r"has \d+ bytes; at most 10 are allowed"):
+            load(store, PROGRAM.digest, caps=replace(GraphCaps(), **{cap: 10}))
+
+
+def test_an_input_may_cross_every_cut_and_be_an_answer() -> None:
+    graph = json.loads(one_node("relu.default", [X]))
+    graph["stages"][0]["live"] = ["x", "y0"]
+    program = Program.from_bytes(msgspec.json.encode(graph), NO_WEIGHTS)
+    x = torch.randn(2, 4)
+    given, answer = program.run((x,), 0, 1)
+    assert torch.equal(given, x) and torch.equal(answer, x.relu())
+
+
+def test_a_program_runs_under_its_own_autocast_and_no_other() -> None:
+    graph = json.loads(one_node("mm.default", [X, {"tensor": "w"}], dtype="bfloat16"))
+    weights = weights_file.encode({"w": torch.eye(4)})
+    spec = {"dtype": "float32", "shape": [4, 4], "stride": [4, 1]}
+    graph.update(weights=[{"name": "w", "key": "w", "spec": spec}], weights_digest=digest_of(weights))
+    refused(msgspec.json.encode(graph), "declares bfloat16 .* gives torch.float32", weights=weights)
+    graph["autocast"] = "bfloat16"
+    program = Program.from_bytes(msgspec.json.encode(graph), weights)
+    x = torch.randn(2, 4)
+    for around in (False, True):
+        with torch.autocast("cpu", dtype=torch.float16, enabled=around):
+            [answer] = program.run((x,), 0, 1)
+        assert answer.dtype is torch.bfloat16 and torch.equal(answer, x.bfloat16())
+    graph["autocast"] = "float32"
+    refused(msgspec.json.encode(graph), "allowed are bfloat16, float16", weights=weights)

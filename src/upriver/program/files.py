@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound
+from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.program import Program
 from upriver.store import DEFAULT_PREFIX, Store
 
@@ -66,17 +67,32 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> 
 
 
 def load(
-    store: Store, digest: str, *, prefix: str = DEFAULT_PREFIX, device: str | torch.device = "cpu"
+    store: Store,
+    digest: str,
+    *,
+    prefix: str = DEFAULT_PREFIX,
+    device: str | torch.device = "cpu",
+    caps: GraphCaps = DEFAULT_CAPS,
 ) -> Program:
     """Read a program from a store and check it.
 
+    Args:
+        caps: What it may take, at most.
+
     Raises:
         ProgramNotFound: If the store has none of that digest.
-        ProgramError: If it is not what its name says.
+        ProgramError: If it is not what its name says, or takes more than the caps allow.
     """
     try:
-        graph = store.get(graph_path(prefix, digest))
-        weights = store.get(weights_path(prefix, weights_digest_of(graph)))
+        graph = _get(store, graph_path(prefix, digest), caps.graph_bytes)
+        weights = _get(store, weights_path(prefix, weights_digest_of(graph)), caps.weights_bytes)
     except ObjectNotFound as error:
         raise ProgramNotFound(f"no program {digest} in store {store.name!r}: {error}") from None
-    return Program.from_bytes(graph, weights, device=device, digest=digest)
+    return Program.from_bytes(graph, weights, device=device, digest=digest, caps=caps)
+
+
+def _get(store: Store, path: str, most: int) -> bytes:
+    info = store.head(path)
+    if info.size > most:
+        raise ProgramError(f"{path} has {info.size} bytes; at most {most} are allowed")
+    return store.get(path, etag=info.etag or None)
