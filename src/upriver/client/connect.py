@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,22 +15,18 @@ from upriver.client.compare import Exact
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.job import FinetuneJob
 from upriver.client.link import LinkMeter, MeteredStore
-from upriver.client.options import JobOptions
+from upriver.client.options import Choices, Granularity, JobOptions
 from upriver.client.planner import Planner, example_of
-from upriver.client.routes import Placed, Routes
+from upriver.client.routes import Placed
 from upriver.client.transport import ServerClient
-from upriver.client.wrapping import TailRunner, shard_of, uncompiled, unwrap
+from upriver.client.wrapping import TailRunner, Wrapped, shard_of, uncompiled, unwrap
 from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset
-from upriver.policies import POLICIES
-from upriver.program.precision import autocast_dtype
 from upriver.program.split import split
 from upriver.types import DEFAULT_MICRO_BATCH, require_type
 
 log = logging.getLogger("upriver")
-
-Granularity = Literal["module", "op"]
 
 WINDOW_BYTES = 1 << 30
 """Memory that prefetched micro-batches may take: two training batches of 512 at most cuts measured."""
@@ -154,53 +150,59 @@ class Near:
             rank=rank,
             num_ranks=num_ranks,
         )
-        checks.choice("policy", policy, POLICIES)
-        checks.choice("exact", exact, ("bitwise", "numeric"))
-        checks.choice("granularity", granularity, ("module", "op"))
-        compile_options = checks.compiling(compile_tail)
-        routes, computed_in = Routes(replay), autocast_dtype(autocast)
+        choices = Choices.checked(
+            policy=policy,
+            exact=exact,
+            autocast=autocast,
+            granularity=granularity,
+            compile_tail=compile_tail,
+            replay=replay,
+        )
         if len(dataset) == 0:
             raise DatasetError("the dataset is empty")
         options.check_steps(len(dataset))
         tell = checks.function("on_progress", on_progress) or (lambda text: log.info("%s", text))
+        job = self._prepare(wrapped, dataset, options, choices, cut=cut, tell=tell)
+        self._jobs.append(job)
+        return job
+
+    def _prepare(
+        self,
+        wrapped: Wrapped,
+        dataset: Dataset,
+        options: JobOptions,
+        choices: Choices,
+        *,
+        cut: int | None,
+        tell: Callable[[str], None],
+    ) -> FinetuneJob:
+        """Split the model, plan, and put the job together."""
+        model = wrapped.model
         direct = dataset.with_store(MeteredStore(dataset.store, self.meter))
-        with uncompiled(wrapped.model):
+        with uncompiled(model):
             parts = split(
-                wrapped.model,
-                example_of(wrapped.model, direct, options),
-                autocast=computed_in,
-                granularity=granularity,
+                model,
+                example_of(model, direct, options),
+                autocast=choices.autocast,
+                granularity=choices.granularity,
                 on_progress=tell,
             )
-            planner = Planner(
-                self.servers,
-                wrapped.model,
-                dataset,
-                direct,
-                parts,
-                options,
-                exact=exact,
-                replay=routes,
-                tell=tell,
-            )
-            run = TailRunner(parts.tail, wrapped, compile_options=compile_options)
-            plan, pool = planner.plan(policy, cut)
-        job = FinetuneJob(
-            wrapped.model,
+            run = TailRunner(parts.tail, wrapped, compile_options=choices.compile_options)
+            planner = Planner(self.servers, model, dataset, direct, parts, options, choices, tell=tell)
+            plan, pool = planner.plan(cut)
+        return FinetuneJob(
+            model,
             direct,
             parts,
             plan,
             options,
+            choices,
             run=run,
             pool=pool,
             link_bytes=lambda: self.meter.total_bytes,
-            exact=exact,
             tolerance=planner.allowed,
-            autocast=computed_in,
             replay=planner.replay,
         )
-        self._jobs.append(job)
-        return job
 
     def servers(self, dataset: Dataset) -> list[ServerClient]:
         """A client for each server, the embedded one started if it is needed.

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from upriver.client import checks
-from upriver.client.compare import Exact, Tolerance
+from upriver.client.compare import Tolerance
 from upriver.client.flow import Values, first_micro_batch, steps
 from upriver.client.loader import LOCAL, Loader, Remote
 from upriver.client.local import LocalSource
-from upriver.client.options import JobOptions
+from upriver.client.options import Choices, JobOptions
 from upriver.client.order import EpochOrder
 from upriver.client.pool import ServerPool, ServerStatus
 from upriver.client.report import Report, Tally
@@ -70,13 +70,12 @@ class FinetuneJob:
         split: Split,
         plan: Plan,
         options: JobOptions,
+        choices: Choices,
         *,
         run: TailRunner,
         pool: ServerPool | None,
         link_bytes: Callable[[], int],
-        exact: Exact,
         tolerance: Tolerance | None,
-        autocast: torch.dtype | None,
         replay: Routes,
     ) -> None:
         """Made by ``finetune``."""
@@ -86,7 +85,7 @@ class FinetuneJob:
         self._split = split
         self._options = options
         self._run = run
-        self._exact, self._tolerance, self._autocast = exact, tolerance, autocast
+        self._exact, self._tolerance, self._autocast = choices.exact, tolerance, choices.autocast
         self._replay = replay
         self._pool = pool
         self._link_bytes = link_bytes

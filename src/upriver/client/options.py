@@ -1,20 +1,30 @@
-"""What a job is asked for, checked once: :class:`JobOptions`."""
+"""What a job is asked for, checked once: which samples it takes and how, and what its model is to do."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
 
 from upriver.client import checks
+from upriver.client.compare import Exact
 from upriver.client.order import EpochOrder, epoch_order
+from upriver.client.routes import Placed, Routes
 from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError
+from upriver.policies import POLICIES
+from upriver.program.precision import autocast_dtype
 from upriver.protocol import DEFAULT_CAPS, MAX_MICRO_BATCH
+
+Granularity = Literal["module", "op"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What a job was asked for; see :meth:`upriver.client.connect.Near.finetune`."""
+    """Which samples a job takes, in which order, and how it fetches them; see ``finetune``."""
 
     batch_size: int
     micro_batch: int
@@ -97,3 +107,45 @@ class JobOptions:
                 f"drop_last leaves no step in an epoch: batch_size {self.batch_size}{ranks}, "
                 f"{num_samples} samples"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """How a job's model is cut, run and compared; see :meth:`upriver.client.connect.Near.finetune`.
+
+    Attributes:
+        compile_options: Arguments of ``torch.compile`` for the tail; None leaves it as the model came.
+        replay: Routes of an earlier run; empty where there are none to follow.
+    """
+
+    policy: str
+    exact: Exact
+    autocast: torch.dtype | None
+    granularity: Granularity
+    compile_options: Mapping[str, Any] | None
+    replay: Routes
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        policy: str,
+        exact: Exact,
+        autocast: torch.dtype | str | None,
+        granularity: Granularity,
+        compile_tail: bool | Mapping[str, Any],
+        replay: Sequence[Placed | Mapping[str, Any]] | None,
+    ) -> Choices:
+        """Choices from what a caller gave.
+
+        Raises:
+            ConfigError: If one is outside what is allowed; names it.
+        """
+        return cls(
+            policy=checks.choice("policy", policy, POLICIES),
+            exact=checks.choice("exact", exact, ("bitwise", "numeric")),
+            autocast=autocast_dtype(autocast),
+            granularity=checks.choice("granularity", granularity, ("module", "op")),
+            compile_options=checks.compiling(compile_tail),
+            replay=Routes(replay),
+        )

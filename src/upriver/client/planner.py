@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from upriver.client.compare import Exact, Tolerance, tolerance
-from upriver.client.options import JobOptions
+from upriver.client.compare import Tolerance, tolerance
+from upriver.client.options import Choices, JobOptions
 from upriver.client.planning import (
     MEASURED_MICRO_BATCHES,
     LinkEstimate,
@@ -22,7 +22,6 @@ from upriver.client.planning import (
     unsplit_plan,
 )
 from upriver.client.pool import ServerPool
-from upriver.client.routes import Routes
 from upriver.client.servers import Gate, Question
 from upriver.client.transport import ServerClient
 from upriver.engine.engine import Engine
@@ -45,8 +44,8 @@ class Planner:
         servers: Gives a client for each server; may start one.
         dataset: As the user gave it.
         direct: The same, read over the metered link.
-        exact: ``numeric`` takes servers whose features differ by no more than a tolerance.
-        replay: Routes of an earlier run; they decide the cut.
+        choices: Routes of an earlier run decide the cut; ``exact="numeric"`` takes servers whose features
+            differ by no more than a tolerance.
         tell: Told what is being done.
     """
 
@@ -58,19 +57,19 @@ class Planner:
         direct: Dataset,
         parts: Split,
         options: JobOptions,
+        choices: Choices,
         *,
-        exact: Exact,
-        replay: Routes,
         tell: Callable[[str], None],
     ) -> None:
         self.find_servers, self.model, self.dataset, self.direct = servers, model, dataset, direct
-        self.parts, self.options, self.replay, self.tell = parts, options, replay, tell
-        self.allowed = _allowed(parts) if exact == "numeric" else None
+        self.parts, self.options, self.tell = parts, options, tell
+        self.policy, self.replay = choices.policy, choices.replay
+        self.allowed = _allowed(parts) if choices.exact == "numeric" else None
         self.engine = Engine(chain=dataset.chain, program=parts.program, micro_batch=options.micro_batch)
         self._here: LocalMeasurement | None = None
         self._not_used: list[str] = []
 
-    def plan(self, policy: str, cut: int | None) -> tuple[Plan, ServerPool | None]:
+    def plan(self, cut: int | None) -> tuple[Plan, ServerPool | None]:
         """Decide; the pool is None when no server is needed.
 
         Raises:
@@ -84,10 +83,10 @@ class Planner:
             raise ConfigError(f"cut must be {start} (unsplit) or lie in 1..{freeze}, got {cut!r}")
         if self.parts.program is None:
             log.warning("the model runs unsplit: %s", self.parts.why_not)
-            return self._unsplit(policy, f"the model runs unsplit: {self.parts.why_not}"), None
-        if (policy == "nosplit" and cut is None) or cut == start:
+            return self._unsplit(self.policy, f"the model runs unsplit: {self.parts.why_not}"), None
+        if (self.policy == "nosplit" and cut is None) or cut == start:
             return self._unsplit("nosplit", "asked for: everything runs on the compute tier"), None
-        return self._with_servers(policy, cut)
+        return self._with_servers(cut)
 
     def _replayed_cut(self, cut: int | None) -> int:
         """The cut of the run to replay: that of the largest part, where it had several."""
@@ -104,7 +103,7 @@ class Planner:
     def _unsplit(self, policy: str, why: str) -> Plan:
         return unsplit_plan(policy, self.dataset, stop=self.parts.freeze, why=why)
 
-    def _with_servers(self, policy: str, cut: int | None) -> tuple[Plan, ServerPool | None]:
+    def _with_servers(self, cut: int | None) -> tuple[Plan, ServerPool | None]:
         try:
             servers = self.find_servers(self.dataset)
         except ConfigError:
@@ -113,16 +112,18 @@ class Planner:
             if self.replay:
                 raise  # the plain way might give other bits than the server that is replayed
             log.warning("no near-data server, training straight from the store: %s", error)
-            return self._unsplit(policy, f"no near-data server: {error}"), None
+            return self._unsplit(self.policy, f"no near-data server: {error}"), None
         self.replay = self.replay.on([server.url for server in servers])
         gate = self._gate()
         measured = self._measure(servers, gate)
         link = self._link(measured)
         if link is None:
             why = f"no server could be used when the job started: {'; '.join(self._not_used)}"
-            plan = self._fixed(self._unsplit(policy, why), self.parts.freeze if cut is None else cut, why=why)
+            plan = self._fixed(
+                self._unsplit(self.policy, why), self.parts.freeze if cut is None else cut, why=why
+            )
             return self._with_tolerance(plan, gate), self._pool(servers, gate, plan.cut)
-        plan = self._choose(policy, measured, link)
+        plan = self._choose(measured, link)
         if cut is not None:
             asked = "is that of the run that is replayed" if self.replay else "was asked for"
             plan = self._fixed(plan, cut, why=f"cut {cut} {asked}")
@@ -199,14 +200,12 @@ class Planner:
                 self._leave_out(server, error)
         return passed
 
-    def _choose(
-        self, policy: str, measured: Sequence[tuple[ServerClient, list[Timings]]], link: LinkEstimate
-    ) -> Plan:
+    def _choose(self, measured: Sequence[tuple[ServerClient, list[Timings]]], link: LinkEstimate) -> Plan:
         here = self._measured_here()
         options = self.options
         tail = measure_tail(self.model, self.parts, here.features.tensors, samples=options.micro_batch)
         plan, _profile, _cluster = make_plan(
-            policy,
+            self.policy,
             name=type(self.model).__name__,
             dataset=self.dataset,
             split=self.parts,
