@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError
@@ -183,12 +185,47 @@ def export(
     ):
         try:
             exported: torch.export.ExportedProgram = torch.export.export(wrapper, tensors, strict=False)
+            _mark_dropouts(exported)
             exported = exported.run_decompositions({})
+            _pass_on_in_dropouts(exported)
         except CaptureError:
             raise
         except Exception as error:  # export raises whatever the user's code or its own tracing raises
             raise CaptureError(_reason(error, wrapper.notes.entered)) from error
     return exported, wrapper.notes
+
+
+_MARKED = {"memory_format": torch.preserve_format}
+"""How the copies that stand for a Dropout are told from those that the user's code makes."""
+
+
+def _mark_dropouts(exported: torch.export.ExportedProgram) -> None:
+    """Make each Dropout that is off a copy with a mark; decomposed it would be one without."""
+    for module in exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for fx in module.graph.nodes:
+                if fx.target is torch.ops.aten.clone.default and fx.kwargs == _MARKED:
+                    fx.kwargs = {}
+                elif fx.target is torch.ops.aten.dropout.default and fx.args[2] is False:
+                    fx.target, fx.args, fx.kwargs = torch.ops.aten.clone.default, fx.args[:1], _MARKED
+            module.recompile()
+
+
+def _pass_on_in_dropouts(exported: torch.export.ExportedProgram) -> None:
+    """Let each Dropout give what it was given, as the user's model does in eval.
+
+    A copy would cost memory, and may have other strides and another alignment, and with them other low bits.
+    """
+    marked = [
+        fx
+        for fx in exported.graph.nodes
+        if fx.target is torch.ops.aten.clone.default and fx.kwargs == _MARKED
+    ]
+    for fx in marked:
+        fx.target, fx.kwargs = torch.ops.aten.alias.default, {}
+    if any(fx.meta["val"].stride() != fx.args[0].meta["val"].stride() for fx in marked):
+        given = [fx.meta["val"] for fx in exported.graph.nodes if fx.op == "placeholder"]
+        FakeTensorProp(exported.graph_module, detect_fake_mode(given)).propagate_dont_convert_inputs(*given)
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
