@@ -136,6 +136,7 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        model.train(before[model])  # some modules drop what they kept in eval
         for module, was in before.items():
             module.training = was
 
