@@ -327,6 +327,22 @@ FOUND = {
     "a frozen module writes into its input, which is read again": Description(
         (Block("residual", ("hardswish_", "affine")), Do("skip", 0), Block("plain", ("affine",))), PREFIX
     ),
+    "a module beside the prefix counts in a buffer": Description(
+        (Block("plain", ("count",)), Do("restart"), Block("plain", ("affine",)), Block("plain", ("affine",))),
+        Freeze("prefix", (2,)),
+    ),
+    "a frozen module takes a Dropout's view of something larger": Description(
+        (
+            Block("plain", ("affine",)),
+            Do("concat", 0),
+            Do("drop"),
+            Block("plain", ("affine",)),
+            Block("plain", ("affine",)),
+        ),
+        Freeze("prefix", (2,)),
+        family="tokens",
+        seed=1,
+    ),
     "only modules without parameters give what is read": Description(
         (Block("plain", ("tanh",)), Block("plain", ("affine",)), Do("restart"), Do("skip", 1)),
         Freeze("prefix", (2,)),

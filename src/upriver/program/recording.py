@@ -95,6 +95,14 @@ class _Reader:
             self._outputs.append(name if original in self._fixed else original)
         self._outputs = list(dict.fromkeys(self._outputs))
         self._cached = [self._original(name, copies=1) for name in given[num_sources + num_answers :]]
+        if not num_answers:
+            self._forget_mutations_beside()
+
+    def _forget_mutations_beside(self) -> None:
+        """A prefix may do without what changes a buffer that it does not read: that stays the tail's."""
+        needed = self._needed([*self._first, *self._outputs])
+        read = {self._fixed[fx.name][1] for fx in needed if fx.name in self._fixed}
+        self._mutations = {name: target for name, target in self._mutations.items() if target in read}
 
     def read(self, micro_batch: int) -> Recording:
         early = self._needed(self._first)
