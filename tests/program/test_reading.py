@@ -169,11 +169,12 @@ def test_every_allowed_operator_exists_and_none_is_random_or_in_place() -> None:
 def one_node(
     op: str, args: list[Any], shape: list[int] | None = None, *, results: int = 1, dtype: str = "float32"
 ) -> bytes:
-    """A graph of one input ``x`` (float32, 2 x 4) and one call; its results are said to have ``shape``."""
+    """A graph of an input ``x`` (float32, 2 x 4), some others, and one call, said to give ``shape``."""
     spec = {"dtype": dtype, "shape": shape or [2, 4], "stride": torch.empty(shape or (2, 4)).stride()}
     outputs: list[Any] = [{"name": f"y{number}", "spec": spec} for number in range(results)]
     stage = {"name": "s", "kind": "k", "stop": 1, "live": ["y0"]}
     given = {"dtype": "float32", "shape": [2, 4], "stride": [4, 1]}
+    more = {"row": [2], "one": [1, 1], "wide": [4, 2], "cube": [1, 2, 4]}
     graph = {
         "schema": SCHEMA,
         "micro_batch": 2,
@@ -181,7 +182,7 @@ def one_node(
         "autocast": None,
         "operators": fingerprints([op]),
         "weights_digest": digest_of(NO_WEIGHTS),
-        "inputs": [{"name": "x", "spec": given}],
+        "inputs": [{"name": "x", "spec": given}, *map(named, more, more.values())],
         "weights": [],
         "nodes": [{"op": op, "args": args, "kwargs": {}, "outputs": outputs}],
         "stages": [{**stage, "out_bytes": 0.0, "param_bytes": 0, "flops": 0.0, "peak_bytes": 0.0}],
@@ -189,8 +190,13 @@ def one_node(
     return msgspec.json.encode(graph)
 
 
+def named(name: str, shape: list[int]) -> dict[str, Any]:
+    stride = list(torch.empty(shape).stride())
+    return {"name": name, "spec": {"dtype": "float32", "shape": shape, "stride": stride}}
+
+
 NO_WEIGHTS = weights_file.encode({})
-X = {"tensor": "x"}
+X, ROW, WIDE, CUBE = ({"tensor": name} for name in ("x", "row", "wide", "cube"))
 PAIRS = [f"{a}{b}" for a, b in zip("abcdefghijkl", "mnopqrstuvwx", strict=True)]
 HARMFUL: dict[str, tuple[bytes, str]] = {
     "a type as a number": (one_node("to.dtype", [X, 64]), "dtype of to.dtype is a ScalarType, got int"),
@@ -207,6 +213,38 @@ HARMFUL: dict[str, tuple[bytes, str]] = {
     "statistics that are written beside": (
         one_node("instance_norm.default", [X, None, None, X, X, True, 0.1, 1e-5, False]),
         "writes into its running statistics",
+    ),
+    "statistics of too few channels": (
+        one_node("_native_batch_norm_legit_no_training.default", [X, None, None, *[ROW] * 2, 0.1, 1e-5]),
+        "running_mean of shape \\(2,\\) for 4 channels",
+    ),
+    "no statistics": (
+        one_node("_native_batch_norm_legit.no_stats", [X, None, None, False, 0.1, 1e-5], results=3),
+        "neither statistics nor leave to make some",
+    ),
+    "values of another length": (
+        one_node("scaled_dot_product_attention.default", [X, X, WIDE]),
+        "keys of shape \\(2, 4\\) for values of \\(4, 2\\)",
+    ),
+    "a mask of another length": (
+        one_node("scaled_dot_product_attention.default", [X, X, X, WIDE]),
+        "a mask of shape \\(4, 2\\) for scores of \\(2, 2\\)",
+    ),
+    "a norm of another length": (
+        one_node("_weight_norm.default", [X, {"tensor": "one"}, 1]),
+        "g of shape \\(1, 1\\), not \\(1, 4\\)",
+    ),
+    "a mode that is none": (
+        one_node("grid_sampler.default", [X, X, 7, 0, False]),
+        "modes \\(7, 0\\), there are 3 of each",
+    ),
+    "a scale that is not the sizes'": (
+        one_node("upsample_nearest1d.default", [CUBE, [2], 1e-9], [1, 2, 2]),
+        "a scale of 1e-09 from 4 to 2",
+    ),
+    "an integer that kernels multiply": (
+        one_node("pixel_shuffle.default", [X, 1 << 32]),
+        "upscale_factor of .* is 4294967296, at most",
     ),
     "a huge range": (one_node("arange.default", [1 << 40]), "makes a tensor of .* bytes, at most"),
     "a huge fill": (one_node("full.default", [[1 << 20, 1 << 20], 0.0]), "makes a tensor of"),
@@ -550,12 +588,17 @@ def test_a_store_is_not_asked_for_more_than_is_allowed() -> None:
             load(store, PROGRAM.digest, caps=replace(GraphCaps(), **{cap: 10}))
 
 
+def others(program: Program) -> list[torch.Tensor]:
+    """Something for the inputs behind the first one."""
+    return [torch.zeros(value.spec.shape) for value in program.live(0)[1:]]
+
+
 def test_an_input_may_cross_every_cut_and_be_an_answer() -> None:
     graph = json.loads(one_node("relu.default", [X]))
     graph["stages"][0]["live"] = ["x", "y0"]
     program = Program.from_bytes(msgspec.json.encode(graph), NO_WEIGHTS)
     x = torch.randn(2, 4)
-    given, answer = program.run((x,), 0, 1)
+    given, answer = program.run((x, *others(program)), 0, 1)
     assert torch.equal(given, x) and torch.equal(answer, x.relu())
 
 
@@ -570,7 +613,7 @@ def test_a_program_runs_under_its_own_autocast_and_no_other() -> None:
     x = torch.randn(2, 4)
     for around in (False, True):
         with torch.autocast("cpu", dtype=torch.float16, enabled=around):
-            [answer] = program.run((x,), 0, 1)
+            [answer] = program.run((x, *others(program)), 0, 1)
         assert answer.dtype is torch.bfloat16 and torch.equal(answer, x.bfloat16())
     graph["autocast"] = "float32"
     refused(msgspec.json.encode(graph), "allowed are bfloat16, float16", weights=weights)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from upriver.errors import ProgramError
+from upriver.program.kernels import check_kernel
 
 _MUST_BE: dict[str, dict[str, Any]] = {
     "scaled_dot_product_attention.default": {"dropout_p": 0},  # else random
@@ -25,6 +26,13 @@ _INDICES: dict[str, tuple[torch.dtype, ...]] = {
 }
 """Types of index that an operator may be given. A mask picks as many elements as it has ones, so the size of
 the result depends on data; integers may name one place twice, and then the order of writing is open."""
+
+
+MAX_INTEGER = (1 << 31) - 1
+"""Of a size, a padding, a stride: two of them and the largest tensor's size fit 64 bits when multiplied."""
+
+_TO_THE_END = frozenset({"slice.Tensor", "slice_scatter.default"})
+"""Operators for which the largest integer means the end of a dimension."""
 
 
 def operator_of(name: str) -> Any:
@@ -142,10 +150,25 @@ def check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *
         if not argument.fits(value):
             raise ProgramError(f"{argument.name} of {name} is a {argument.kind}, got {type(value).__name__}")
     given = _by_name(name, args, kwargs)
+    if name not in _TO_THE_END:
+        _check_integers(name, given)
+    check_kernel(name, given)
     if name in _INDICES:
         _check_indices(name, given["indices"], _INDICES[name])
     if name in _RESULTS and (results := _RESULTS[name](given)) != num_results:
         raise ProgramError(f"{name} gives {results} results, not {num_results}")
+
+
+def _check_integers(name: str, given: Mapping[str, Any]) -> None:
+    """Kernels multiply sizes, strides and paddings, and some do not notice when 64 bits are not enough."""
+    for argument in _signature(name):
+        if "int" in argument.kind:
+            value = given[argument.name]
+            for number in value if isinstance(value, list) else [value]:
+                if number is not None and abs(number) > MAX_INTEGER:
+                    raise ProgramError(
+                        f"{argument.name} of {name} is {number}, at most {MAX_INTEGER} is allowed"
+                    )
 
 
 def _by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
