@@ -309,7 +309,7 @@ def unaligned(example: Example) -> Example:
     return example.with_tensors(moved)
 
 
-# Networks that were once refused, or cut wrongly.
+# Networks that were once refused for no good reason.
 PREFIX = Freeze("prefix", (1,))
 FOUND = {
     "writes into an input that the tail does not read": Description(
@@ -352,9 +352,10 @@ FOUND = {
 
 @pytest.mark.parametrize("description", FOUND.values(), ids=FOUND.keys())
 def test_a_network_that_was_found(description: Description) -> None:
-    assert check(description) in ("cut", "refused: nothing to cut")
+    assert check(description) == "cut"
 
 
+@pytest.mark.timeout(300 + 20 * EXAMPLES)
 @networks
 @given(descriptions(), st.sampled_from(["module", "module", "op"]))
 def test_a_random_network_is_cut_to_the_bit_or_refused_for_a_right_reason(
