@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import json
@@ -50,6 +51,12 @@ CAPS = GraphCaps(
 SLACK_BYTES = 192 << 20
 """On top of the caps: the interpreter's own, copies of a file, the working memory of a kernel."""
 
+GUARD_BYTES = 4096
+"""Before and behind each input."""
+
+M_PERTURB = -6
+"""The C library's name for: fill memory that is handed out, or given back, with this byte."""
+
 KINDS = (*CHANGES, "weights header", "weights body", "weights bytes", "graph bytes", "random bytes")
 OUTCOMES = ("not reached", "accepted", "refused", "failed", "crashed", "hung")
 PARTS = ("", "program", "reading", "operators", "calls", "check", "steps", "weights", "graph", "precision")
@@ -59,22 +66,50 @@ Reader = Callable[[Files], None]
 
 
 def read(files: Files) -> None:
-    """What a server does with a program, and one run of it."""
+    """What a server does with a program, and two runs of it that must not differ.
+
+    Between the two, other bytes lie around the inputs and in memory that is handed out: a kernel that reads
+    beyond a tensor, or leaves a result unwritten, gives two answers.
+    """
     program = Program.from_bytes(files.graph, files.weights, caps=CAPS)
-    generator = torch.Generator().manual_seed(0)
-    given = [_filled(value.spec, generator) for value in program.live(0)]
-    results = program.run(given, 0, program.num_stages)
-    for value, result in zip(program.live(program.num_stages), results, strict=True):
-        if not _is_as_declared(value.spec, result):
-            form = f"{result.dtype} {tuple(result.shape)} {result.stride()}"
+    again = Program(program.graph, files.weights, caps=CAPS)
+    first, second = (_run(each, surroundings) for each, surroundings in ((program, 0x55), (again, 0xAA)))
+    for value, one, other in zip(program.live(program.num_stages), first, second, strict=True):
+        if not _is_as_declared(value.spec, one):
+            form = f"{one.dtype} {tuple(one.shape)} {one.stride()}"
             raise ValueError(f"{value.name} is {form}, declared is {value.spec}")
+        if not torch.equal(_bits(one), _bits(other)):
+            raise ValueError(f"{value.name} depends on memory that is nobody's")
 
 
-def _filled(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
-    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=DTYPES[spec.dtype]).zero_()
-    if spec.dtype.startswith("float") and spec.span == spec.numel:
-        tensor.copy_(torch.randn(spec.shape, generator=generator))
-    return tensor
+def _run(program: Program, surroundings: int) -> tuple[torch.Tensor, ...]:
+    allocator = ctypes.CDLL(None)
+    perturb = getattr(allocator, "mallopt", lambda _option, _value: 0)
+    perturb(M_PERTURB, surroundings)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        given = [_filled(value.spec, generator, surroundings) for value in program.live(0)]
+        return program.run(given, 0, program.num_stages)
+    finally:
+        perturb(M_PERTURB, 0)
+
+
+def _filled(spec: TensorSpec, generator: torch.Generator, surroundings: int) -> torch.Tensor:
+    """An input in the middle of other bytes."""
+    room = GUARD_BYTES // spec.itemsize
+    around = torch.full((spec.nbytes + 2 * GUARD_BYTES,), surroundings, dtype=torch.uint8)
+    if spec.dtype == "bool":
+        around.zero_()
+    inside = around.view(DTYPES[spec.dtype])[room : room + spec.span]
+    if inside.is_floating_point():
+        inside.copy_(torch.randn(spec.span, generator=generator))
+    else:
+        inside.zero_()
+    return inside.as_strided(spec.shape, spec.stride)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_as_declared(spec: TensorSpec, made: torch.Tensor) -> bool:
