@@ -1,0 +1,136 @@
+"""The text of docs/models.md, from the rows that scripts/models.py has measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from model_list import PART
+
+ENOUGH_CUTS = 5
+"""Cuts before the freeze point from which on a model counts as one that can be cut."""
+
+WIDTH = 110
+
+TITLES = {
+    "torchvision": "torchvision",
+    "timm": "timm",
+    "transformers": "transformers",
+    "own_models": "Models written to be hard to cut",
+}
+
+Row = dict[str, Any]
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The whole page."""
+    return "\n".join(_lines(rows)) + "\n"
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield "# Models that were cut"
+    yield ""
+    yield "<!-- Written by scripts/models.py: change that, not this page. -->"
+    yield ""
+    yield _summary(rows)
+    for library, title in TITLES.items():
+        mine = [row for row in rows if row["name"].startswith(f"{library}:")]
+        if mine:
+            yield from ("", f"## {title}", "", *_table(mine))
+    yield ""
+    yield from _given_up(rows)
+    yield from _how_it_was_made()
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    proven = [row for row in rows if row["proof"] == "passed"]
+    enough = [row for row in proven if row["cuts"] >= ENOUGH_CUTS]
+    share = 100 * len(enough) / max(1, len(rows))
+    text = (
+        f"{len(enough)} of {len(rows)} models ({share:.1f} %) offer {ENOUGH_CUTS} or more proven cuts before "
+        "the freeze point."
+    )
+    rest = {
+        "offer fewer": [row for row in proven if 0 < row["cuts"] < ENOUGH_CUTS],
+        "are cut only at the freeze point": [row for row in proven if row["cuts"] == 0],
+        "run unsplit": [row for row in rows if row["proof"] != "passed"],
+    }
+    for what, those in rest.items():
+        if those:
+            text += f" {len(those)} {what}: {', '.join(_code(row['name']) for row in those)}."
+    return _paragraph(text)
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "model": lambda row: _code(row["name"].partition(":")[2]),
+    "family": lambda row: row["family"],
+    "parameters": lambda row: _millions(row["parameters"]),
+    "inputs": lambda row: row["inputs"],
+    "frozen through": lambda row: _code(row["frozen_through"]),
+    "captured": lambda row: row["captured"],
+    "cuts": lambda row: str(row["cuts"]),
+    "tensors": lambda row: str(row["tensors"]),
+    "capture s": lambda row: f"{row['capture_s']:.1f}",
+    "prove s": lambda row: f"{row['prove_s']:.1f}",
+    "proof": lambda row: str(row["proof"]).replace("|", "\\|"),
+}
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield f"|{'---|' * len(_COLUMNS)}"
+    for row in rows:
+        yield f"| {' | '.join(cell(row) for cell in _COLUMNS.values())} |"
+
+
+def _given_up(rows: Sequence[Row]) -> Iterator[str]:
+    """What was tried before the last way, for the models where that was not the first."""
+    tried = [(row["name"], attempt) for row in rows for attempt in row["attempts"][:-1]]
+    if tried:
+        yield from ("## Ways that were given up", "", "Before the one that the table names:", "")
+        yield from (f"- {_code(name)}: {attempt}" for name, attempt in tried)
+        yield ""
+
+
+_MADE = """
+`python scripts/models.py` builds each model from its configuration at a published size, with random
+weights and nothing downloaded; none is shrunk. Where a published size is not the default of a
+configuration, `src/upriver/program/published.py` says which checkpoint it is. The first two thirds of the
+blocks are frozen, rounded up, and what comes before them; `scripts/model_list.py` says what a block is.
+The model is split in training mode, as a job does it: traced, captured, and proven on random inputs
+(outputs, gradients of the tail, every cut as it would be shipped, padding, other rows changed). The
+micro-batch is the first dimension of the inputs: 4, and 2 above 50 M parameters.
+
+*Cuts* are those strictly before the freeze point, without the input; each one is proven. *Tensors* is how
+many cross the freeze point, *captured* the first way of cutting that passed its proof. wav2vec 2.0 and
+HuBERT have their masking and layer dropping switched off: both happen inside what is frozen.
+"""
+
+
+def _how_it_was_made() -> Iterator[str]:
+    packages = ("torch", "torchvision", "timm", "transformers")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    made_on = f"""
+        Versions: {versions}. {platform.machine()}, {os.cpu_count()} CPUs; the seconds are those of one run
+        on a machine that did other work too. The tests cut a part again and compare everything but the
+        seconds: {", ".join(map(_code, PART))}.
+    """
+    yield "## How this was made"
+    for text in (*_MADE.split("\n\n"), made_on):
+        yield from ("", _paragraph(text))
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.0f} M" if count >= 1e7 else f"{count / 1e6:.1f} M"
