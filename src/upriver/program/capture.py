@@ -20,7 +20,6 @@ from upriver.program.program import Program
 from upriver.program.reading import decode
 from upriver.program.recording import Recording, record
 from upriver.program.stages import Boundary, Chain, Granularity, Memory, boundaries
-from upriver.program.trace import Trace
 from upriver.program.weights import WeightsFile
 
 __all__ = ["capture", "tensors_in"]
@@ -34,7 +33,6 @@ def capture(
     first: Sequence[Source] = (),
     autocast: torch.dtype | None = None,
     granularity: Granularity = "module",
-    calls: Trace | None = None,
 ) -> Program:
     """Capture a model in eval, for the micro-batch of ``example``; the model is left as it was.
 

@@ -26,52 +26,39 @@ from upriver.program.program import Program
 from upriver.program.tail import Tail
 from upriver.program.trace import buffers_kept, calls_in_eval, mode, no_fast_path
 
-RANDOM_INPUTS = 2
-"""Micro-batches of random values that everything is compared on; one more has padding rows."""
 
+class Proof:
+    """The comparisons of one program, on inputs that are the same for all of them."""
 
-def prove_split(
-    model: nn.Module,
-    program: Program,
-    tail: Tail,
-    example: Example,
-    in_eval: EvalPlan,
-    *,
-    autocast: torch.dtype | None = None,
-    seed: int = 0,
-) -> None:
-    """Compare the model cut at the freeze point with the whole one.
+    def __init__(self, program: Program, example: Example, *, seed: int = 0) -> None:
+        """Make the inputs.
 
-    Args:
-        example: A micro-batch; its integers are shuffled, not made up, since they may be indices.
-        in_eval: What does not train.
-        autocast: What the program was captured under.
+        Args:
+            example: A micro-batch; its integers are shuffled, not made up, since they may be indices.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        first, second, other = (_random_like(example, generator) for _ in range(3))
+        size = program.micro_batch
+        self.program = program
+        self._kept = size // 2
+        self._random = (first, second)
+        self._padded = _padded(second, size - size // 4)
+        self._mixed = _mixed(first, other, self._kept)
+        self._values: list[tuple[torch.Tensor, ...]] = []
 
-    Raises:
-        CaptureError: Naming what differed.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    given = [_random_like(example, generator) for _ in range(RANDOM_INPUTS)]
-    given.append(_padded(given[-1], program.micro_batch - max(1, program.micro_batch // 4)))
-    for number, one in enumerate(given):
-        values = program.run(one.tensors, 0, program.num_stages)
-        # As in training and as in evaluation; one sample is too few for a BatchNorm that trains.
-        with mode(model, training=number != 1 and program.micro_batch > 1):
-            _same_answers(model, tail, in_eval, one, values, autocast)
-    _rows_are_independent(program, tail, given[0], _random_like(example, generator))
+    def cuts(self) -> None:
+        """Compare each stage on tensors that stay in memory with the same on tensors that were sent.
 
+        With the prefix as a whole proven, this proves each cut of it.
 
-def prove_cuts(program: Program, example: Example, *, seed: int = 0) -> None:
-    """Compare each stage on tensors that stay in memory with the same on tensors that were sent.
+        Raises:
+            CaptureError: Naming the first cut that changes a bit.
+        """
+        self._values = [self._through_cuts(example) for example in self._random]
 
-    With the prefix as a whole proven, this proves each cut of it.
-
-    Raises:
-        CaptureError: Naming the first cut that changes a bit.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for one in (_random_like(example, generator) for _ in range(RANDOM_INPUTS)):
-        kept: Sequence[torch.Tensor] = one.tensors
+    def _through_cuts(self, example: Example) -> tuple[torch.Tensor, ...]:
+        program = self.program
+        kept = tuple(example.tensors)
         for position in range(program.num_stages):
             going_on = program.run(kept, position, position + 1)
             sent = program.run(as_shipped(kept), position, position + 1)
@@ -79,6 +66,44 @@ def prove_cuts(program: Program, example: Example, *, seed: int = 0) -> None:
                 after = program.stages[position - 1].name if position else "the input"
                 raise CaptureError(f"a cut after {after!r} changes bits of what follows it")
             kept = going_on
+        return kept
+
+    def split(
+        self, model: nn.Module, tail: Tail, in_eval: EvalPlan, *, autocast: torch.dtype | None = None
+    ) -> None:
+        """Compare the model cut at the freeze point with the whole one; :meth:`cuts` comes before.
+
+        Args:
+            in_eval: What does not train.
+            autocast: What the program was captured under.
+
+        Raises:
+            CaptureError: Naming what differed.
+        """
+        program = self.program
+        padded = program.run(self._padded.tensors, 0, program.num_stages)
+        self._rows_are_independent(tail, padded)
+        compared = zip((*self._random, self._padded), (*self._values, padded), strict=True)
+        for number, (example, values) in enumerate(compared):
+            # As in training and as in evaluation; one sample is too few for a BatchNorm that trains.
+            with mode(model, training=number != 1 and program.micro_batch > 1):
+                _same_answers(model, tail, in_eval, example, values, autocast)
+
+    def _rows_are_independent(self, tail: Tail, padded: tuple[torch.Tensor, ...]) -> None:
+        """Change some rows: the features of the others must not move."""
+        program = self.program
+        if program.micro_batch == 1:
+            return
+        mixed = program.run(self._mixed.tensors, 0, program.num_stages)
+        first, second = self._values
+        unpadded = program.micro_batch - program.micro_batch // 4
+        for changed, before, rows in ((mixed, first, self._kept), (padded, second, unpadded)):
+            a, b = (tail.values.select(values, range(rows)) for values in (changed, before))
+            if not all(_equal(x, y) for x, y in zip(a, b, strict=True)):
+                raise CaptureError(
+                    "samples influence each other in the frozen part: the answer for one row depends on "
+                    "others"
+                )
 
 
 def _random_like(example: Example, generator: torch.Generator) -> Example:
@@ -120,7 +145,8 @@ def _same_answers(
     autocast: torch.dtype | None,
 ) -> None:
     kept = [value.clone() for value in values]
-    whole, whole_gradients = _answer(model, model, given.args, given.kwargs, in_eval, autocast)
+    fresh = given.with_tensors([tensor.clone() for tensor in given.tensors])  # it may write into them
+    whole, whole_gradients = _answer(model, model, fresh.args, fresh.kwargs, in_eval, autocast)
     try:
         features = tail.values.one_or_all(values)
         # Calls that belong to the prefix are not made here, so none of them is to be put in eval.
@@ -178,21 +204,6 @@ def _answer(
             raise CaptureError("the model's answer does not depend on its trainable parameters")
         gradients = torch.autograd.grad(torch.stack(terms).sum(), list(trainable.values()), allow_unused=True)
     return [t.detach() for t in answers], dict(zip(trainable, gradients, strict=True))
-
-
-def _rows_are_independent(program: Program, tail: Tail, given: Example, other: Example) -> None:
-    """Change every row but the first half: the features of that half must not move."""
-    size = program.micro_batch
-    if size == 1:
-        return
-    kept = list(range(size // 2))
-    reference = tail.values.select(program.run(given.tensors, 0, program.num_stages), kept)
-    for changed in (_mixed(given, other, len(kept)), _padded(given, len(kept))):
-        features = tail.values.select(program.run(changed.tensors, 0, program.num_stages), kept)
-        if not all(_equal(a, b) for a, b in zip(features, reference, strict=True)):
-            raise CaptureError(
-                "samples influence each other in the frozen part: the answer for one row depends on others"
-            )
 
 
 def _mixed(given: Example, other: Example, first: int) -> Example:

@@ -26,7 +26,7 @@ from upriver.program.passes import Pass
 from upriver.program.point import EvalPlan, FreezePoint, Ship, find, in_eval_for
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
-from upriver.program.proof import prove_cuts, prove_split
+from upriver.program.proof import Proof
 from upriver.program.remember import is_proven, proof_digest, remember
 from upriver.program.stages import Granularity
 from upriver.program.tail import Tail
@@ -201,38 +201,40 @@ class _Splitting:
         step = f"up to {point.name}"
         try:
             tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
-            proven = False
             for level in _levels(granularity):
                 self.tell(f"capturing it {step}")
                 program = self._capture(calls, point, level)
                 proof = proof_digest(self.model, program, point, autocast=self.autocast)
                 known = is_proven(proof)
-                if not known and not proven:
-                    self.tell("proving that prefix and tail give what the whole model gives")
-                    prove_split(self.model, program, tail, self.example, in_eval, autocast=self.autocast)
-                    proven = True
-                if known or self._cuts_hold(program, f"{step}, {_LEVELS[level]}"):
-                    remember(proof, program)
-                    self.attempts.append(Attempt(step=f"{step}, {_LEVELS[level]}", remembered=known))
-                    return self._split(calls, point, tail, program, in_eval)
+                if not known and not self._proven(program, tail, in_eval, f"{step}, {_LEVELS[level]}"):
+                    continue
+                remember(proof, program)
+                self.attempts.append(Attempt(step=f"{step}, {_LEVELS[level]}", remembered=known))
+                return self._split(calls, point, tail, program, in_eval)
         except CaptureError as error:  # a finer or coarser program would not help
             self.attempts.append(Attempt(step=step, why_not=str(error)))
         return None
 
-    def _cuts_hold(self, program: Program, step: str) -> bool:
+    def _proven(self, program: Program, tail: Tail, in_eval: EvalPlan, step: str) -> bool:
+        """Whether every cut holds; a coarser program may be tried when not.
+
+        Raises:
+            CaptureError: If the freeze point does not: no other program would help.
+        """
+        proof = Proof(program, self.example)
         try:
             self.tell("proving every cut")
-            prove_cuts(program, self.example)
+            proof.cuts()
         except CaptureError as error:
             self.attempts.append(Attempt(step=step, why_not=str(error)))
             return False
+        self.tell("proving that prefix and tail give what the whole model gives")
+        proof.split(self.model, tail, in_eval, autocast=self.autocast)
         return True
 
     def _capture(self, calls: Trace, point: FreezePoint, level: Granularity) -> Program:
         outputs = [ship.source for ship in point.ships]
-        return capture(
-            self.model, self.example, outputs=outputs, calls=calls, autocast=self.autocast, granularity=level
-        )
+        return capture(self.model, self.example, outputs=outputs, autocast=self.autocast, granularity=level)
 
     def _split(
         self, calls: Trace, point: FreezePoint, tail: Tail, program: Program, in_eval: EvalPlan
