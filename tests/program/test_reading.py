@@ -59,6 +59,8 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "no stages": lambda g: g.update(stages=[]),
     "stages end early": lambda g: g["stages"].pop(),
     "stages out of order": lambda g: g["stages"][0].update(stop=2),
+    "stage with a long name": lambda g: g["stages"][0].update(name="x" * 2000),
+    "stage of no finite cost": lambda g: g["stages"][0].update(peak_bytes=-1.0),
     "cut ships nothing": lambda g: g["stages"][0].update(live=[]),
     "cut ships the unknown": lambda g: g["stages"][0]["live"].append("nowhere"),
     "cut ships a weight": lambda g: g["stages"][0]["live"].append(g["weights"][0]["name"]),

@@ -69,7 +69,7 @@ def _check(graph: Graph, caps: GraphCaps) -> None:
     _check_head(graph, caps)
     _check_names(graph, caps)
     check_fingerprints(graph.operators, {node.op for node in graph.nodes})
-    _check_stages(graph)
+    _check_stages(graph, caps)
 
 
 def _check_head(graph: Graph, caps: GraphCaps) -> None:
@@ -179,7 +179,7 @@ def _walk(arguments: Sequence[Any], depth: int) -> Iterator[tuple[int, Any]]:
             yield from _walk(argument, depth + 1)
 
 
-def _check_stages(graph: Graph) -> None:
+def _check_stages(graph: Graph, caps: GraphCaps) -> None:
     stops = [stage.stop for stage in graph.stages]
     if stops != sorted(stops) or stops[-1] != len(graph.nodes):
         raise ProgramError("stages do not cover the nodes in order")
@@ -188,6 +188,8 @@ def _check_stages(graph: Graph) -> None:
     for index, node in enumerate(graph.nodes, start=1):
         born |= {output.name: index for output in node.outputs if output is not None}
     for number, stage in enumerate(graph.stages, start=1):
+        for text in (stage.name, stage.kind):
+            _text(text, f"stage {number}", caps)
         _check_stage(stage, f"stage {number}", born, frozenset() if number == len(graph.stages) else fixed)
     _check_live(graph, fixed | {weight.name for weight in graph.weights})
 
