@@ -184,6 +184,9 @@ def _answer(
     in_eval: EvalPlan,
     autocast: torch.dtype | None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
+    training = model.training
+    for again in (True, training):  # modules that keep what they computed in eval drop it when that changes
+        model.train(again)
     keep_in_eval(model, list(in_eval.modules))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     device = next(iter(trainable.values())).device
