@@ -344,6 +344,20 @@ def _doubt(reader: _Reader) -> str:
     }:
         # Of a tensor that did not cross, in the form in which it costs nothing, reshape() makes a view.
         return "something writes into a reshaped copy"
+    strided = (
+        reader.net.description.strided
+        or forms & {"strided", "shifted"}
+        or any(
+            isinstance(step, Do) and step.what in ("strided", "concat")
+            for step in reader.net.description.steps
+        )
+    )
+    if strided and any(isinstance(module, nn.BatchNorm1d) for module in reader.net.modules()):
+        # And with them others decide whether contiguous() copies, so that the graph has other bits.
+        return "torch traces BatchNorm with other strides than the kernel gives"
+    layers = [module for module in reader.net.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    if any(len({p.requires_grad for p in layer.parameters()}) == 2 for layer in layers):
+        return "an encoder layer is frozen in part, and counts as one operation here"
     return ""
 
 

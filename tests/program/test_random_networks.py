@@ -39,7 +39,7 @@ EXAMPLES = int(os.environ.get("UPRIVER_EXAMPLES", "0"))
 CAPS = Caps(payload_bytes=1 << 20, header_bytes=1 << 16, tensors=64, dims=8, samples=MICRO_BATCH)
 
 networks = settings(
-    max_examples=EXAMPLES or 30,
+    max_examples=EXAMPLES or 24,
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,
