@@ -59,7 +59,19 @@ M_PERTURB = -6
 
 KINDS = (*CHANGES, "weights header", "weights body", "weights bytes", "graph bytes", "random bytes")
 OUTCOMES = ("not reached", "accepted", "refused", "failed", "crashed", "hung")
-PARTS = ("", "program", "reading", "operators", "calls", "check", "steps", "weights", "graph", "precision")
+PARTS = (
+    "",
+    "program",
+    "reading",
+    "operators",
+    "calls",
+    "kernels",
+    "check",
+    "steps",
+    "weights",
+    "graph",
+    "precision",
+)
 """Modules that refuse; the deeper ones come late."""
 
 Reader = Callable[[Files], None]
