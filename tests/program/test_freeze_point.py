@@ -31,6 +31,7 @@ from upriver.errors import CaptureError, ConfigError, ModelError
 from upriver.program import remember
 from upriver.program.example import Example, Inputs, tensors_in
 from upriver.program.freeze import keep_in_eval
+from upriver.program.point import FreezePoint
 from upriver.program.split import Split, split
 from upriver.program.tail import Tail
 from upriver.program.values import Values
@@ -370,6 +371,38 @@ def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: object)
     changed.dropout.p = 0.25  # another tail
     split(changed, x)
     assert calls
+
+
+def test_a_proof_depends_on_whatever_a_forward_may_read() -> None:
+    model = frozen_small()
+    x = torch.randn(4, 3, 16, 16)
+    parts = split(model, x)
+    assert parts.program is not None
+    point = FreezePoint(name="block2")
+    digests = [remember.proof_digest(model, parts.program, point)]
+    for setting in (
+        ["a"],
+        ["b"],
+        {"a": 1},
+        torch.ones(2),
+        torch.zeros(2),
+        len,
+        sum,
+        Towers,
+        Config(1),
+        Config(2),
+    ):
+        model.block3.setting = setting
+        digests.append(remember.proof_digest(model, parts.program, point))
+        assert remember.proof_digest(model, parts.program, point) == digests[-1]
+    assert len(set(digests)) == len(digests)
+
+
+class Config:
+    """An object without a text of its own."""
+
+    def __init__(self, number: int) -> None:
+        self.inner = [{"number": number}]
 
 
 def test_a_cache_that_cannot_be_written_or_read_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

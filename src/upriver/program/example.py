@@ -90,7 +90,7 @@ class Example:
 
 def _resize(tensor: torch.Tensor, samples: int, count: int) -> torch.Tensor:
     if tensor.dim() == 0 or tensor.shape[0] != samples:
-        return tensor
+        return tensor.clone()  # a model may write into what it is given
     repeats = -(-count // max(1, samples))
     return torch.cat([tensor] * repeats)[:count]
 

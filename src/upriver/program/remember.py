@@ -9,6 +9,7 @@ it costs the seconds of a new proof.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import json
@@ -17,6 +18,7 @@ import platform
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -89,20 +91,66 @@ def _facts(
         yield f"{module_class.__module__}.{module_class.__qualname__} {_source(module_class)}"
 
 
+_OURS_NOT = frozenset({"_parameters", "_buffers", "_modules", "training"})
+"""Attributes of every module that stand elsewhere among the facts, or that a call does not depend on."""
+
+_DEPTH = 4
+"""How deep settings may lie in objects; below, only types are told apart."""
+
+
 def _settings(module: nn.Module) -> str:
-    """What a forward may branch on: plain attributes, and a configuration object."""
-    plain = {
-        name: value for name, value in vars(module).items() if isinstance(value, (int, float, str, tuple))
-    }
-    return f"{sorted((name, repr(value)) for name, value in plain.items())} {vars(module).get('config', '')}"
+    """What a forward may branch on: a module's attributes, whatever they are."""
+    own = {name: value for name, value in vars(module).items() if name not in _OURS_NOT}
+    return str(sorted((name, _fold(value, _DEPTH)) for name, value in own.items() if not _is_hooks(name)))
+
+
+def _is_hooks(name: str) -> bool:
+    return name.startswith("_") and "hook" in name
+
+
+def _fold(value: Any, depth: int) -> str:
+    """A value as text that is the same for equal ones in every process."""
+    match value:
+        case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | torch.device():
+            return repr(value)
+        case torch.Tensor():
+            return f"tensor {tuple(value.shape)} {value.dtype} {_digest_of(value)}"
+        case nn.Module():
+            return type(value).__qualname__
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if depth == 0:
+        return kind
+    match value:
+        case dict():
+            return f"{kind} {[(_fold(k, depth - 1), _fold(v, depth - 1)) for k, v in value.items()]}"
+        case set() | frozenset():
+            return f"{kind} {sorted(_fold(item, depth - 1) for item in value)}"
+        case list() | tuple():
+            return f"{kind} {[_fold(item, depth - 1) for item in value]}"
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return (
+            f"{kind} {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')} {_source(value)}"
+        )
+    return f"{kind} {_fold(getattr(value, '__dict__', None), depth - 1)}"
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(repr(tensor.detach().cpu().flatten().tolist()).encode()).hexdigest()
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _source(module_class: type[nn.Module]) -> str:
+def _source(thing: Any) -> str:
+    """The digest of the file that a class or a function stands in: what it calls there counts, too."""
     try:
-        return inspect.getsource(module_class)
-    except (OSError, TypeError):  # made at run time: its settings are all that there is
+        file = inspect.getsourcefile(thing)
+    except TypeError:  # built in, or made at run time: its settings are all that there is
         return ""
+    return _file_digest(file, os.path.getmtime(file)) if file and os.path.exists(file) else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _file_digest(file: str, _changed: float) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
