@@ -71,9 +71,17 @@ class ModelError(UpriverError):
 
 
 class CaptureError(ModelError):
-    """A model could not be captured or cut; the reason says why, and it can run unsplit."""
+    """A model could not be captured or cut; the reason says why, and it can run unsplit.
+
+    Attributes:
+        module: The one that is the reason, where another cut leaves it out.
+    """
 
     code = "not_captured"
+
+    def __init__(self, message: str, *, module: str | None = None) -> None:
+        super().__init__(message)
+        self.module = module
 
 
 class FrozenChanged(ModelError):

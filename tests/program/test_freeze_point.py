@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -433,3 +434,121 @@ def test_errors_of_a_split_are_of_its_own_kinds() -> None:
     with pytest.raises(ModelError, match="nothing is frozen"):
         split(Towers(), torch.randn(4, 6))
     assert issubclass(CaptureError, Exception)
+
+
+class Leaving(nn.Module):
+    """Leaves an auxiliary loss on itself and counts its calls, as its trained block does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.calls = 0
+        self.seen: list[int] = []
+        self.auxiliary: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.head(self.second(self.first(x)))
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.auxiliary = answer.square().mean()
+        return answer * 2 if self.calls > 3 else answer
+
+
+def test_what_a_forward_leaves_on_the_model_is_the_users_and_nothing_else() -> None:
+    model, twin = frozen(Leaving(), "first", "second"), frozen(Leaving(), "first", "second")
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(4, 6)
+    parts = split(model, x)
+    assert isinstance(model, Leaving)
+    assert (model.calls, model.seen, model.auxiliary) == (0, [], None)
+    assert parts.program is not None
+    features = parts.tail.values.one_or_all(parts.program.run((x,), 0, parts.freeze))
+    for _ in range(5):
+        assert torch.equal(parts.tail(features), twin(x))
+    assert (model.calls, model.seen) == (5, [1, 2, 3, 4, 5])
+    assert model.auxiliary is not None
+    assert torch.equal(model.auxiliary, twin.auxiliary)
+
+
+def test_a_frozen_module_that_counts_in_an_attribute_stays_where_the_model_runs() -> None:
+    class Late(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x) * (1 + (self.calls > 100))
+
+    model = frozen(nn.Sequential(nn.Linear(6, 6), Late(6, 6), nn.Linear(6, 2)), "0", "1")
+    parts = split(model, torch.randn(4, 6))
+    assert parts.boundary == "0"
+    assert "counts in its attribute 'calls'" in parts.note
+
+
+def test_a_module_that_no_program_can_hold_ends_the_prefix_before_it() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.gru, self.head = nn.Linear(6, 6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.gru(torch.tanh(self.first(x)))[0].mean(1))
+
+    model = frozen(Recurrent(), "first", "gru")
+    x = torch.randn(4, 5, 6)
+    parts = split(model, x)
+    assert parts.boundary == "first"
+    assert "gru" in parts.note
+    agree(model, parts, x)
+
+
+@dataclasses.dataclass
+class Answer:
+    """What no pytree knows."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+def test_an_answer_may_be_a_dataclass() -> None:
+    class Model(Late):
+        def forward(self, x: torch.Tensor) -> Answer:  # type: ignore[override]
+            hidden = self.first(x)
+            return Answer(self.head(hidden), hidden)
+
+    model = frozen(Model(), "first")
+    parts = split(model, torch.randn(4, 6))
+    assert crossing(parts) == ["first"]
+    agree(model, parts, torch.randn(4, 6))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_what_cannot_be_watched_runs_unsplit_with_the_reason() -> None:
+    class Differentiating(Late):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x).detach().requires_grad_()
+            slope = torch.autograd.grad(hidden.square().sum(), hidden)[0]
+            return self.head(hidden + slope)
+
+    parts = split(frozen(Differentiating(), "first"), torch.randn(4, 6))
+    assert "without gradients" in parts.why_not
+    scripted = nn.Sequential(torch.jit.trace(nn.Linear(6, 6), torch.randn(2, 6)), nn.Linear(6, 2))
+    freeze(scripted[0])
+    assert "TorchScript" in split(scripted, torch.randn(4, 6)).why_not
+
+
+def test_arguments_are_checked() -> None:
+    model = frozen_small()
+    x = torch.randn(4, 3, 16, 16)
+    with pytest.raises(ConfigError, match="granularity must be"):
+        split(model, x, granularity="foo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="autocast must be"):
+        split(model, x, autocast=torch.int8)
+    with pytest.raises(ConfigError, match="at least one sample"):
+        split(model, x[:0])
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_micro_batches_of_few_samples_are_proven_with_padding_too(samples: int) -> None:
+    model = frozen(Towers(), "frozen")
+    x = torch.randn(samples, 6)
+    agree(model, split(model, x), x)

@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -81,7 +82,8 @@ def _report(error: Exception, *, debug: bool, as_json: bool) -> int:
     hint = " (an error we did not expect; --debug shows where)" if status == EXIT_ERROR and not debug else ""
     print(f"error: {message}{hint}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": {"code": code, "message": message}}), flush=True)
+        with contextlib.suppress(OSError):  # a full disk may be what went wrong
+            print(json.dumps({"error": {"code": code, "message": message}}), flush=True)
     return status
 
 

@@ -79,6 +79,8 @@ def _check_plot(plot: Path | None) -> None:
 
     if plot is None:
         return
+    if plot.suffix.lower() not in (".png", ".svg", ".pdf") or plot.is_dir():
+        raise ConfigError(f"--plot takes a file name that ends in .png, .svg or .pdf, got {plot}")
     if not plot.absolute().parent.is_dir():
         raise ConfigError(f"the directory of {plot} does not exist")
     if importlib.util.find_spec("matplotlib") is None:

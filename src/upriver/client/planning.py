@@ -21,7 +21,7 @@ from upriver.profile import build_profile, cluster_from
 from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
 from upriver.program.split import Split
-from upriver.program.trace import buffers_kept
+from upriver.program.trace import state_kept
 from upriver.types import (
     Cluster,
     MicroBatch,
@@ -126,7 +126,7 @@ def measure_tail(model: nn.Module, split: Split, features: Values, *, samples: i
     device, given = features[0].device, split.tail.values.one_or_all(features)
     devices = [device] if device.type == "cuda" else []
     for _ in range(2):
-        with buffers_kept(model), torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with state_kept(model), torch.random.fork_rng(devices=devices), torch.enable_grad():
             keep_in_eval(model, list(split.in_eval))
             began = time.perf_counter()
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

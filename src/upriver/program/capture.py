@@ -86,7 +86,9 @@ def checked(recording: Recording) -> Recording:
         CaptureError: Naming the first operator that no program may hold.
     """
     if recording.problems:
-        raise CaptureError(recording.problems[min(recording.problems)])
+        first = min(recording.problems)
+        place = recording.chain.places[first]
+        raise CaptureError(recording.problems[first], module=place[-1][1] if place else None)
     if not recording.chain.nodes:
         raise CaptureError("nothing runs before the tensors that were asked for")
     return recording

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -50,6 +50,8 @@ class Example:
                 )
         if not example.tensors or example.tensors[0].dim() == 0:
             raise ConfigError("a model's inputs must begin with a tensor that has samples in dimension 0")
+        if example.samples == 0:
+            raise ConfigError(f"a model's inputs must hold at least one sample, got {example.describe()}")
         return example
 
     @property
@@ -118,5 +120,11 @@ class Source:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nested value, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """The tensors of a nested value, in order; dataclasses are looked into."""
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, part.name) for part in fields(leaf)])
+    return found

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from upriver.errors import CaptureError
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.precision import autocasting
-from upriver.program.trace import in_eval, no_fast_path
+from upriver.program.trace import in_eval, no_fast_path, state_kept
 
 ROOT = "model"
 """What the wrapper calls the user's model; the first part of each path that export notes down."""
@@ -180,6 +180,7 @@ def export(
         torch.random.fork_rng(devices=devices),
         _quiet(),
         in_eval(wrapper),
+        state_kept(wrapper),
         no_fast_path(),
         autocasting(tensors[0].device, autocast),
     ):

@@ -6,6 +6,7 @@ weights of a safetensors file. Sizes are published ones (see :mod:`upriver.progr
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -140,25 +141,43 @@ def _own(module_name: str, callable_name: str) -> tuple[nn.Module, ModelInputs]:
     """A user's own callable; the working directory counts, as it does for ``python -m``."""
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and module_name.startswith(error.name):
-            raise ModelError(f"there is no module {error.name!r} to take {callable_name!r} from") from error
-        raise
+    name = f"{module_name}:{callable_name}"
+    module = _import(module_name, callable_name)
     factory = getattr(module, callable_name, None)
     if not callable(factory):
         raise ModelError(f"module {module_name!r} has no callable {callable_name!r}")
-    match factory():
+    match factory if isinstance(factory, nn.Module) else _call(factory, name):
         case nn.Module() as model:
             return model, _image()
         case (nn.Module() as model, example):
             return model, ModelInputs(given=Example.of(example))
         case other:
             raise ModelError(
-                f"{module_name}:{callable_name} must return a torch module, or a module and an example of "
-                f"its inputs, got {type(other).__name__}"
+                f"{name} must return a torch module, or a module and an example of its inputs, got "
+                f"{type(other).__name__}"
             )
+
+
+def _import(module_name: str, callable_name: str) -> Any:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints must not end up in a result
+            return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and module_name.startswith(error.name):
+            raise ModelError(f"there is no module {error.name!r} to take {callable_name!r} from") from error
+        raise ModelError(f"module {module_name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
+        raise ModelError(
+            f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _call(factory: Callable[..., Any], name: str) -> Any:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return factory()
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
+        raise ModelError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 _SOURCES: dict[str, Callable[[str], tuple[nn.Module, ModelInputs]]] = {

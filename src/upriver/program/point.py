@@ -91,12 +91,18 @@ class _Search:
         self.seen = Pass(calls.calls, calls.flow)
         self.training = training
         self.kinds = {path: _kind(module) for path, module in model.named_modules()}
+        self.left = left
         self.notes: list[str] = []
         self.held = self._held(before_branches=before_branches)
         self.holds = self.seen.around(self.held)
         # Whether what is inside may be skipped all the same.
-        self.blocked = {call.index: False for call in calls.calls if call.path in left}
+        self.blocked = {call.index: True for call in calls.calls if self._counts_inside(call)}
+        self.blocked |= {call.index: False for call in calls.calls if call.path in left}
         self.notes += left.values()
+        self.notes += [
+            f"module {path!r} counts in its attribute {name!r}" if path else f"the model counts in {name!r}"
+            for path, name in calls.counting.items()
+        ]
 
     def run(self) -> FreezePoint:
         """Search."""
@@ -110,6 +116,10 @@ class _Search:
                 break
             self.blocked |= blocked
         ships = self._ships(skipped, needed)
+        if self.seen.whole.opaque and not self.seen.whole.values:
+            return FreezePoint(
+                why_not=f"no tensor was found in the model's answer ({self.seen.whole.opaque})"
+            )
         if all(ship.source.path is None for ship in ships):
             return FreezePoint(why_not="the tail reads nothing that the frozen modules give")
         skipped.sort(key=lambda call: call.exit)
@@ -226,11 +236,13 @@ class _Search:
     def _held(self, *, before_branches: bool) -> set[int]:
         """Operations that must run where the user's model runs, and all that depend on them."""
         run, held, stateful = self.seen, set[int](), self._stateful()
+        left = run.inside({call.index for call in self.trace.calls if call.path in self.left})
         data = run.reached_from_inputs() if before_branches else set()
         branched = False
         for index, operation in enumerate(run.operations):
             reads_state = any(value.tensor in stateful for value in operation.reads)
             own = bool(operation.trouble) or reads_state or self._trained(operation)
+            own = own or left[index] >= 0 or run.calls[operation.call].path in self.trace.counting
             if own or branched or run.follows(operation, held):
                 held.add(index)
             if operation.trouble:
@@ -243,6 +255,10 @@ class _Search:
                     branched = True
                 branched = branched or index in held
         return held
+
+    def _counts_inside(self, call: Call) -> bool:
+        inside = f"{call.path}." if call.path else ""
+        return any(path == call.path or path.startswith(inside) for path in self.trace.counting)
 
     def _trained(self, operation: Operation) -> bool:
         origins = self.seen.flow.origins

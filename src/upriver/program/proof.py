@@ -12,6 +12,7 @@ What is compared, with ``torch.equal``, on random micro-batches and on one whose
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -24,7 +25,10 @@ from upriver.program.point import EvalPlan
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
 from upriver.program.tail import Tail
-from upriver.program.trace import buffers_kept, calls_in_eval, mode, no_fast_path
+from upriver.program.trace import calls_in_eval, mode, no_fast_path, state_kept
+
+Answer: TypeAlias = "tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]"
+"""A model's answer, and the gradient of each trainable parameter."""
 
 
 class Proof:
@@ -42,7 +46,7 @@ class Proof:
         self.program = program
         self._kept = size // 2
         self._random = (first, second)
-        self._padded = _padded(second, size - size // 4)
+        self._padded = _padded(second, size - max(1, size // 4))
         self._mixed = _mixed(first, other, self._kept)
         self._values: list[tuple[torch.Tensor, ...]] = []
 
@@ -87,7 +91,18 @@ class Proof:
         for number, (example, values) in enumerate(compared):
             # As in training and as in evaluation; one sample is too few for a BatchNorm that trains.
             with mode(model, training=number != 1 and program.micro_batch > 1):
-                _same_answers(model, tail, in_eval, example, values, autocast)
+                try:
+                    # On copies: the model may write into what it is given.
+                    fresh = example.with_tensors([tensor.clone() for tensor in example.tensors])
+                    whole = _answer(model, model, fresh.args, fresh.kwargs, in_eval, autocast)
+                except CaptureError:
+                    raise
+                except Exception as error:  # the user's forward, on values that are none of theirs
+                    if example is self._padded:
+                        continue  # it takes no padding; such rows never reach it
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                    raise CaptureError(f"the model does not run on random values: {reason}") from error
+                _same_answers(model, tail, in_eval, whole, values, autocast)
 
     def _rows_are_independent(self, tail: Tail, padded: tuple[torch.Tensor, ...]) -> None:
         """Change some rows: the features of the others must not move."""
@@ -96,7 +111,7 @@ class Proof:
             return
         mixed = program.run(self._mixed.tensors, 0, program.num_stages)
         first, second = self._values
-        unpadded = program.micro_batch - program.micro_batch // 4
+        unpadded = program.micro_batch - max(1, program.micro_batch // 4)
         for changed, before, rows in ((mixed, first, self._kept), (padded, second, unpadded)):
             a, b = (tail.values.select(values, range(rows)) for values in (changed, before))
             if not all(_equal(x, y) for x, y in zip(a, b, strict=True)):
@@ -140,13 +155,12 @@ def _same_answers(
     model: nn.Module,
     tail: Tail,
     in_eval: EvalPlan,
-    given: Example,
+    reference: Answer,
     values: tuple[torch.Tensor, ...],
     autocast: torch.dtype | None,
 ) -> None:
     kept = [value.clone() for value in values]
-    fresh = given.with_tensors([tensor.clone() for tensor in given.tensors])  # it may write into them
-    whole, whole_gradients = _answer(model, model, fresh.args, fresh.kwargs, in_eval, autocast)
+    whole, whole_gradients = reference
     try:
         features = tail.values.one_or_all(values)
         # Calls that belong to the prefix are not made here, so none of them is to be put in eval.
@@ -183,7 +197,7 @@ def _answer(
     kwargs: object,
     in_eval: EvalPlan,
     autocast: torch.dtype | None,
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
+) -> Answer:
     training = model.training
     for again in (True, training):  # modules that keep what they computed in eval drop it when that changes
         model.train(again)
@@ -192,7 +206,7 @@ def _answer(
     device = next(iter(trainable.values())).device
     with (
         calls_in_eval(model, in_eval.calls),
-        buffers_kept(model),
+        state_kept(model),
         no_fast_path(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         torch.enable_grad(),

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from upriver.errors import CaptureError, ModelError
+from upriver.errors import CaptureError, ConfigError, ModelError
 from upriver.program.capture import capture
 from upriver.program.chance import random_branch
 from upriver.program.example import Example, Inputs, Source
 from upriver.program.freeze import check_trainable, frozen_units
 from upriver.program.passes import Pass
 from upriver.program.point import EvalPlan, FreezePoint, Ship, find, in_eval_for
-from upriver.program.precision import autocasting
+from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.program import Program
 from upriver.program.proof import Proof
 from upriver.program.remember import is_proven, proof_digest, remember
@@ -136,8 +136,12 @@ def split(
 
     Raises:
         ModelError: If nothing or everything is frozen, or a module that would be skipped has hooks.
+        ConfigError: If an argument is outside what is allowed.
     """
-    job = _Splitting(model, Example.of(example), autocast, on_progress or (lambda text: None))
+    if granularity not in _LEVELS:
+        raise ConfigError(f"granularity must be module, op or end, got {granularity!r}")
+    precision = autocast_dtype(autocast)
+    job = _Splitting(model, Example.of(example), precision, on_progress or (lambda text: None))
     return job.run(granularity)
 
 
@@ -149,6 +153,7 @@ class _Splitting:
     ) -> None:
         self.model, self.example, self.autocast, self.tell = model, example, autocast, tell
         self.attempts: list[Attempt] = []
+        self.left: dict[str, str] = {}  # modules that no program can hold, and why
 
     def run(self, granularity: Granularity) -> Split:
         """Try one way after the other."""
@@ -174,13 +179,18 @@ class _Splitting:
             return None
 
     def _points(self, calls: Trace, training: Pass | None) -> Iterator[FreezePoint]:
-        """Freeze points to try: the largest prefix, then one that ends before control flow on data."""
+        """Freeze points to try: the largest prefix, then one that ends before control flow on data.
+
+        Each is tried again without the modules that turned out to be none that a program can hold.
+        """
         tried: set[tuple[int, ...]] = set()
         for before_branches in (False, True):
-            point = self._point(calls, training, before_branches=before_branches)
-            if point.why_not:
-                self.attempts.append(Attempt(step="freeze point", why_not=point.why_not))
-            elif point.skipped not in tried:
+            while True:
+                point = self._point(calls, training, before_branches=before_branches)
+                if point.why_not:
+                    self.attempts.append(Attempt(step="freeze point", why_not=point.why_not))
+                if point.why_not or point.skipped in tried:
+                    break
                 tried.add(point.skipped)
                 yield point
 
@@ -188,7 +198,7 @@ class _Splitting:
         """The largest prefix, without what chance decides about."""
         left: dict[str, str] = {}
         while True:
-            point = find(self.model, calls, training, before_branches=before_branches, left=left)
+            point = find(self.model, calls, training, before_branches=before_branches, left=left | self.left)
             chance = random_branch(training, self._paths(calls, point)) if training else None
             if chance is None or chance[0] in left:
                 return point
@@ -213,6 +223,8 @@ class _Splitting:
                 return self._split(calls, point, tail, program, in_eval)
         except CaptureError as error:  # a finer or coarser program would not help
             self.attempts.append(Attempt(step=step, why_not=str(error)))
+            if error.module is not None and error.module not in self.left:
+                self.left[error.module] = str(error)  # the next point leaves it to the tail
         return None
 
     def _proven(self, program: Program, tail: Tail, in_eval: EvalPlan, step: str) -> bool:
@@ -274,4 +286,5 @@ _LEVELS: dict[Granularity, str] = {
 
 
 def _levels(granularity: Granularity) -> tuple[Granularity, ...]:
-    return ("op", "module", "end") if granularity == "op" else ("module", "end")
+    order: tuple[Granularity, ...] = ("op", "module", "end")
+    return order[order.index(granularity) :]

@@ -147,10 +147,21 @@ class _Twin:
     def update(self) -> None:
         """Make the clone what the module is now, but for their differences."""
         state = self.clone.__dict__
+        for name in [name for name in state if name not in self.module.__dict__ and name not in self.own]:
+            del state[name]
         state.update(self.module.__dict__)
         state.update(self.own)
         state.pop("forward", None)
         state.pop("_compiled_call_impl", None)  # of module.compile(): it would run the module itself
+
+    def hand_back(self) -> None:
+        """Make what the user's forward has set on the clone the module's."""
+        if isinstance(self.clone, _Stub):
+            return
+        theirs = self.module.__dict__
+        for name, value in self.clone.__dict__.items():
+            if name not in self.own and theirs.get(name, self) is not value:
+                theirs[name] = value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -245,6 +256,9 @@ class Tail(nn.Module):
                 return shadow.root(*args, **kwargs)
         finally:
             feed.values = None
+            if not torch.compiler.is_compiling():
+                for twin in shadow.twins:
+                    twin.hand_back()
 
 
 class _PerThread(threading.local):

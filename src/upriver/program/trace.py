@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -104,12 +104,18 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """All calls of one pass, in the order in which they ended, the shapes of the inputs, the data flow."""
+    """All calls of one pass, in the order in which they ended, the shapes of the inputs, the data flow.
+
+    Attributes:
+        example: What the model was called with.
+        counting: Modules that change a number among their attributes while they run, and which one.
+    """
 
     calls: tuple[Call, ...]
     inputs: tuple[Shape, ...]
     example: Example
     flow: Flow
+    counting: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, path: str) -> list[Call]:
         """The calls of one module."""
@@ -165,16 +171,56 @@ class _Switch:
 
 
 @contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Leave running statistics as they were."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Leave what a forward changes as it was: running statistics, and attributes of modules."""
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    kept = [_Attributes(m) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     try:
         yield
     finally:
+        for attributes in kept:
+            attributes.restore()
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                if not torch.equal(buffer, before[name]):
-                    buffer.copy_(before[name])
+                if not torch.equal(buffer, values[name]):
+                    buffer.copy_(values[name])
+
+
+class _Attributes:
+    """What one module holds beside parameters and submodules; hooks come and go as they like."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.values = {name: value for name, value in vars(module).items() if not _is_machinery(name)}
+        self.contents = {
+            name: value.copy() for name, value in self.values.items() if isinstance(value, list | dict | set)
+        }
+        self.buffers = dict(module._buffers)
+
+    def restore(self) -> None:
+        """Put it back."""
+        now = vars(self.module)
+        for name in [name for name in now if name not in self.values and not _is_machinery(name)]:
+            del now[name]
+        now.update(self.values)
+        for name, content in self.contents.items():
+            value = self.values[name]
+            if value != content:
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+
+    def counted(self) -> str:
+        """A number or flag among them that is another one now; empty if there is none."""
+        for name, value in vars(self.module).items():
+            if isinstance(value, int | float) and name != "training" and self.values.get(name) != value:
+                return name
+        return ""
+
+
+def _is_machinery(name: str) -> bool:
+    return name in ("_parameters", "_buffers", "_modules") or "hook" in name
 
 
 @contextlib.contextmanager
@@ -205,13 +251,16 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         torch.no_grad(),
         torch.random.fork_rng(devices=list(devices)),
         in_eval(model),
-        buffers_kept(model),
+        state_kept(model),
         no_fast_path(),
         autocasting(example.tensors[0].device, autocast),
     ):
         first, flow = _watch(model, two)
+        # What the first pass sets and the second sets to the same again is no count.
+        between = {path: _Attributes(module) for path, module in model.named_modules()}
         second = _Pass(model, three)
         second.run()
+        counting = {path: name for path, kept in between.items() if (name := kept.counted())}
     if [call.path for call in first] != [call.path for call in second.calls]:
         raise CaptureError("the model calls different modules for 2 and for 3 samples")
     return Trace(
@@ -219,6 +268,7 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         inputs=tuple(_shape(a, b) for a, b in zip(two.tensors, three.tensors, strict=True)),
         example=two,
         flow=flow,
+        counting=counting,
     )
 
 
@@ -238,7 +288,7 @@ def watch_training(
         torch.no_grad(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         mode(model, training=True),
-        buffers_kept(model),
+        state_kept(model),
         no_fast_path(),
         autocasting(device, autocast),
     ):
@@ -276,6 +326,9 @@ class _Pass:
         """
         with contextlib.ExitStack() as stack:
             for path, module in self.model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    where = f"module {path!r}" if path else "the model"
+                    raise CaptureError(f"{where} is TorchScript, which cannot be watched while it runs")
                 # Ours run first on the way in and last on the way out, around whatever hooks the user has.
                 stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(path)).remove)
@@ -283,6 +336,8 @@ class _Pass:
                 self.model(*self.example.args, **self.example.kwargs)
             except Exception as error:  # whatever the user's forward raises
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                if self._runs_with_gradients():
+                    raise CaptureError(f"the model cannot be watched without gradients: {reason}") from error
                 raise ModelError(
                     f"the model cannot be called with {self.example.describe()}: {reason}"
                 ) from error
@@ -291,6 +346,15 @@ class _Pass:
             for call, kept in zip(self.calls, self._results, strict=True)
         ]
         self._results.clear()
+
+    def _runs_with_gradients(self) -> bool:
+        """Whether the model is one that differentiates in its forward."""
+        try:
+            with torch.enable_grad():
+                self.model(*self.example.args, **self.example.kwargs)
+        except Exception:  # it cannot be called at all
+            return False
+        return True
 
     def _enter(self, _module: nn.Module, _args: Any) -> None:
         self._open.append((self._begun, self._events))
@@ -331,7 +395,9 @@ class _Pass:
                 opaque=has_only_plain_leaves(result),
             )
         )
-        self._results.append([(tensor, tensor._version) for tensor in tensors_in(result)])
+        self._results.append(
+            [(tensor, tensor._version) for tensor in tensors_in(result) if not tensor.is_inference()]
+        )
         self._events += 1
 
 
