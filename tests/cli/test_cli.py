@@ -102,14 +102,52 @@ def test_package_that_is_not_installed(
 
 
 def test_unexpected_error_is_one_line_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_arguments: object, **_options: object) -> None:
+        raise ZeroDivisionError("two\nlines")
+
+    monkeypatch.setattr("upriver.program.names.load_model", broken)
+    assert main(["cuts", "torchvision:resnet18"]) == 1
+    assert "ZeroDivisionError: two lines" in error_line(capsys)
+    assert main(["cuts", "torchvision:resnet18", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("def model():\n    raise ZeroDivisionError('two\\nlines')\n", "broken_models:model raised Zero"),
+        ("def model():\n    raise SystemExit(3)\n", "broken_models:model raised SystemExit"),
+        ("def model(size):\n    pass\n", "broken_models:model raised TypeError"),
+        ("import nowhere_at_all\n", "cannot be imported: No module named 'nowhere_at_all'"),
+        ("def model(:\n", "cannot be imported: SyntaxError"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_bad_input(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    named: str,
+) -> None:
+    (tmp_path / "broken_models.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_models", raising=False)
+    assert main(["cuts", "broken_models:model"]) == 2
+    assert named in error_line(capsys)
+
+
+def test_what_a_model_prints_while_it_is_made_stays_out_of_the_result(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "broken_models.py").write_text("def model():\n    raise ZeroDivisionError('two\\nlines')\n")
+    (tmp_path / "noisy_models.py").write_text(
+        "import torch\nprint('one')\n\n\ndef model():\n    print('two')\n"
+        "    return torch.nn.Linear(4, 2), torch.ones(2, 4)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["cuts", "broken_models:model"]) == 1
-    assert "ZeroDivisionError: two lines" in error_line(capsys)
-    assert main(["cuts", "broken_models:model", "--debug"]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    assert main(["cuts", "noisy_models:model", "--json"]) == 0
+    assert [row["cut"] for row in json.loads(capsys.readouterr().out)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +156,7 @@ def test_unexpected_error_is_one_line_and_exit_code_1(
         (["index", "ftp://x"], 2, "bad_config", "ftp://x"),
         (["index", "file:///does/not/exist"], 2, "store", "/does/not/exist"),
         (["index"], 2, "bad_command", "uri"),
-        (["cuts", "broken_models:model"], 1, "unexpected", "ZeroDivisionError: two lines"),
+        (["cuts", "broken_models:model"], 2, "bad_model", "ZeroDivisionError: two lines"),
     ],
 )
 def test_with_json_an_error_is_the_one_document(
