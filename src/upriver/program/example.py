@@ -64,10 +64,16 @@ class Example:
         """How many samples it holds: the first tensor's first dimension."""
         return int(self.tensors[0].shape[0])
 
+    def holds_samples(self, tensor: torch.Tensor) -> bool:
+        """Whether one of its tensors has a row for each sample, and is not the same for all."""
+        return tensor.dim() > 0 and tensor.shape[0] == self.samples
+
     def resized(self, count: int) -> Example:
         """The same with ``count`` samples, repeated or cut; tensors without samples stay as they are."""
-        samples = self.samples
-        return self._map(lambda tensor: _resize(tensor, samples, count))
+        # Copies, also of what stays as it is: a model may write into what it is given.
+        return self._map(
+            lambda tensor: _resize(tensor, count) if self.holds_samples(tensor) else tensor.clone()
+        )
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Example:
         """The same call on other tensors, in the order of :attr:`tensors`."""
@@ -90,10 +96,8 @@ class Example:
         return Example(args=args, kwargs=kwargs)
 
 
-def _resize(tensor: torch.Tensor, samples: int, count: int) -> torch.Tensor:
-    if tensor.dim() == 0 or tensor.shape[0] != samples:
-        return tensor.clone()  # a model may write into what it is given
-    repeats = -(-count // max(1, samples))
+def _resize(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    repeats = -(-count // tensor.shape[0])
     return torch.cat([tensor] * repeats)[:count]
 
 

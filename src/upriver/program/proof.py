@@ -46,8 +46,9 @@ class Proof:
         self.program = program
         self._kept = size // 2
         self._random = (first, second)
-        self._padded = _padded(second, size - max(1, size // 4))
-        self._mixed = _mixed(first, other, self._kept)
+        self._unpadded = size - max(1, size // 4)
+        self._padded = _changed_from(self._unpadded, second)
+        self._mixed = _changed_from(self._kept, first, other)
         self._values: list[tuple[torch.Tensor, ...]] = []
 
     def cuts(self) -> None:
@@ -111,8 +112,7 @@ class Proof:
             return
         mixed = program.run(self._mixed.tensors, 0, program.num_stages)
         first, second = self._values
-        unpadded = program.micro_batch - max(1, program.micro_batch // 4)
-        for changed, before, rows in ((mixed, first, self._kept), (padded, second, unpadded)):
+        for changed, before, rows in ((mixed, first, self._kept), (padded, second, self._unpadded)):
             a, b = (tail.values.select(values, range(rows)) for values in (changed, before))
             if not all(_equal(x, y) for x, y in zip(a, b, strict=True)):
                 raise CaptureError(
@@ -138,17 +138,16 @@ def _random(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return flat.index_select(0, chosen).reshape(tensor.shape)
 
 
-def _padded(example: Example, samples: int) -> Example:
-    """The same with rows past ``samples`` as padding leaves them."""
-    size = example.samples
+def _changed_from(first: int, given: Example, other: Example | None = None) -> Example:
+    """The same with the rows of another example from ``first`` on, or zero, as padding leaves them."""
     changed = []
-    for tensor in example.tensors:
-        padded = tensor
-        if tensor.dim() and tensor.shape[0] == size:
-            padded = torch.empty_like(tensor).copy_(tensor)
-            padded[samples:] = 0
-        changed.append(padded)
-    return example.with_tensors(changed)
+    for number, mine in enumerate(given.tensors):
+        tensor = mine
+        if given.holds_samples(mine):
+            tensor = torch.empty_like(mine).copy_(mine)
+            tensor[first:] = 0 if other is None else other.tensors[number][first:]
+        changed.append(tensor)
+    return given.with_tensors(changed)
 
 
 def _same_answers(
@@ -221,16 +220,3 @@ def _answer(
             raise CaptureError("the model's answer does not depend on its trainable parameters")
         gradients = torch.autograd.grad(torch.stack(terms).sum(), list(trainable.values()), allow_unused=True)
     return [t.detach() for t in answers], dict(zip(trainable, gradients, strict=True))
-
-
-def _mixed(given: Example, other: Example, first: int) -> Example:
-    """The first rows of one example, the others of another one."""
-    size = given.samples
-    mixed = []
-    for mine, theirs in zip(given.tensors, other.tensors, strict=True):
-        tensor = mine
-        if mine.dim() and mine.shape[0] == size:
-            tensor = torch.empty_like(mine).copy_(mine)
-            tensor[first:] = theirs[first:]
-        mixed.append(tensor)
-    return given.with_tensors(mixed)

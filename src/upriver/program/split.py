@@ -57,10 +57,9 @@ class Whole(nn.Module):
 
 
 def _as_ships(example: Example) -> list[Ship]:
-    size = example.samples
     ships = []
     for leaf, tensor in enumerate(example.tensors):
-        batched = tensor.dim() > 0 and tensor.shape[0] == size
+        batched = example.holds_samples(tensor)
         base = tuple(tensor.shape) if not batched else (0, *tensor.shape[1:])
         slope = tuple(int(batched and dim == 0) for dim in range(tensor.dim()))
         ships.append(

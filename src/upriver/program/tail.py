@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from upriver.errors import CaptureError, ModelError
 from upriver.program.example import Example
 from upriver.program.freeze import keep_in_eval
+from upriver.program.passes import Pass
 from upriver.program.point import FreezePoint
 from upriver.program.precision import autocasting
 from upriver.program.trace import Call, Shape, Trace
@@ -284,20 +285,11 @@ class _Recipe:
         self.skipped = set(point.skipped)
         self.paths = {module: path for path, module in model.named_modules()}
         self.results: dict[str, list[Any]] = {}
-        by_index = {call.index: call for call in calls.calls}
-        for index in sorted(by_index):
-            if not self._inside_skipped(by_index[index], by_index):
-                call = by_index[index]
-                result = self._result(call) if index in self.skipped else None
+        owner = Pass(calls.calls, calls.flow).enclosing(self.skipped)
+        for call in sorted(calls.calls, key=lambda call: call.index):
+            if owner[call.parent] < 0:  # what runs inside a skipped call does not run at all
+                result = self._result(call) if call.index in self.skipped else None
                 self.results.setdefault(call.path, []).append(result)
-
-    def _inside_skipped(self, call: Call, calls: Mapping[int, Call]) -> bool:
-        parent = call.parent
-        while parent >= 0:
-            if parent in self.skipped:
-                return True
-            parent = calls[parent].parent
-        return False
 
     def _result(self, call: Call) -> tuple[list[Any], Any]:
         """A call's result as its stub gives it, flattened."""

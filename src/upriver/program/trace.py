@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from upriver.errors import CaptureError, ModelError
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.flow import Flow, Recorder, Value, has_only_plain_leaves
+from upriver.program.freeze import keep_in_eval
 from upriver.program.precision import autocasting
 
 
@@ -292,8 +293,7 @@ def watch_training(
         no_fast_path(),
         autocasting(device, autocast),
     ):
-        for path in in_eval:
-            model.get_submodule(path).eval()
+        keep_in_eval(model, list(in_eval))
         return _watch(model, example)
 
 
