@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from upriver.program.check import check
 from upriver.program.graph import Graph, Stage, Value, Weight, digest_of
 from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.reading import check_weight, decode
+from upriver.program.reuse import overwritable
 from upriver.program.steps import Step, Values, bind, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path
 from upriver.program.weights import WeightsFile
@@ -152,19 +153,20 @@ class Program:
         if not 0 <= start <= stop <= self.num_stages:
             raise ProgramError(f"stages [{start}, {stop}) lie outside 0..{self.num_stages}")
         values = self._take(tensors, start)
+        borrowed = frozenset(values)
         with no_fast_path(), autocasting(self.device, self._autocast):
             for position in range(start + 1, stop + 1):
                 began = time.perf_counter()
-                self._run_stage(position, values)
+                self._run_stage(position, values, borrowed)
                 if on_stage is not None:
                     self._synchronize()
                     on_stage(position, time.perf_counter() - began)
         return tuple(self._result(value.name, values) for value in self.live(stop))
 
-    def _run_stage(self, position: int, values: Values) -> None:
+    def _run_stage(self, position: int, values: Values, borrowed: Container[str]) -> None:
         for step in self._stages[position - 1]:
             try:
-                step.run(values)
+                step.run(values, borrowed)
             except Exception as error:
                 raise step.refusal(error) from error
 
@@ -206,9 +208,9 @@ class Program:
         So a stage never sees more than another tier would have sent it.
         """
         fixed = self._weights | self._constants
-        bound = []
+        bound, over = [], overwritable(self.graph)
         for stage, nodes in zip(self.graph.stages, schedule(self.graph).stages, strict=True):
-            steps = bind(nodes, fixed, self.device)
+            steps = bind(nodes, fixed, self.device, over)
             mark_last_uses(steps, nodes, [*stage.live, *fixed])
             bound.append(steps)
         return bound

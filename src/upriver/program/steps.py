@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -12,6 +12,7 @@ import torch
 from upriver.errors import ProgramError
 from upriver.program.graph import Graph, Node, constants, decode_argument, reference, references
 from upriver.program.operators import resolve
+from upriver.program.reuse import in_place
 
 Numbered: TypeAlias = tuple[int, Node]
 Values: TypeAlias = dict[str, torch.Tensor]
@@ -27,16 +28,34 @@ class Step:
         where: The node in words, for messages.
     """
 
-    __slots__ = ("_args", "_fill", "_kwargs", "_kwfill", "_names", "_only", "_operator", "done", "where")
+    __slots__ = (
+        "_args",
+        "_fill",
+        "_kwargs",
+        "_kwfill",
+        "_names",
+        "_only",
+        "_operator",
+        "_over",
+        "_write_over",
+        "done",
+        "where",
+    )
 
     def __init__(
-        self, index: int, node: Node, fixed: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        index: int,
+        node: Node,
+        fixed: Mapping[str, torch.Tensor],
+        device: torch.device,
+        over: str | None = None,
     ) -> None:
         """Resolve what does not change from run to run.
 
         Args:
             index: The node's, for messages.
             fixed: Weights and constants.
+            over: The operand that the result may be written over, if there is one.
 
         Raises:
             ProgramError: If the operator is not allowed, or an argument is of no known form.
@@ -44,6 +63,8 @@ class Step:
         self.where = f"node {index} ({node.op})"
         self.done: tuple[str, ...] = ()
         self._operator = resolve(node.op)
+        self._over = over if over not in fixed else None
+        self._write_over = in_place(node.op) if self._over is not None else None
         self._names = [output.name if output is not None else None for output in node.outputs]
         returns = self._operator._schema.returns
         alone = len(returns) == len(self._names) == 1 and str(returns[0].type) == "Tensor"
@@ -79,15 +100,22 @@ class Step:
         for name in self.done:
             del values[name]
 
-    def run(self, values: Values) -> None:
-        """Call the operator and store its results."""
+    def run(self, values: Values, borrowed: Container[str] = ()) -> None:
+        """Call the operator and store its results.
+
+        Args:
+            borrowed: Names of values that belong to whoever asked, so that nothing may be written over them.
+        """
         # Written out, since the calls in between would cost a small operator a fifth of its time.
         args = self._args.copy()
         for place, fill in self._fill:
             args[place] = fill(values)
         if self._only is None or self._kwfill:
             return self.store(values, self.call(values))
-        values[self._only] = self._operator(*args, **self._kwargs)
+        operator = self._operator
+        if self._over is not None and self._over not in borrowed:
+            operator = self._write_over
+        values[self._only] = operator(*args, **self._kwargs)
         for name in self.done:
             del values[name]
         return None
@@ -154,9 +182,15 @@ def schedule(graph: Graph) -> Schedule:
     return Schedule(constants=first, kept=kept, stages=rest)
 
 
-def bind(nodes: Sequence[Numbered], fixed: Mapping[str, torch.Tensor], device: torch.device) -> list[Step]:
-    """Steps for these nodes."""
-    return [Step(index, node, fixed, device) for index, node in nodes]
+def bind(
+    nodes: Sequence[Numbered],
+    fixed: Mapping[str, torch.Tensor],
+    device: torch.device,
+    over: Mapping[int, str] | None = None,
+) -> list[Step]:
+    """Steps for these nodes; ``over`` has the operands that may be written over (see ``reuse``)."""
+    over = over or {}
+    return [Step(index, node, fixed, device, over.get(index)) for index, node in nodes]
 
 
 def mark_last_uses(steps: Sequence[Step], nodes: Sequence[Numbered], keep: Iterable[str]) -> None:
