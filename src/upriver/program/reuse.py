@@ -67,21 +67,26 @@ def overwritable(graph: Graph) -> Mapping[int, str]:
     reads = Counter(name for node in graph.nodes for name in references([node.args, node.kwargs]))
     reads.update(graph.stages[-1].live)
     fresh: dict[str, TensorSpec] = {}
-    found = {}
+    found: dict[int, str] = {}
     for index, node in enumerate(graph.nodes):
-        result = node.outputs[0] if node.outputs else None
-        name = _first_operand(node.args)
-        if name in fresh and node.op in _IN_PLACE and reads[name] == 1 and result is not None:
-            if fresh[name] == result.spec and _dense(result.spec):
-                found[index] = name
-        if result is not None and node.op in _FRESH or index in found:
-            assert result is not None
+        result, name = node.outputs[0] if node.outputs else None, _first_operand(node.args)
+        if result is None:
+            continue
+        if (
+            node.op in _IN_PLACE
+            and reads[name] == 1
+            and fresh.get(name) == result.spec
+            and _dense(result.spec)
+        ):
+            found[index] = name
+        if node.op in _FRESH or index in found:
             fresh[result.name] = result.spec
     return found
 
 
-def _first_operand(args: Sequence[Any]) -> str | None:
-    return reference(args[0]) if args else None
+def _first_operand(args: Sequence[Any]) -> str:
+    """Its name; empty where it is no tensor of the graph."""
+    return (reference(args[0]) or "") if args else ""
 
 
 def _dense(spec: TensorSpec) -> bool:
