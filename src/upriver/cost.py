@@ -4,7 +4,7 @@ An epoch is a pipeline of three resources: the storage tier, the link, the compu
 sum of its own phases, all work at once, so with ``stream="micro_batch"`` the epoch takes as long as the
 busiest of them, plus the time until its first micro-batch has reached it (fill) and from its last one to the
 end (drain). With ``stream="request"`` it is HAPI's own pipeline of two, ``max(compute, storage + network)``
-an iteration.
+an iteration. With ``stream="synchronous"`` nothing overlaps: the three add up.
 
 The phases of one sample, in order (HAPI 2025, Table 1), and where their seconds come from:
 
@@ -26,14 +26,21 @@ compute    the tail: forward, backward, step         measured, per training batc
 Forward passes on one processor take turns; every other storage phase runs ``concurrency`` at a time (the same
 section). A fixed cost per call is spread over the micro-batch of that call. The smallest cut pushes nothing
 down: the object store is read, the stored bytes cross, nothing is moved or encoded for them.
+
+Every quantity is worked out for all cuts at once, as an array over the candidates, so that a chain of a
+thousand stages is planned in milliseconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from functools import cached_property
+from typing import TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from upriver.errors import ConfigError
 from upriver.text import bytes_text
@@ -51,13 +58,16 @@ from upriver.types import (
     Workload,
 )
 
+Array: TypeAlias = npt.NDArray[np.float64]
+"""One number a candidate cut, in the order of the chain."""
+
 NOT_SPLIT = "(not split)"
 """What stands in a table for the stage that the smallest cut lies after: there is none."""
 
 
-def candidates(profile: Profile) -> tuple[int, ...]:
-    """The cuts a plan may choose among: not splitting, and after each frozen model stage."""
-    return (profile.unsplit, *range(1, profile.freeze + 1))
+def candidates(profile: Profile) -> range:
+    """Every cut up to the freeze point: not splitting, between input stages, after model stages."""
+    return range(profile.unsplit, profile.freeze + 1)
 
 
 def route_at(profile: Profile, cut: int, *, share: float = 1.0) -> Route:
@@ -87,12 +97,13 @@ def evaluate(routes: int | Sequence[Route], profile: Profile, cluster: Cluster, 
 
 def two_resource_epoch_s(cut: int, profile: Profile, cluster: Cluster, workload: Workload) -> float:
     """HAPI 2025's objective, whatever ``stream`` says: iterations x max(compute, storage + network)."""
-    return CostModel(profile, cluster, workload).two_resource(cut).epoch_s
+    model = CostModel(profile, cluster, workload)
+    return float(model.two_resource.epoch_s[model.index(cut)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phases:
-    """Seconds for which one sample keeps each phase busy at one cut.
+    """Seconds for which one sample keeps each phase busy: of one cut, or of every candidate.
 
     Attributes:
         storage_parallel: read, move, encode and the storage tier's own CPUs: run ``concurrency`` at a time.
@@ -104,95 +115,155 @@ class Phases:
         compute_cpu: The compute tier's CPUs, where an accelerator runs the model.
     """
 
-    storage_parallel: float
-    storage_forward: float
-    model_load: float
-    network: float
-    compute_receive: float
-    compute_forward: float
-    compute_cpu: float
+    storage_parallel: Array
+    storage_forward: Array
+    model_load: Array
+    network: Array
+    compute_receive: Array
+    compute_forward: Array
+    compute_cpu: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epochs:
+    """What an epoch costs at each candidate cut, were all samples to take it.
+
+    Attributes:
+        busy: One row a resource that no other one can help: seconds for which each cut keeps it busy. No
+            epoch is shorter than the largest of its column, and a mix is busy for the shares of its routes.
+        epoch_s: The whole epoch.
+    """
+
+    epoch_s: Array
+    storage_s: Array
+    network_s: Array
+    compute_s: Array
+    bytes: Array
+    busy: Array
+
+    @property
+    def around_s(self) -> Array:
+        """Seconds before the busiest resource begins and after it has ended."""
+        return np.asarray(self.epoch_s - self.busy.max(axis=0))
 
 
 class CostModel:
-    """Every cut of one (profile, cluster, workload): what is common is summed once, so a cut costs O(1)."""
+    """Every cut of one (profile, cluster, workload)."""
 
     def __init__(self, profile: Profile, cluster: Cluster, workload: Workload) -> None:
         self.profile, self.cluster, self.workload = profile, cluster, workload
+        self.cuts = candidates(profile)
         self._frozen = (*profile.input_stages, *profile.stages[: profile.freeze])
         self._compute_at_once = cluster.compute.micro_batch or workload.batch_size
-        self._storage_s = _running_sums(self._spent(Tier.STORAGE, cluster.storage.micro_batch))
-        self._compute_s = _running_sums(reversed(self._spent(Tier.COMPUTE, self._compute_at_once)))
-        self._storage_need = _running_need(self._frozen)
-        self._compute_need = _running_need(self._frozen[::-1])
 
     # ---------------------------------------------------------------------------------------- times
 
     def evaluate(self, routes: int | Sequence[Route]) -> Cost:
         """Predict one epoch; see the function of the same name."""
-        cuts = [(routes, 1.0)] if isinstance(routes, int) else [(r.cut, r.share) for r in routes]
-        if not math.isclose(sum(share for _, share in cuts), 1.0, abs_tol=1e-9):
-            raise ConfigError(f"shares must sum to 1, got {[share for _, share in cuts]}")
-        one = self._micro_batch_cost if self.cluster.stream == "micro_batch" else self.two_resource
-        costs = [(one(cut), share) for cut, share in cuts if share > 0]
-        if len(costs) == 1:
-            return costs[0][0]
+        epochs = self.epochs
+        if isinstance(routes, int):
+            return self._cost(epochs, self.index(routes))
+        if not math.isclose(sum(route.share for route in routes), 1.0, abs_tol=1e-9):
+            raise ConfigError(f"shares must sum to 1, got {[route.share for route in routes]}")
+        used = [(self.index(route.cut), route.share) for route in routes if route.share > 0]
+        if len(used) == 1:
+            return self._cost(epochs, used[0][0])
+        costs = [(self._cost(epochs, index), share) for index, share in used]
         mixed = Cost(
             **{f.name: sum(share * getattr(cost, f.name) for cost, share in costs) for f in fields(Cost)}
         )
-        around = max(cost.epoch_s - self._busiest_s(cost) for cost, _ in costs)
-        return replace(mixed, epoch_s=self._busiest_s(mixed) + around)
+        indices, shares = [index for index, _ in used], [share for _, share in used]
+        busiest = (epochs.busy[:, indices] @ np.array(shares)).max()
+        return replace(mixed, epoch_s=float(busiest + epochs.around_s[indices].max()))
 
-    def _busiest_s(self, cost: Cost) -> float:
-        """The time below which no epoch of this pipeline can come."""
-        if self.cluster.stream == "request":
-            return max(cost.compute_s, cost.storage_s + cost.network_s)
-        return max(cost.storage_s, cost.network_s, cost.compute_s)
+    def _cost(self, epochs: Epochs, index: int) -> Cost:
+        return Cost(**{f.name: float(getattr(epochs, f.name)[index]) for f in fields(Cost)})
 
-    def _micro_batch_cost(self, cut: int) -> Cost:
-        phases, samples = self.phases(cut), self.workload.num_samples
+    @cached_property
+    def epochs(self) -> Epochs:
+        """An epoch at each candidate cut, by the pipeline that ``cluster.stream`` names."""
+        match self.cluster.stream:
+            case "micro_batch":
+                return self._pipelined()
+            case "request":
+                return self.two_resource
+            case _:
+                return self._synchronous()
+
+    def _pipelined(self) -> Epochs:
+        phases, samples = self.all_phases, self.workload.num_samples
         cpus = samples * phases.compute_cpu
-        storage = samples * self._storage_busy(phases)
+        storage = samples * self._storage_busy
         network = samples * phases.network
         compute = samples * (phases.compute_receive + phases.compute_forward) + self._tails()
-        first, hop, head, last = self._fill_and_drain(phases)
-        epoch = max(storage + hop + last, first + network + self.cluster.link.rtt_s + last, head + compute)
-        return Cost(
-            epoch_s=max(epoch, first + hop + cpus + last),
+        first, hop, head, last = self._fill_and_drain()
+        paths = (
+            storage + hop + last,
+            first + network + self.cluster.link.rtt_s + last,
+            head + compute,
+            first + hop + cpus + last,
+        )
+        return Epochs(
+            epoch_s=np.max(paths, axis=0),
             storage_s=storage,
             network_s=network,
-            compute_s=max(compute, cpus),
-            bytes=samples * self.profile.cut_bytes(cut),
+            compute_s=np.maximum(compute, cpus),
+            bytes=samples * self._sent,
+            busy=np.stack((storage, network, compute, cpus)),
         )
 
-    def _fill_and_drain(self, phases: Phases) -> tuple[float, float, float, float]:
+    def _fill_and_drain(self) -> tuple[Array, Array, Array, Array]:
         """Seconds of the first micro-batch on storage, its hop, compute's idle start, compute after the last.
 
         The trainable tail takes whole training batches, so compute also waits, less what it can do meanwhile,
         for the first of them to be complete.
         """
-        samples, link = self.workload.num_samples, self.cluster.link
+        phases, samples, link = self.all_phases, self.workload.num_samples, self.cluster.link
         batch = min(self.workload.batch_size, samples)
         sent = min(self.cluster.storage.micro_batch, samples)
         taken = min(self._compute_at_once, batch)
-        alone = phases.storage_parallel + phases.storage_forward
-        first, hop = sent * alone + phases.model_load, sent * phases.network + link.rtt_s
-        gap = max(self._storage_busy(phases), phases.network, phases.compute_cpu)
+        first = sent * (phases.storage_parallel + phases.storage_forward) + phases.model_load
+        hop = sent * phases.network + link.rtt_s
+        gap = np.max((self._storage_busy, phases.network, phases.compute_cpu), axis=0)
         suffix = phases.compute_receive + phases.compute_forward
 
-        def arrived(count: int) -> float:
-            return first + hop + max(0, count - sent) * gap
+        def arrived(count: int) -> Array:
+            return np.asarray(first + hop + max(0, count - sent) * gap)
 
-        head = max(arrived(taken), arrived(batch) - (batch - taken) * suffix)
+        head = np.maximum(arrived(taken), arrived(batch) - (batch - taken) * suffix)
         return first, hop, head, taken * (suffix + phases.compute_cpu) + self._tail(batch)
 
-    def two_resource(self, cut: int) -> Cost:
+    @cached_property
+    def two_resource(self) -> Epochs:
         """HAPI 2025, section 4.3: an iteration costs max(client, server + network), and they do not stream.
 
         Requests of an iteration run ``concurrency`` at a time; a wave waits for the one before it.
         """
-        phases, storage = self.phases(cut), self.cluster.storage
+        iterations, server, network, client = self._iteration()
+        busy = iterations * np.stack((server + network, client))
+        return self._iterated(iterations, server, network, client, busy)
+
+    def _synchronous(self) -> Epochs:
+        """An iteration is read, run, sent and trained before the next one begins."""
+        iterations, server, network, client = self._iteration()
+        return self._iterated(
+            iterations, server, network, client, iterations * (server + network + client)[np.newaxis]
+        )
+
+    def _iterated(self, iterations: int, server: Array, network: Array, client: Array, busy: Array) -> Epochs:
+        return Epochs(
+            epoch_s=busy.max(axis=0),
+            storage_s=iterations * server,
+            network_s=iterations * network,
+            compute_s=iterations * client,
+            bytes=self.workload.num_samples * self._sent,
+            busy=busy,
+        )
+
+    def _iteration(self) -> tuple[int, Array, Array, Array]:
+        """How many iterations an epoch has; seconds of one on the server, the link and the client."""
+        phases, storage = self.all_phases, self.cluster.storage
         batch = min(self.workload.batch_size, self.workload.num_samples)
-        iterations = math.ceil(self.workload.num_samples / batch)
         asked = min(storage.request_samples, batch)
         waves = math.ceil(math.ceil(batch / asked) / storage.concurrency)
         server = batch * phases.storage_forward + waves * (
@@ -201,13 +272,7 @@ class CostModel:
         network = batch * phases.network + self.cluster.link.rtt_s
         on_client = phases.compute_receive + phases.compute_forward + phases.compute_cpu
         client = batch * on_client + self._tail(batch)
-        return Cost(
-            epoch_s=iterations * max(client, server + network),
-            storage_s=iterations * server,
-            network_s=iterations * network,
-            compute_s=iterations * client,
-            bytes=self.workload.num_samples * self.profile.cut_bytes(cut),
-        )
+        return math.ceil(self.workload.num_samples / batch), server, network, client
 
     def phases(self, cut: int) -> Phases:
         """Seconds per sample of each phase at ``cut``.
@@ -215,35 +280,63 @@ class CostModel:
         Raises:
             ConfigError: If the chain has no such cut, or it lies past the freeze point.
         """
+        index, phases = self.index(cut), self.all_phases
+        return Phases(**{f.name: getattr(phases, f.name)[index] for f in fields(Phases)})
+
+    @cached_property
+    def all_phases(self) -> Phases:
+        """Seconds per sample of each phase at every candidate cut."""
         profile, storage, compute = self.profile, self.cluster.storage, self.cluster.compute
-        pushed, kept = self._stretches(cut)
-        sent, splits = profile.cut_bytes(cut), cut != profile.unsplit
-        onto_storage = profile.input.tensor_bytes + sent if cut > 0 else 0.0
-        onto_compute = sent if cut > 0 else profile.input.tensor_bytes
-        storage_main, storage_cpu = self._storage_s[pushed]
-        compute_main, compute_cpu = self._compute_s[kept]
-        loads_model = cut > 0 and not storage.reuse_model
+        sent, cuts = self._sent, np.arange(self.cuts.start, self.cuts.stop)
+        into_model, splits = cuts > 0, cuts > profile.unsplit
+        tensor = profile.input.tensor_bytes
+        storage_main, storage_cpu = self._spent(Tier.STORAGE, self.cluster.storage.micro_batch)
+        compute_main, compute_cpu = self._spent(Tier.COMPUTE, self._compute_at_once)
+        loading = 0.0 if storage.reuse_model else profile.model_load_s.get(Tier.STORAGE, 0.0)
         return Phases(
             storage_parallel=_rate(storage, "read") * profile.input.stored_bytes
-            + _rate(storage, "move") * onto_storage
-            + (_rate(storage, "encode") * sent if splits else 0.0)
-            + storage.load * storage_cpu,
-            storage_forward=storage.load * storage_main,
-            model_load=profile.model_load_s.get(Tier.STORAGE, 0.0) if loads_model else 0.0,
+            + _rate(storage, "move") * np.where(into_model, tensor + sent, 0.0)
+            + _rate(storage, "encode") * np.where(splits, sent, 0.0)
+            + storage.load * _before(storage_cpu),
+            storage_forward=storage.load * _before(storage_main),
+            model_load=np.where(into_model, loading, 0.0),
             network=sent / self.cluster.link.bandwidth_bytes_per_s,
-            compute_receive=_rate(compute, "decode") * sent + _rate(compute, "move") * onto_compute,
-            compute_forward=compute_main,
-            compute_cpu=compute_cpu,
+            compute_receive=_rate(compute, "decode") * sent
+            + _rate(compute, "move") * np.where(into_model, sent, tensor),
+            compute_forward=_after(compute_main),
+            compute_cpu=_after(compute_cpu),
         )
 
-    def _spent(self, tier: Tier, micro_batch: int) -> list[tuple[float, float]]:
-        inputs = [_input_seconds(stage, tier, micro_batch) for stage in self.profile.input_stages]
-        frozen = self.profile.stages[: self.profile.freeze]
-        return inputs + [_model_seconds(stage, tier, micro_batch) for stage in frozen]
+    @cached_property
+    def _sent(self) -> Array:
+        """Bytes per sample that cross each candidate cut."""
+        return np.array([self.profile.input.stored_bytes, *(stage.out_bytes for stage in self._frozen)])
 
-    def _storage_busy(self, phases: Phases) -> float:
-        loading = phases.model_load / self.cluster.storage.request_samples
-        return phases.storage_forward + (phases.storage_parallel + loading) / self.cluster.storage.concurrency
+    def _spent(self, tier: Tier, micro_batch: int) -> tuple[Array, Array]:
+        """Seconds per sample of each stage on a tier's main processor and on its CPUs.
+
+        An input stage runs on the CPUs where a tier has a processor apart from them.
+        """
+        inputs, cpu = len(self.profile.input_stages), f"{tier}.cpu"
+        on_cpu = [index for index in range(inputs) if cpu in self._frozen[index].seconds]
+        apart = set(on_cpu)
+        pairs = np.array(
+            [
+                stage.seconds[cpu] if index in apart else _main_seconds(stage, tier)
+                for index, stage in enumerate(self._frozen)
+            ]
+        ).reshape(-1, 2)
+        main = pairs[:, 0] / micro_batch + pairs[:, 1]
+        cpus = np.zeros_like(main)
+        cpus[on_cpu], main[on_cpu] = main[on_cpu], 0.0
+        return main, cpus
+
+    @cached_property
+    def _storage_busy(self) -> Array:
+        """Seconds of the storage tier a sample."""
+        phases, storage = self.all_phases, self.cluster.storage
+        loading = phases.model_load / storage.request_samples
+        return np.asarray(phases.storage_forward + (phases.storage_parallel + loading) / storage.concurrency)
 
     def _tail(self, batch: int) -> float:
         fixed, per_sample = self.profile.tail.seconds
@@ -254,33 +347,57 @@ class CostModel:
         iterations = math.ceil(self.workload.num_samples / self.workload.batch_size)
         return fixed * iterations + per_sample * self.workload.num_samples
 
-    def _stretches(self, cut: int) -> tuple[int, int]:
-        """How many frozen stages (input stages among them) run before and after ``cut``."""
-        pushed = cut - self.profile.unsplit
-        if not 0 <= pushed <= len(self._frozen):
+    def index(self, cut: int) -> int:
+        """Where a cut stands among the candidates.
+
+        Raises:
+            ConfigError: If it is none.
+        """
+        if cut not in self.cuts:
             allowed = f"{self.profile.unsplit}..{self.profile.freeze}"
             raise ConfigError(f"cut must lie in {allowed} (the freeze point), got {cut}")
-        return pushed, len(self._frozen) - pushed
+        return cut - self.cuts.start
 
     # --------------------------------------------------------------------------------------- memory
 
-    def shortfalls(self, cut: int) -> dict[Tier, float]:
-        """Bytes that each tier lacks at ``cut``; tiers that have enough are left out.
+    @cached_property
+    def needs(self) -> dict[Tier, Array]:
+        """Bytes that each tier needs at every candidate cut.
 
         Storage holds the parameters of its stages and the largest stage's activations for one micro-batch.
         Compute holds the same for what it runs, at its micro-batch (at the training batch where none is set,
         as in the papers), *and* the tail at the training batch, since the next batch is prepared while one
-        trains.
+        trains. Of routes that are mixed each tier needs the most of any: what fits alone fits in a mix.
         """
-        needs = {Tier.STORAGE: self._storage_bytes(cut), Tier.COMPUTE: self._compute_bytes(cut)}
+        params = np.array([stage.param_bytes for stage in self._frozen])
+        peaks = np.array([stage.peak_bytes for stage in self._frozen])
+        tail, most = self.profile.tail, np.maximum.accumulate
+        trained = tail.param_bytes + tail.peak_bytes * self.workload.batch_size
+        pushed, kept = np.append(0.0, most(peaks)), np.append(most(peaks[::-1])[::-1], 0.0)
+        return {
+            Tier.STORAGE: _before(params) + pushed * self.cluster.storage.micro_batch,
+            Tier.COMPUTE: _after(params) + kept * self._compute_at_once + trained,
+        }
+
+    @cached_property
+    def feasible(self) -> npt.NDArray[np.bool_]:
+        """Which candidate cuts fit both tiers' memory."""
+        return np.asarray(np.all([need <= self._has(tier) for tier, need in self.needs.items()], axis=0))
+
+    def shortfalls(self, cut: int) -> dict[Tier, float]:
+        """Bytes that each tier lacks at ``cut``; tiers that have enough are left out."""
+        index = self.index(cut)
+        needs = {tier: float(need[index]) for tier, need in self.needs.items()}
         return {tier: need - self._has(tier) for tier, need in needs.items() if need > self._has(tier)}
 
     def fits(self, cut: int) -> bool:
         """Whether both tiers have the memory that ``cut`` needs."""
-        return not self.shortfalls(cut)
+        return bool(self.feasible[self.index(cut)])
 
     def why_not(self, cut: int) -> str:
         """Which memory is too small at ``cut`` and by how many bytes; empty when all fits."""
+        if self.fits(cut):
+            return ""
         micro_batch, batch = self.cluster.compute.micro_batch, self.workload.batch_size
         prepared = f"micro-batches of {micro_batch} and " if micro_batch else ""
         batches = {
@@ -294,24 +411,14 @@ class CostModel:
             for tier, short in self.shortfalls(cut).items()
         )
 
-    def _storage_bytes(self, cut: int) -> float:
-        params, peak = self._storage_need[self._stretches(cut)[0]]
-        return params + peak * self.cluster.storage.micro_batch
-
-    def _compute_bytes(self, cut: int) -> float:
-        params, peak = self._compute_need[self._stretches(cut)[1]]
-        tail, batch = self.profile.tail, self.workload.batch_size
-        prefix = params + peak * self._compute_at_once
-        return prefix + tail.param_bytes + tail.peak_bytes * batch
-
     def _has(self, tier: Tier) -> float:
         return (self.cluster.storage if tier is Tier.STORAGE else self.cluster.compute).memory_bytes
 
     # ---------------------------------------------------------------------------------------- table
 
-    def table(self) -> tuple[CutRow, ...]:
+    def table(self) -> CutTable:
         """One row a candidate cut, in the order of the chain."""
-        return tuple(self.row(cut) for cut in candidates(self.profile))
+        return CutTable(self)
 
     def row(self, cut: int) -> CutRow:
         """What an epoch at ``cut`` would cost, and whether it fits."""
@@ -327,33 +434,56 @@ class CostModel:
         )
 
 
+class CutTable(Sequence[CutRow]):
+    """The rows of a plan's table, made when somebody looks."""
+
+    def __init__(self, model: CostModel) -> None:
+        self._model = model
+
+    def __len__(self) -> int:
+        return len(self._model.cuts)
+
+    @overload
+    def __getitem__(self, index: int) -> CutRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[CutRow, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> CutRow | tuple[CutRow, ...]:
+        if isinstance(index, slice):
+            return tuple(self._model.row(cut) for cut in self._model.cuts[index])
+        return self._model.row(self._model.cuts[index])
+
+    def __iter__(self) -> Iterator[CutRow]:
+        return (self._model.row(cut) for cut in self._model.cuts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 def _rate(tier: StorageTier | ComputeTier, phase: str) -> float:
     """Seconds per byte of a phase; one that was not measured is free."""
     return tier.seconds_per_byte.get(phase, 0.0)
 
 
-def _input_seconds(stage: StageProfile, tier: Tier, micro_batch: int) -> tuple[float, float]:
-    """An input stage runs on the tier's CPUs where it has a processor apart from them."""
-    if f"{tier}.cpu" not in stage.seconds:
-        return _model_seconds(stage, tier, micro_batch)
-    fixed, per_sample = stage.seconds[f"{tier}.cpu"]
-    return 0.0, fixed / micro_batch + per_sample
-
-
-def _model_seconds(stage: StageProfile, tier: Tier, micro_batch: int) -> tuple[float, float]:
-    if tier not in stage.seconds:
+def _main_seconds(stage: StageProfile, tier: Tier) -> tuple[float, float]:
+    try:
+        return stage.seconds[tier]
+    except KeyError:
         known = ", ".join(stage.seconds) or "nothing"
-        raise ConfigError(f"stages[{stage.name}].seconds.{tier} is missing (known: {known})")
-    fixed, per_sample = stage.seconds[tier]
-    return fixed / micro_batch + per_sample, 0.0
+        raise ConfigError(f"stages[{stage.name}].seconds.{tier} is missing (known: {known})") from None
 
 
-def _running_sums(spent: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Seconds per sample of the first 0, 1, 2, ... stages, on a tier's main processor and on its CPUs."""
-    return list(accumulate(spent, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0.0, 0.0)))
+def _before(spent: Array) -> Array:
+    """What the stages before each cut add up to."""
+    return np.append(0.0, np.cumsum(spent))
 
 
-def _running_need(stages: Iterable[StageProfile]) -> list[tuple[float, float]]:
-    """Parameter bytes and largest peak per sample of the first 0, 1, 2, ... of ``stages``."""
-    each = ((stage.param_bytes, stage.peak_bytes) for stage in stages)
-    return list(accumulate(each, lambda a, b: (a[0] + b[0], max(a[1], b[1])), initial=(0.0, 0.0)))
+def _after(spent: Array) -> Array:
+    """What the stages after each cut add up to."""
+    return np.append(np.cumsum(spent[::-1])[::-1], 0.0)

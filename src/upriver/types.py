@@ -9,7 +9,7 @@ next tier.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
@@ -23,6 +23,10 @@ _T = TypeVar("_T")
 
 DEFAULT_MICRO_BATCH = 16
 """Samples a frozen stage sees at once where nothing is known (HAPI 2025, section 4.4)."""
+
+
+STREAMS = ("micro_batch", "request", "synchronous")
+"""Ways in which answers may leave the storage tier."""
 
 
 class Tier(StrEnum):
@@ -286,7 +290,8 @@ class Cluster:
 
     Attributes:
         stream: When an answer leaves the storage tier: ``micro_batch``, each micro-batch as soon as it is
-            ready; ``request``, once a whole request is done (HAPI's way).
+            ready; ``request``, once a whole request is done (HAPI's way); ``synchronous``, once a whole
+            training batch is, and nothing else goes on meanwhile.
     """
 
     link: Link
@@ -295,8 +300,8 @@ class Cluster:
     stream: str = "micro_batch"
 
     def __post_init__(self) -> None:
-        if self.stream not in ("micro_batch", "request"):
-            raise ConfigError(f"stream must be 'micro_batch' or 'request', got {self.stream!r}")
+        if self.stream not in STREAMS:
+            raise ConfigError(f"stream must be one of {', '.join(STREAMS)}, got {self.stream!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,7 +399,7 @@ class Plan:
     feasible: bool
     routes: tuple[Route, ...]
     predicted: Cost | None
-    table: tuple[CutRow, ...]
+    table: Sequence[CutRow]
     why: str
     measured: Mapping[int, float] = field(default_factory=dict)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
 from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
-from upriver.cost import two_resource_epoch_s
+from upriver.cost import candidates, evaluate, two_resource_epoch_s
 from upriver.policies import POLICIES
 from upriver.types import (
     Cluster,
@@ -54,7 +55,9 @@ def naive_hapi_epoch_s(cut: int, profile: Profile, cluster: Cluster, workload: W
     rates = {"read": 0.0, "move": 0.0, "encode": 0.0, **storage.seconds_per_byte}
     others = rates["read"] * profile.input.stored_bytes
     if cut != profile.unsplit:
-        others += rates["encode"] * sent + rates["move"] * (profile.input.tensor_bytes + sent)
+        others += rates["encode"] * sent
+    if cut > 0:
+        others += rates["move"] * (profile.input.tensor_bytes + sent)
     client += cluster.compute.seconds_per_byte.get("decode", 0.0) * sent
     client += cluster.compute.seconds_per_byte.get("move", 0.0) * (
         sent if cut > 0 else profile.input.tensor_bytes
@@ -81,6 +84,83 @@ def test_hapi_is_the_best_by_brute_force(profile: Profile, cluster: Cluster, wor
     if fitting:
         best = min(naive_hapi_epoch_s(cut, *question) for cut in fitting)
         assert naive_hapi_epoch_s(plan.cut, *question) == pytest.approx(best, rel=1e-9)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_neurosurgeon_is_the_least_sum_by_brute_force(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    question = (profile, cluster, workload)
+    plan = POLICIES["neurosurgeon"](*question)
+    fitting = [cut for cut in range(1, profile.freeze + 1) if naive_fits(cut, *question)]
+    if not fitting:
+        assert plan.feasible == any(naive_fits(cut, *question) for cut in candidates(profile))
+        return
+    as_requests = (profile, replace(cluster, stream="request"), workload)
+    costs = {cut: evaluate(cut, *as_requests) for cut in fitting}
+    sums = {cut: cost.storage_s + cost.network_s + cost.compute_s for cut, cost in costs.items()}
+    assert plan.cut == min(sums, key=lambda cut: sums[cut])
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_hapi_bandwidth_follows_its_listing(profile: Profile, cluster: Cluster, workload: Workload) -> None:
+    question = (profile, cluster, workload)
+    plan = POLICIES["hapi_bandwidth"](*question)
+    fitting = [cut for cut in range(1, profile.freeze + 1) if naive_fits(cut, *question)]
+    if not fitting:
+        assert plan.feasible == any(naive_fits(cut, *question) for cut in candidates(profile))
+        return
+    winner = fitting[-1]
+    for layer in reversed(fitting):
+        size = profile.stage(layer).out_bytes
+        small = size < profile.input.stored_bytes
+        if small and size * workload.batch_size < cluster.link.bandwidth_bytes_per_s:
+            winner = layer
+    assert plan.cut == winner
+
+
+@pytest.mark.parametrize(("batch", "cut"), [(3000, 13), (4000, 16)])
+def test_hapi_bandwidth_on_the_papers_own_case(batch: int, cut: int) -> None:
+    """AlexNet at 1 Gbit/s (HAPI 2022, section 5.6); ImageNet's images have 110 KB on average."""
+    plan = POLICIES["hapi_bandwidth"](
+        alexnet(stored_bytes=110_000), cluster(bandwidth=125e6), Workload(batch_size=batch, num_samples=batch)
+    )
+    assert plan.cut == cut
+
+
+def test_hapi_bandwidth_pushes_less_down_over_a_faster_link() -> None:
+    """A candidate is smaller than what is stored; where the link takes none, the freeze point."""
+    stored = alexnet(stored_bytes=150_000)
+    cuts = [
+        POLICIES["hapi_bandwidth"](
+            stored, cluster(bandwidth=b), Workload(batch_size=1000, num_samples=1000)
+        ).cut
+        for b in (1e15, 50e6, 20e6, 10e6)
+    ]
+    assert cuts == [6, 13, 16, 17]
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_exhaustive_is_the_best_single_cut_by_brute_force(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    question = (profile, cluster, workload)
+    plan = POLICIES["exhaustive"](*question)
+    fitting = [cut for cut in candidates(profile) if naive_fits(cut, *question)]
+    assert plan.feasible == bool(fitting)
+    if fitting:
+        assert plan.predicted is not None
+        assert plan.predicted.epoch_s == min(evaluate(cut, *question).epoch_s for cut in fitting)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_only_the_static_policies_may_choose_what_does_not_fit(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    question = (profile, cluster, workload)
+    fits = any(naive_fits(cut, *question) for cut in candidates(profile))
+    for name in POLICIES.keys() - {"nosplit", "min", "freeze"}:
+        assert POLICIES[name](*question).feasible == fits, name
 
 
 @given(profile=profiles(), cluster=clusters(), workload=workloads)
@@ -117,38 +197,48 @@ def test_min_never_answers_the_input_even_when_that_is_smaller() -> None:
     assert POLICIES["min"](alexnet(stored_bytes=10), cluster(), EPOCH).cut == 16
 
 
-def test_ties_go_to_the_earliest_cut() -> None:
+@pytest.mark.parametrize("name", ["hapi", "exhaustive", "upriver"])
+def test_ties_go_to_the_earliest_cut(name: str) -> None:
     free = Profile(
         model="tie",
         freeze=3,
         input=InputProfile(stored_bytes=1000, tensor_bytes=1000),
         stages=tuple(stage(f"s{k}", 1000, storage=0, compute=0) for k in range(3)),
     )
-    assert POLICIES["hapi"](free, cluster(), EPOCH).cut == 0
+    assert POLICIES[name](free, cluster(), EPOCH).cut == 0
 
 
-def test_free_link_and_very_slow_storage_tier_gives_no_split() -> None:
+@pytest.mark.parametrize("name", ["hapi", "exhaustive", "upriver"])
+def test_free_link_and_very_slow_storage_tier_gives_no_split(name: str) -> None:
     slow = alexnet(storage_s=1e4, compute_s=1e-5)
-    assert POLICIES["hapi"](slow, cluster(bandwidth=1e15), EPOCH).cut == 0
+    plan = POLICIES[name](slow, cluster(bandwidth=1e15), EPOCH)
+    assert [route.cut for route in plan.routes] == [0]
 
 
-def test_almost_no_bandwidth_gives_the_smallest_cut() -> None:
-    plan = POLICIES["hapi"](alexnet(), cluster(bandwidth=1000.0), EPOCH)
-    assert plan.cut == POLICIES["min"](alexnet(), cluster(), EPOCH).cut == 16
+@pytest.mark.parametrize("name", ["hapi", "exhaustive", "upriver", "neurosurgeon"])
+def test_almost_no_bandwidth_gives_the_smallest_cut(name: str) -> None:
+    plan = POLICIES[name](alexnet(), cluster(bandwidth=1000.0), EPOCH)
+    assert len(plan.routes) == 1
+    smallest = POLICIES["min"](alexnet(), cluster(), EPOCH).cut
+    assert smallest == 16
+    assert alexnet().cut_bytes(plan.cut) == alexnet().cut_bytes(smallest)
 
 
 def test_almost_no_bandwidth_and_small_stored_samples_gives_no_split() -> None:
     assert POLICIES["hapi"](alexnet(stored_bytes=5000), cluster(bandwidth=1000.0), EPOCH).cut == 0
 
 
-def test_equal_tiers_and_a_free_link_share_the_work() -> None:
+@pytest.mark.parametrize("name", ["hapi", "exhaustive", "upriver"])
+def test_equal_tiers_and_a_free_link_share_the_work(name: str) -> None:
     equal = Profile(
         model="equal",
         freeze=10,
         input=InputProfile(stored_bytes=1, tensor_bytes=1),
         stages=tuple(stage(f"s{k}", 1, storage=1e-3, compute=1e-3) for k in range(10)),
     )
-    assert POLICIES["hapi"](equal, cluster(bandwidth=1e15), EPOCH).cut == 5
+    plan = POLICIES[name](equal, cluster(bandwidth=1e15), EPOCH)
+    pushed = sum(route.share * route.cut for route in plan.routes)
+    assert pushed == pytest.approx(5, abs=0.15)
 
 
 def test_hapi_counts_the_overlap() -> None:
@@ -191,12 +281,13 @@ def test_hapi_moves_the_cut_with_the_bandwidth() -> None:
     assert sizes[0] > sizes[-1]
 
 
-def test_a_thousand_stages_are_planned() -> None:
+@pytest.mark.parametrize("name", ["hapi", "exhaustive", "upriver"])
+def test_a_thousand_stages_are_planned(name: str) -> None:
     long = Profile(
         model="long",
         freeze=1000,
         input=InputProfile(stored_bytes=1e6, tensor_bytes=1e6),
         stages=tuple(stage(f"s{k}", 1000 + k) for k in range(1000)),
     )
-    plan = POLICIES["hapi"](long, cluster(), EPOCH)
+    plan = POLICIES[name](long, cluster(), EPOCH)
     assert len(plan.table) == 1001 and plan.feasible

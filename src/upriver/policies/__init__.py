@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from upriver.errors import ConfigError, NoFeasibleCut
-from upriver.policies import freeze, hapi, nosplit
+from upriver.policies import exhaustive, freeze, hapi, hapi_bandwidth, neurosurgeon, nosplit, upriver
 from upriver.policies import min as min_
 from upriver.policies._common import Policy
 from upriver.types import Cluster, Plan, Profile, Workload
@@ -18,7 +18,16 @@ from upriver.types import Cluster, Plan, Profile, Workload
 __all__ = ["POLICIES", "Policy", "choose"]
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {"nosplit": nosplit.plan, "freeze": freeze.plan, "min": min_.plan, "hapi": hapi.plan}
+    {
+        "nosplit": nosplit.plan,
+        "freeze": freeze.plan,
+        "min": min_.plan,
+        "neurosurgeon": neurosurgeon.plan,
+        "hapi_bandwidth": hapi_bandwidth.plan,
+        "hapi": hapi.plan,
+        "exhaustive": exhaustive.plan,
+        "upriver": upriver.plan,
+    }
 )
 """Every policy by its name, the name of its module."""
 

@@ -1,15 +1,49 @@
-"""What every policy that answers one cut for all samples shares: the plan around it, and the words for it."""
+"""What the policies share: which cuts they search, the plan around what they chose, and the words for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 from upriver.cost import NOT_SPLIT, CostModel, route_at
 from upriver.text import bytes_text, seconds_text
-from upriver.types import Cluster, Cost, CutRow, Plan, Profile, Workload
+from upriver.types import Cluster, Cost, CutRow, Plan, Profile, Route, Workload
 
 Policy = Callable[[Profile, Cluster, Workload], Plan]
 """A pure function from what is known to what is decided; one with state is a class with ``__call__``."""
+
+Score = Callable[[int], float]
+"""What a policy minimises, of one cut."""
+
+
+def splits(profile: Profile) -> range:
+    """The layers after which the papers split: 1 to the freeze point."""
+    return range(1, profile.freeze + 1)
+
+
+def splits_or_none(profile: Profile) -> tuple[int, ...]:
+    """The same, and the papers' split 0: what is stored crosses, and the client runs everything."""
+    return (profile.unsplit, *splits(profile))
+
+
+def best_that_fits(policy: str, cuts: Sequence[int], model: CostModel, score: Score, *, rule: str) -> Plan:
+    """The plan of the cut with the least score among those that fit the memory, the earliest of equals.
+
+    Where none of ``cuts`` fits but not splitting does, that is the answer; where nothing fits, the plan is
+    infeasible and names the cut that lacks the least.
+    """
+    fitting = [cut for cut in cuts if model.fits(cut)]
+    if fitting:
+        return plan_at(policy, min(fitting, key=score), model, rule=rule)
+    return rescue(policy, model)
+
+
+def rescue(policy: str, model: CostModel) -> Plan:
+    """What is left when no cut that a policy would choose fits."""
+    rest = [cut for cut in model.cuts if model.fits(cut)]
+    if rest:
+        return plan_at(policy, rest[0], model, rule="as no cut that the policy would choose fits")
+    cut = nearest_to_fit(model.cuts, model)
+    return plan_at(policy, cut, model, rule="the nearest to fitting as no cut fits")
 
 
 def plan_at(policy: str, cut: int, model: CostModel, *, rule: str) -> Plan:
@@ -21,19 +55,29 @@ def plan_at(policy: str, cut: int, model: CostModel, *, rule: str) -> Plan:
         model: The cost of every cut.
         rule: How the policy came to it, as a clause: "the freeze point".
     """
-    rows = {row.cut: row for row in model.table()}
-    row = rows[cut]
-    if row.feasible:
-        why = f"cut {cut}, {rule}. {_explained(row, rows)}"
-    else:
-        why = f"cut {cut}, {rule}, does not fit: {row.why_not}."
+    row = model.row(cut)
+    if not row.feasible:
+        return Plan(
+            policy=policy,
+            feasible=False,
+            routes=(route_at(model.profile, cut),),
+            predicted=None,
+            table=model.table(),
+            why=f"cut {cut}, {rule}, does not fit: {row.why_not}.",
+        )
+    return plan_with(policy, (route_at(model.profile, cut),), model, rule=f"cut {cut}, {rule}")
+
+
+def plan_with(policy: str, routes: tuple[Route, ...], model: CostModel, *, rule: str) -> Plan:
+    """The plan of routes that fit, with the full table and why."""
+    cost = model.evaluate(routes)
     return Plan(
         policy=policy,
-        feasible=row.feasible,
-        routes=(route_at(model.profile, cut),),
-        predicted=row.cost if row.feasible else None,
-        table=tuple(rows.values()),
-        why=why,
+        feasible=True,
+        routes=routes,
+        predicted=cost,
+        table=model.table(),
+        why=f"{rule}. {_explained(routes, cost, model)}",
     )
 
 
@@ -42,13 +86,12 @@ def nearest_to_fit(cuts: Iterable[int], model: CostModel) -> int:
     return min(cuts, key=lambda cut: sum(model.shortfalls(cut).values()))
 
 
-def _explained(row: CutRow, rows: Mapping[int, CutRow]) -> str:
-    cost = row.cost
+def _explained(routes: Sequence[Route], cost: Cost, model: CostModel) -> str:
     name, busy = _bottleneck(cost)
     moved, busy_s = bytes_text(cost.bytes), seconds_text(busy)
     text = f"An epoch is predicted at {seconds_text(cost.epoch_s)} s with {moved} over the link; "
     text += f"{name} is the bottleneck, busy for {busy_s} s of it."
-    others = [_beside(rows[cut], cost) for cut in _to_compare(row.cut, rows)]
+    others = [_beside(model.row(cut), cost) for cut in _to_compare(routes, model)]
     return f"{text} Beside it: {'; '.join(others)}." if others else text
 
 
@@ -57,13 +100,12 @@ def _bottleneck(cost: Cost) -> tuple[str, float]:
     return max({**tiers, "the link": cost.network_s}.items(), key=lambda item: item[1])
 
 
-def _to_compare(cut: int, rows: Mapping[int, CutRow]) -> list[int]:
+def _to_compare(routes: Sequence[Route], model: CostModel) -> list[int]:
     """Not splitting, the candidates on both sides, and the fastest that fits; in the order of the chain."""
-    order = list(rows)
-    at = order.index(cut)
-    fastest = min((c for c in order if rows[c].feasible), key=lambda c: rows[c].cost.epoch_s)
-    near = {order[0], fastest, *order[max(0, at - 1) : at + 2]} - {cut}
-    return [other for other in order if other in near]
+    used, epoch_s = {route.cut for route in routes}, model.epochs.epoch_s
+    fastest = min((cut for cut in model.cuts if model.fits(cut)), key=lambda cut: epoch_s[model.index(cut)])
+    near = {cut + step for cut in used for step in (-1, 1)} if len(used) == 1 else set()
+    return sorted(({model.cuts[0], fastest} | near) & set(model.cuts) - (used if len(used) == 1 else set()))
 
 
 def _beside(row: CutRow, chosen: Cost) -> str:

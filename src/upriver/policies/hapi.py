@@ -27,19 +27,19 @@ Departures
 
 from __future__ import annotations
 
-from upriver.cost import CostModel, candidates
-from upriver.policies._common import nearest_to_fit, plan_at
+from upriver.cost import CostModel
+from upriver.policies._common import best_that_fits, splits_or_none
 from upriver.types import Cluster, Plan, Profile, Workload
 
 
 def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
     """Choose the cut with the shortest epoch by the paper's own two-sided estimate."""
     model = CostModel(profile, cluster, workload)
-    splits = candidates(profile)
-    fitting = [cut for cut in splits if model.fits(cut)]
-    if not fitting:
-        return plan_at(
-            "hapi", nearest_to_fit(splits, model), model, rule="the nearest to fitting as no cut fits"
-        )
-    cut = min(fitting, key=lambda split: model.two_resource(split).epoch_s)
-    return plan_at("hapi", cut, model, rule="the least max(compute, storage + network) an iteration")
+    epoch_s = model.two_resource.epoch_s
+    return best_that_fits(
+        "hapi",
+        splits_or_none(profile),
+        model,
+        lambda split: float(epoch_s[model.index(split)]),
+        rule="the least max(compute, storage + network) an iteration",
+    )

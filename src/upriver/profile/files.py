@@ -96,7 +96,7 @@ class _Cluster(_Strict):
     link: _Link
     storage: _Storage
     compute: _Compute
-    stream: Literal["micro_batch", "request"] = "micro_batch"
+    stream: Literal["micro_batch", "request", "synchronous"] = "micro_batch"
 
 
 def profile_from_json(text: str | bytes) -> Profile:

@@ -1,0 +1,27 @@
+"""exhaustive: every single cut tried under our cost model, the oracle that other policies are held against.
+
+No paper: the cost model predicts an epoch at each cut of the chain, cuts among the input stages included,
+and the shortest that fits the memory of both tiers wins, the earliest of equals.
+
+Symbols: the epoch is ``Epochs.epoch_s``, by the pipeline that ``cluster.stream`` names.
+Departures: none.
+"""
+
+from __future__ import annotations
+
+from upriver.cost import CostModel
+from upriver.policies._common import best_that_fits
+from upriver.types import Cluster, Plan, Profile, Workload
+
+
+def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
+    """Choose the cut with the shortest predicted epoch."""
+    model = CostModel(profile, cluster, workload)
+    epoch_s = model.epochs.epoch_s
+    return best_that_fits(
+        "exhaustive",
+        model.cuts,
+        model,
+        lambda cut: float(epoch_s[model.index(cut)]),
+        rule="the shortest epoch of any single cut",
+    )

@@ -1,0 +1,169 @@
+"""upriver: the mix of routes with which storage, link and compute finish together.
+
+One cut rarely keeps every resource busy. So each micro-batch gets a route of its own, and the shares are the
+solution of a linear program. With ``b[k, c]`` the seconds for which resource ``k`` is busy if all samples
+take cut ``c`` (``Epochs.busy``), and ``x[c]`` the share of the samples that do:
+
+    minimise  T
+    such that sum over c of b[k, c] x[c] <= T   for each resource k
+              sum over c of x[c] = 1,  x >= 0,  x[c] = 0 where c does not fit the memory
+
+A vertex of that polytope has at most as many shares above zero as there are resources, so few routes are
+needed. A second program takes, among the mixes within ``SLACK`` of the best, the one that costs the storage
+tier least: it is the tier that tenants share. Shares are then rounded to whole micro-batches.
+
+What is answered is the best of what was found and of every single cut, by the one cost model (fill and drain
+included, which the program leaves out): never above not splitting, at most ``SLACK`` above the best single
+cut, and among equals the cheapest for the storage tier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+
+from upriver.cost import Array, CostModel, route_at
+from upriver.policies._common import plan_with, rescue
+from upriver.types import Cluster, Plan, Profile, Route, Workload
+
+SLACK = 0.01
+"""How much longer than the shortest an epoch may be if that spares the storage tier."""
+
+SECOND_LOOK = 64
+"""Cuts that the second program looks at: those that cost least at the prices of the first."""
+
+NOTHING = 1e-9
+"""A share below which a route is not used."""
+
+
+def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
+    """Choose the shares of the cuts."""
+    model = CostModel(profile, cluster, workload)
+    fitting = np.flatnonzero(model.feasible)
+    if not len(fitting):
+        return rescue("upriver", model)
+    units = math.ceil(workload.num_samples / cluster.storage.micro_batch)
+    found = [_of(model, (index,), (1.0,)) for index in _singles(model, fitting)]
+    for indices, shares in _mixes(model, fitting):
+        found += _rounded(model, indices, shares, units)
+    best = min(found, key=lambda mix: mix.epoch_s)
+    most = (1 + SLACK) * best.epoch_s
+    if model.feasible[0]:
+        most = min(most, float(model.epochs.epoch_s[0]))
+    allowed = (mix for mix in found if mix.epoch_s <= most)
+    chosen = min(allowed, key=lambda mix: (mix.storage_s, len(mix.indices), mix.epoch_s, mix.indices))
+    return plan_with("upriver", chosen.routes(model), model, rule=_rule(chosen, model))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mix:
+    """Some cuts, by their place among the candidates, with their shares and what an epoch then costs."""
+
+    indices: tuple[int, ...]
+    shares: tuple[float, ...]
+    epoch_s: float
+    storage_s: float
+
+    def routes(self, model: CostModel) -> tuple[Route, ...]:
+        """As the plan has them, the earliest cut first."""
+        pairs = zip(self.indices, self.shares, strict=True)
+        return tuple(route_at(model.profile, model.cuts[index], share=share) for index, share in pairs)
+
+
+def _of(model: CostModel, indices: Sequence[int], shares: Sequence[float]) -> _Mix:
+    epochs, at, weights = model.epochs, list(indices), np.array(shares)
+    around = float(epochs.around_s[at].max())
+    busiest = float((epochs.busy[:, at] @ weights).max())
+    return _Mix(
+        indices=tuple(int(index) for index in indices),
+        shares=tuple(float(share) for share in shares),
+        epoch_s=busiest + around if len(at) > 1 else float(epochs.epoch_s[at[0]]),
+        storage_s=float(epochs.storage_s[at] @ weights),
+    )
+
+
+def _singles(model: CostModel, fitting: npt.NDArray[np.intp]) -> list[int]:
+    """The single cuts that may be the answer: not splitting, and all within the slack of the best."""
+    epoch_s = model.epochs.epoch_s[fitting]
+    near = fitting[epoch_s <= (1 + SLACK) * epoch_s.min()]
+    return sorted({*near.tolist(), *([0] if model.feasible[0] else [])})
+
+
+def _mixes(model: CostModel, fitting: npt.NDArray[np.intp]) -> Iterator[tuple[list[int], list[float]]]:
+    """The shares with the least busiest resource, and those near it that spare the storage tier."""
+    epochs = model.epochs
+    busy = epochs.busy[:, fitting]
+    busy = busy[busy.any(axis=1)]
+    scale = float(busy.max(axis=0).min()) if busy.size else 0.0
+    if scale <= 0:
+        return  # some cut keeps nothing busy: a mix has nothing to gain
+    shares, shortest, reduced = _shortest(busy / scale)
+    yield _used(fitting, shares)
+    look = np.argsort(reduced, kind="stable")[:SECOND_LOOK]
+    storage = epochs.storage_s[fitting[look]] / scale
+    sparing = _cheapest(busy[:, look] / scale, storage, (1 + SLACK) * shortest)
+    if sparing is not None:
+        yield _used(fitting[look], sparing)
+
+
+def _shortest(busy: Array) -> tuple[Array, float, Array]:
+    """The first program: shares, T, and what a share of each cut would add at the resources' prices."""
+    resources, cuts = busy.shape
+    answer = linprog(
+        np.append(np.zeros(cuts), 1.0),
+        A_ub=np.column_stack((busy, -np.ones(resources))),
+        b_ub=np.zeros(resources),
+        A_eq=np.append(np.ones(cuts), 0.0)[np.newaxis],
+        b_eq=[1.0],
+        method="highs-ds",  # ends at a vertex
+    )
+    prices = -answer.ineqlin.marginals
+    return answer.x[:-1], float(answer.fun), prices @ busy - answer.fun
+
+
+def _cheapest(busy: Array, storage: Array, most: float) -> Array | None:
+    """The second program: what spares the storage tier most within ``most`` of each resource."""
+    cuts = len(storage)
+    answer = linprog(
+        storage,
+        A_ub=busy,
+        b_ub=np.full(len(busy), most),
+        A_eq=np.ones((1, cuts)),
+        b_eq=[1.0],
+        method="highs-ds",
+    )
+    return np.asarray(answer.x) if answer.success else None
+
+
+def _used(cuts: npt.NDArray[np.intp], shares: Array) -> tuple[list[int], list[float]]:
+    """Those above nothing, the earliest cut first."""
+    at = np.flatnonzero(shares > NOTHING)
+    at = at[np.argsort(cuts[at])]
+    return cuts[at].tolist(), (shares[at] / shares[at].sum()).tolist()
+
+
+def _rounded(model: CostModel, indices: Sequence[int], shares: Sequence[float], units: int) -> Iterator[_Mix]:
+    """The shares in whole micro-batches, whichever way those left over by rounding down may go."""
+    whole = [math.floor(share * units + NOTHING) for share in shares]
+    left = units - sum(whole)
+    for given in combinations(range(len(whole)), left):
+        counts = [count + (place in given) for place, count in enumerate(whole)]
+        used = [(index, count / units) for index, count in zip(indices, counts, strict=True) if count]
+        yield _of(model, [index for index, _ in used], [share for _, share in used])
+
+
+def _rule(mix: _Mix, model: CostModel) -> str:
+    if len(mix.indices) == 1:
+        return (
+            f"cut {model.cuts[mix.indices[0]]} for all samples, as no mix is shorter by more than {SLACK:.0%}"
+        )
+    parts = (
+        f"{share:.1%} over cut {model.cuts[i]}" for i, share in zip(mix.indices, mix.shares, strict=True)
+    )
+    return f"a mix, {', '.join(parts)}, with which the resources finish together"

@@ -1,0 +1,144 @@
+"""The mix of routes: against brute force over a fine grid, and against every single cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
+from upriver.cost import CostModel, evaluate
+from upriver.policies import POLICIES
+from upriver.policies import upriver as ours
+from upriver.types import Cluster, InputProfile, Link, Plan, Profile, StorageTier, Workload
+
+RESOURCES = 4
+
+
+def epoch_s(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.epoch_s
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_never_behind_a_single_cut_nor_behind_not_splitting(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    question = (profile, cluster, workload)
+    plan = POLICIES["upriver"](*question)
+    assume(plan.feasible)
+    oracle = epoch_s(POLICIES["exhaustive"](*question))
+    assert epoch_s(plan) <= 1.01 * oracle * (1 + 1e-12)
+    for name in ("hapi", "hapi_bandwidth", "neurosurgeon", "min", "freeze"):
+        other = POLICIES[name](*question)
+        if other.feasible:
+            assert oracle <= epoch_s(other) * (1 + 1e-12), name
+    plain = POLICIES["nosplit"](*question)
+    if plain.feasible:
+        assert epoch_s(plan) <= epoch_s(plain)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_few_routes_and_whole_micro_batches(profile: Profile, cluster: Cluster, workload: Workload) -> None:
+    plan = POLICIES["upriver"](profile, cluster, workload)
+    units = math.ceil(workload.num_samples / cluster.storage.micro_batch)
+    assert len(plan.routes) <= RESOURCES
+    for route in plan.routes:
+        assert route.share > 0
+        assert math.isclose(route.share * units, round(route.share * units), abs_tol=1e-6)
+    cuts = [route.cut for route in plan.routes]
+    assert cuts == sorted(set(cuts))
+
+
+def grid(parts: int, steps: int) -> Iterator[tuple[int, ...]]:
+    """Every way to share ``steps`` among ``parts``."""
+    if parts == 1:
+        yield (steps,)
+        return
+    for first in range(steps + 1):
+        for rest in grid(parts - 1, steps - first):
+            yield (first, *rest)
+
+
+seconds = st.integers(0, 40).map(lambda n: n / 10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(busy=st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=4))
+def test_the_linear_program_against_a_fine_grid(busy: list[tuple[float, float, float]]) -> None:
+    matrix = np.array(busy).T
+    shares, shortest, reduced = ours._shortest(matrix)
+    assert shares.sum() == pytest.approx(1)
+    assert (matrix @ shares).max() == pytest.approx(shortest, abs=1e-9)
+    assert np.count_nonzero(shares > ours.NOTHING) <= len(matrix)
+    steps = 40
+    best = min((matrix @ (np.array(counts) / steps)).max() for counts in grid(len(busy), steps))
+    assert shortest <= best + 1e-9
+    # A grid point lies within half a step a cut of the optimum, and no resource moves by more than that.
+    assert best <= shortest + len(busy) * matrix.max() / steps + 1e-9
+    assert (reduced >= -1e-7).all(), "no cut is worth more at these prices"
+
+
+@settings(max_examples=60, deadline=None)
+@given(busy=st.lists(st.tuples(seconds, seconds, seconds), min_size=2, max_size=4), slack=st.floats(0.0, 0.5))
+def test_sparing_the_storage_tier_against_a_fine_grid(
+    busy: list[tuple[float, float, float]], slack: float
+) -> None:
+    matrix = np.array(busy).T
+    _, shortest, _ = ours._shortest(matrix)
+    most = (1 + slack) * shortest + 1e-6
+    shares = ours._cheapest(matrix, matrix[0], most)
+    assert shares is not None and (matrix @ shares).max() <= most + 1e-6
+    steps = 40
+    allowed = [
+        matrix[0] @ weights
+        for counts in grid(len(busy), steps)
+        if (matrix @ (weights := np.array(counts) / steps)).max() <= most
+    ]
+    assert matrix[0] @ shares <= min(allowed, default=math.inf) + 1e-6
+
+
+def test_a_mix_beats_every_single_cut_where_cuts_are_coarse() -> None:
+    """One cut leaves the storage tier idle, the other the compute tier: half and half keeps both busy."""
+    profile = Profile(
+        model="two ways",
+        freeze=1,
+        input=InputProfile(stored_bytes=1000, tensor_bytes=1000),
+        stages=(stage("all", 1000, storage=0.01, compute=0.01),),
+    )
+    machines = Cluster(link=Link(bandwidth_bytes_per_s=1e9), storage=StorageTier(micro_batch=16))
+    workload = Workload(batch_size=16, num_samples=16 * 1000)
+    plan = POLICIES["upriver"](profile, machines, workload)
+    assert {route.cut: route.share for route in plan.routes} == pytest.approx({0: 0.5, 1: 0.5}, abs=0.011)
+    assert epoch_s(plan) < 0.52 * epoch_s(POLICIES["exhaustive"](profile, machines, workload))
+    assert "over cut 0" in plan.why and "over cut 1" in plan.why
+
+
+def test_what_is_within_the_slack_goes_to_the_cheapest_for_the_storage_tier() -> None:
+    """The link decides alone: cuts 1 and 2 ship as much, and 1 is less work for the storage tier."""
+    profile = Profile(
+        model="spare",
+        freeze=2,
+        input=InputProfile(stored_bytes=10_000, tensor_bytes=10_000),
+        stages=(
+            stage("a", 1005, storage=1e-6, compute=1e-6),
+            stage("b", 1000, storage=1e-6, compute=1e-6),
+        ),
+    )
+    plan = POLICIES["upriver"](profile, cluster(bandwidth=1e6), Workload(batch_size=64, num_samples=6400))
+    assert [route.cut for route in plan.routes] == [1]
+
+
+def test_a_mix_fits_wherever_its_cuts_do() -> None:
+    profile = alexnet()
+    machines = Cluster(link=Link(bandwidth_bytes_per_s=1e8), storage=StorageTier(memory_bytes=40e6))
+    plan = POLICIES["upriver"](profile, machines, Workload(batch_size=512, num_samples=5120))
+    model = CostModel(profile, machines, Workload(batch_size=512, num_samples=5120))
+    assert plan.feasible and all(model.fits(route.cut) for route in plan.routes)
+    assert plan.predicted == evaluate(
+        plan.routes, profile, machines, Workload(batch_size=512, num_samples=5120)
+    )
