@@ -104,3 +104,23 @@ def test_bad_input_is_one_line(
     assert named in captured.err
     assert captured.err.count("\n") == 1
     assert not (tmp_path / ".upriver").exists()
+
+
+def test_a_store_that_ends_with_the_process_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", "push_models:sound", "memory://gone", "--input-shape", "8"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "'memory://gone' ends with this process" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("blocked", [".upriver", ".upriver/weights"])
+def test_a_store_that_takes_nothing_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], blocked: str
+) -> None:
+    (tmp_path / blocked).parent.mkdir(exist_ok=True)
+    (tmp_path / blocked).write_text("a file where a folder is wanted")
+    assert main(["push", "push_models:sound", tmp_path.as_uri(), "--input-shape", "8"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: cannot write ")
+    assert blocked in said

@@ -64,6 +64,7 @@ def push(
     counts = parse_counts(micro_batch, "--micro-batch")
     lengths = parse_counts(length, "--length") if length is not None else (None,)
     precision = autocast_dtype(autocast)
+    _check_lasting(uri)
     store = Store.open(uri, options=store_options(option))
     network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
     buckets = [(count, size, _of_length(inputs, size)) for size in lengths for count in counts]
@@ -78,6 +79,18 @@ def push(
             publish(program, store, prefix=prefix)
     document = _document(model, programs, [size for _, size, _ in buckets], prefix)
     emit(document, as_json=as_json, text=lambda: _print(document))
+
+
+def _check_lasting(uri: str) -> None:
+    """What is pushed is there afterwards.
+
+    Raises:
+        ConfigError: If the store ends with this process.
+    """
+    if uri.partition("://")[0].lower() == "memory":
+        raise ConfigError(
+            f"{uri!r} ends with this process and keeps nothing; push to file:///PATH or s3://BUCKET/PREFIX"
+        )
 
 
 def _of_length(inputs: ModelInputs, length: int | None) -> ModelInputs:

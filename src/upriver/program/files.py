@@ -7,7 +7,7 @@ import re
 import msgspec
 import torch
 
-from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound
+from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.program import Program
 from upriver.store import DEFAULT_PREFIX, Store
@@ -58,12 +58,21 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> 
     Raises:
         StoreError: If the store refuses; a graph without its weights is never left behind.
     """
-    if store.exists(graph_path(prefix, program.digest)):
+    graph = graph_path(prefix, program.digest)
+    if _is_there(store, graph):
         return
-    path = weights_path(prefix, program.weights_digest)
-    if not store.exists(path):
-        store.put(path, program.weights_bytes)
-    store.put(graph_path(prefix, program.digest), program.graph_bytes)
+    weights = weights_path(prefix, program.weights_digest)
+    if not _is_there(store, weights):
+        store.put(weights, program.weights_bytes)
+    store.put(graph, program.graph_bytes)
+
+
+def _is_there(store: Store, path: str) -> bool:
+    """Whether an object need not be written again."""
+    try:
+        return store.exists(path)
+    except StoreError as error:
+        raise StoreError(f"cannot write a program: looking whether it is there failed: {error}") from None
 
 
 def load(
