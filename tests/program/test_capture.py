@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.program.nets import Shared, Small, frozen_small
 from upriver._torchvision import ensure_torchvision
-from upriver.errors import CaptureError, ProgramError
+from upriver.errors import CaptureError, ConfigError, ProgramError
 from upriver.program import Program, capture
 from upriver.program.capture import graph_of
 from upriver.program.example import Example, Source
@@ -140,6 +140,13 @@ def test_reading_back_checks_both_digests() -> None:
     damaged[-1] ^= 1
     with pytest.raises(ProgramError, match="weights file has digest"):
         Program.from_bytes(program.graph_bytes, damaged)
+
+
+@pytest.mark.parametrize("device", ["toaster", "", "cuda:-1", "meta", "cuda:99"])
+def test_a_device_that_is_not_there_is_named_beside_those_that_are(device: str) -> None:
+    program = capture(Shared(), (torch.randn(2, 6),))
+    with pytest.raises(ConfigError, match=f"device '{device}' is .*: cpu"):
+        Program.from_bytes(program.graph_bytes, program.weights_bytes, device=device)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from upriver.errors import ProgramError
 from upriver.program import weights as weights_file
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.check import check
+from upriver.program.devices import check_device
 from upriver.program.graph import Graph, Stage, Value, Weight, digest_of
 from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.reading import check_weight, decode
@@ -45,12 +46,13 @@ class Program:
                 The stages read them in place if they lie on the program's device.
 
         Raises:
+            ConfigError: If torch cannot compute on the device.
             ProgramError: If weights are missing or of another form than the graph says.
         """
         self.graph = graph
         self.graph_bytes = graph.encode()
         self.digest = digest_of(self.graph_bytes)
-        self.device = torch.device(device)
+        self.device = check_device(device)
         self._file = weights if isinstance(weights, WeightsFile) else _as_tensor(weights, caps)
         self._autocast = autocast_dtype(graph.autocast)
         self._live = _live_values(graph)
@@ -77,8 +79,10 @@ class Program:
             caps: What a program may take, at most.
 
         Raises:
+            ConfigError: If torch cannot compute on the device.
             ProgramError: If anything is not as it says.
         """
+        device = check_device(device)
         if digest is not None and digest_of(graph) != digest:
             raise ProgramError(f"graph.json has digest {digest_of(graph)}, not {digest}")
         parsed = decode(graph, caps)

@@ -20,10 +20,10 @@ from starlette.routing import Route
 import upriver
 from upriver import errors
 from upriver.errors import NotAuthorized, Overloaded, ProtocolError, TooLarge, UpriverError
+from upriver.program.devices import check_device
 from upriver.protocol import Info, error_body, valid_digest
 from upriver.server.access import Access
 from upriver.server.config import ServerConfig
-from upriver.server.device import check_device
 from upriver.server.jobs import Setup
 from upriver.server.metrics import Metrics
 from upriver.server.pool import WorkerPool

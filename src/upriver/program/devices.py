@@ -1,0 +1,37 @@
+"""Where a program can run: asked once, before anything is put there."""
+
+from __future__ import annotations
+
+import torch
+
+from upriver.errors import ConfigError
+
+
+def check_device(device: str | torch.device) -> torch.device:
+    """A device that PyTorch can compute on here.
+
+    Raises:
+        ConfigError: If it cannot; the message names the devices that are there.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):  # an index alone names whatever accelerator torch was built for
+        raise ConfigError(
+            f"device {device!r} is none that torch knows; it sees here: {', '.join(_devices())}"
+        ) from None
+    if found.type == "cpu":
+        return found  # without a look at accelerators: it would bind a process to one
+    wanted = found.type if found.index is None else f"{found.type}:{found.index}"
+    seen = _devices()
+    if wanted not in seen:
+        raise ConfigError(f"device {str(device)!r} is not available here; torch sees: {', '.join(seen)}")
+    return found
+
+
+def _devices() -> list[str]:
+    """The processor, and each accelerator by its type and by its number."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ["cpu"]
+    numbered = [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return ["cpu", accelerator.type, *numbered]
