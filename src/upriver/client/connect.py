@@ -73,7 +73,7 @@ class Near:
         batch_size: int,
         micro_batch: int = DEFAULT_MICRO_BATCH,
         policy: str = "hapi",
-        cut: int | None = None,
+        cut: int | Mapping[int, float] | None = None,
         exact: Exact = "bitwise",
         autocast: torch.dtype | str | None = None,
         granularity: Granularity = "module",
@@ -100,8 +100,10 @@ class Near:
             dataset: What to train on, with its input stages.
             batch_size: Samples of a training step, on each rank.
             micro_batch: Samples that the frozen stages see at once, on every tier.
-            policy: One of ``nosplit``, ``freeze``, ``min``, ``hapi``.
-            cut: Take this cut instead of a policy's.
+            policy: One of ``nosplit``, ``freeze``, ``min``, ``neurosurgeon``, ``hapi_bandwidth``, ``hapi``,
+                ``exhaustive``, ``upriver`` (see :mod:`upriver.policies`).
+            cut: Take this cut instead of a policy's; a mapping of cuts to shares of the samples deals the
+                micro-batches among them. Cuts up to 0 lie among the input stages.
             exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance,
                 which the plan states.
             autocast: ``torch.bfloat16`` or ``torch.float16``: frozen part and tail compute under autocast to
@@ -173,7 +175,7 @@ class Near:
         options: JobOptions,
         choices: Choices,
         *,
-        cut: int | None,
+        cut: int | Mapping[int, float] | None,
         tell: Callable[[str], None],
     ) -> FinetuneJob:
         """Split the model, plan, and put the job together."""

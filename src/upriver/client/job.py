@@ -18,6 +18,7 @@ from torch import nn
 
 from upriver.client import checks
 from upriver.client.compare import Tolerance
+from upriver.client.deal import deal
 from upriver.client.flow import Values, first_micro_batch, steps
 from upriver.client.loader import LOCAL, Loader, Remote
 from upriver.client.local import LocalSource
@@ -27,7 +28,7 @@ from upriver.client.pool import ServerPool, ServerStatus
 from upriver.client.report import Report, Tally
 from upriver.client.routes import Placed, Routes
 from upriver.client.servers import Question
-from upriver.client.slots import Pin, Way, Window
+from upriver.client.slots import Dealt, Pin, Way, Window
 from upriver.client.wrapping import TailRunner
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
@@ -215,14 +216,15 @@ class FinetuneJob:
         log_routes: bool = False,
     ) -> Iterator[Loader]:
         """A loader for one pass over a dataset; what it delivered is added up when it ends."""
-        cut, pins = self.plan.cut, pins or {}
+        pins = pins or {}
+        dealt = deal(self.plan.routes, len(order.micro_batches), start=dataset.chain.start)
         tally, placed = self._tally, self._placed  # the loader must not hold the job
         level = logging.INFO if self._exact == "numeric" else logging.DEBUG
 
         def note(index: int, source: str, timings: Timings) -> None:
             tally.timings(source, timings)
             if log_routes:
-                asked = pins[index].cut if index in pins else cut
+                asked = pins[index].cut if index in pins else dealt[index].cut
                 route = Placed(epoch=epoch, index=index, source=source, cut=0 if source == LOCAL else asked)
                 placed.append(route)
                 log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, route.cut)
@@ -237,12 +239,13 @@ class FinetuneJob:
                 on_bad_sample=self._options.on_bad_sample,
             ),
             first=first_micro_batch(order, first),
-            remote=self._remote(dataset, order, epoch, pins),
+            remote=self._remote(dataset, order, epoch, pins, dealt),
             window=self._window(),
             num_workers=self._options.num_workers,
             expected_bytes=self._expected_bytes(),
             on_timings=note,
             pins=pins,
+            dealt=dealt,
         )
         try:
             yield loader
@@ -279,10 +282,16 @@ class FinetuneJob:
         return Engine(chain=dataset.chain, program=program, micro_batch=micro_batch)
 
     def _remote(
-        self, dataset: Dataset, order: EpochOrder, epoch: int, pins: Mapping[int, Pin]
+        self,
+        dataset: Dataset,
+        order: EpochOrder,
+        epoch: int,
+        pins: Mapping[int, Pin],
+        dealt: Sequence[Dealt],
     ) -> Remote | None:
-        program, cut = self._split.program, self.plan.cut
-        if self._pool is None or program is None or cut == dataset.chain.start:
+        program = self._split.program
+        asks = any(way is Way.REMOTE for way in (*(d.way for d in dealt), *(p.way for p in pins.values())))
+        if self._pool is None or program is None or not asks:
             return None
         question = Question(
             dataset=dataset,
@@ -293,7 +302,8 @@ class FinetuneJob:
         micro_batches = order.micro_batches
 
         def make_request(indices: Sequence[int]) -> RunRequest:
-            stop = pins[indices[0]].cut if indices[0] in pins else cut
+            first = indices[0]
+            stop = pins[first].cut if first in pins else dealt[first].cut
             return question.request([micro_batches[i] for i in indices], stop=stop, epoch=epoch)
 
         return Remote(
@@ -313,10 +323,10 @@ class FinetuneJob:
         program = self._split.program
         if program is None:
             return {}
-        cut = max(self.plan.cut, 0)
-        crossing = program.stages[cut - 1].out_bytes if cut else program.graph.input_bytes
+        crossing = [program.graph.input_bytes, *(stage.out_bytes for stage in program.stages)]
+        most = max(crossing[max(route.cut, 0)] for route in self.plan.routes)
         size = self._options.micro_batch
-        return {Way.REMOTE: int(crossing * size), Way.LOCAL: int(program.graph.input_bytes * size)}
+        return {Way.REMOTE: int(most * size), Way.LOCAL: int(program.graph.input_bytes * size)}
 
     # ------------------------------------------------------------------------------------- judging
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from upriver.client.pool import Answer, Lease, ServerPool
-from upriver.client.slots import Claim, Delivery, Pin, SlotTable, Way, Window
+from upriver.client.slots import Claim, Dealt, Delivery, Pin, SlotTable, Way, Window
 from upriver.errors import (
     ConfigError,
     NotAuthorized,
@@ -51,7 +51,7 @@ MakeLocally = Callable[[tuple[int, ...]], tuple[MicroBatch, Timings]]
 """The plain way: sample ids to their micro-batch, made here."""
 
 RequestMaker = Callable[[Sequence[int]], "RunRequest"]
-"""Indices of neighbouring micro-batches to the request for them."""
+"""Indices of micro-batches that take the same route to the request for them."""
 
 FAILED = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, WorkerCrashed)
 """Errors that say something about a server, nothing about the samples: others can do what is missing."""
@@ -117,6 +117,7 @@ class Loader:
         on_timings: Called with index, source and timings of each micro-batch when it is handed out.
         pins: Micro-batches that must come from a certain place, as in an earlier run: nobody else is asked
             for them, and what fails there is an error.
+        dealt: The route of each micro-batch, where not all are to take the same.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Loader:
         expected_bytes: Mapping[Way, int] | None = None,
         on_timings: Callable[[int, str, Timings], None] | None = None,
         pins: Mapping[int, Pin] | None = None,
+        dealt: Sequence[Dealt] | None = None,
     ) -> None:
         if num_workers < 1:
             raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
@@ -138,7 +140,12 @@ class Loader:
             raise ConfigError("micro-batches that must come from a server need servers to ask")
         window = window or Window()
         table = SlotTable(
-            len(micro_batches), first=first, window=window, expected_bytes=expected_bytes, pins=pins
+            len(micro_batches),
+            first=first,
+            window=window,
+            expected_bytes=expected_bytes,
+            pins=pins,
+            dealt=dealt,
         )
         self._crew = _Crew(micro_batches, table, local=local, remote=remote)
         self._on_timings = on_timings

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +26,13 @@ from upriver.client.planning import (
 from upriver.client.pool import ServerPool
 from upriver.client.servers import Gate, Question
 from upriver.client.transport import ServerClient
+from upriver.cost import CostModel
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.errors import BadSample, ConfigError, DatasetError, UpriverError
 from upriver.pipeline import Dataset
 from upriver.program.split import Split
-from upriver.types import Plan, Route, Segment, Tier, Timings, Workload
+from upriver.types import Plan, Route, Segment, Tier, Timings, Workload, require_finite
 
 log = logging.getLogger("upriver")
 
@@ -67,43 +70,46 @@ class Planner:
         self.allowed = _allowed(parts) if choices.exact == "numeric" else None
         self.engine = Engine(chain=dataset.chain, program=parts.program, micro_batch=options.micro_batch)
         self._here: LocalMeasurement | None = None
+        self._model: CostModel | None = None
         self._not_used: list[str] = []
 
-    def plan(self, cut: int | None) -> tuple[Plan, ServerPool | None]:
+    def plan(self, cut: int | Mapping[int, float] | None) -> tuple[Plan, ServerPool | None]:
         """Decide; the pool is None when no server is needed.
+
+        Args:
+            cut: A cut, or cuts with their shares of the samples, to take instead of the policy's.
 
         Raises:
             ConfigError: If ``cut`` is none that training allows.
             NoFeasibleCut: If no cut fits the memory.
         """
-        start, freeze = self.dataset.chain.start, self.parts.freeze
+        start = self.dataset.chain.start
         if self.replay:
             cut = self._replayed_cut(cut)
-        if cut is not None and (type(cut) is not int or (cut != start and not 1 <= cut <= freeze)):
-            raise ConfigError(f"cut must be {start} (unsplit) or lie in 1..{freeze}, got {cut!r}")
+        shares = None if cut is None else shares_of(cut, start, self.parts.freeze)
         if self.parts.program is None:
             log.warning("the model runs unsplit: %s", self.parts.why_not)
             return self._unsplit(self.policy, f"the model runs unsplit: {self.parts.why_not}"), None
-        if (self.policy == "nosplit" and cut is None) or cut == start:
+        if (self.policy == "nosplit" and shares is None) or shares == {start: 1.0}:
             return self._unsplit("nosplit", "asked for: everything runs on the compute tier"), None
-        return self._with_servers(cut)
+        return self._with_servers(shares)
 
-    def _replayed_cut(self, cut: int | None) -> int:
+    def _replayed_cut(self, cut: object) -> int:
         """The cut of the run to replay: that of the largest part, where it had several."""
         if cut is not None:
             raise ConfigError(f"the routes to replay decide the cut; cut must be None, got {cut!r}")
         for replayed in self.replay.cuts:
-            if not 1 <= replayed <= self.parts.freeze:
+            first = self.dataset.chain.start + 1
+            if not first <= replayed <= self.parts.freeze:
                 reason = f": {self.parts.why_not}" if self.parts.why_not else ""
-                raise ConfigError(
-                    f"the run to replay used cut {replayed}, this model has 1..{self.parts.freeze}{reason}"
-                )
+                has = f"{first}..{self.parts.freeze}{reason}"
+                raise ConfigError(f"the run to replay used cut {replayed}, this model has {has}")
         return self.replay.cuts[0] if self.replay.cuts else self.dataset.chain.start
 
     def _unsplit(self, policy: str, why: str) -> Plan:
         return unsplit_plan(policy, self.dataset, stop=self.parts.freeze, why=why)
 
-    def _with_servers(self, cut: int | None) -> tuple[Plan, ServerPool | None]:
+    def _with_servers(self, shares: Mapping[int, float] | None) -> tuple[Plan, ServerPool | None]:
         try:
             servers = self.find_servers(self.dataset)
         except ConfigError:
@@ -119,20 +125,19 @@ class Planner:
         link = self._link(measured)
         if link is None:
             why = f"no server could be used when the job started: {'; '.join(self._not_used)}"
-            plan = self._fixed(
-                self._unsplit(self.policy, why), self.parts.freeze if cut is None else cut, why=why
-            )
-            return self._with_tolerance(plan, gate), self._pool(servers, gate, plan.cut)
+            plan = self._fixed(self._unsplit(self.policy, why), shares or {self.parts.freeze: 1.0}, why=why)
+            return self._with_tolerance(plan, gate), self._pool(servers, gate, plan)
         plan = self._choose(measured, link)
-        if cut is not None:
+        if shares is not None:
             asked = "is that of the run that is replayed" if self.replay else "was asked for"
-            plan = self._fixed(plan, cut, why=f"cut {cut} {asked}")
-        if plan.cut == self.dataset.chain.start:
+            cuts = " and ".join(map(str, shares))
+            plan = self._fixed(plan, shares, why=f"cut {cuts} {asked}")
+        if not self._remote_cuts(plan):
             for server in servers:
                 server.close()
             return plan, None
-        admitted = self._recheck([server for server, _ in measured], gate, plan.cut)
-        pool = self._pool(servers, gate, plan.cut)
+        admitted = self._recheck([server for server, _ in measured], gate, plan)
+        pool = self._pool(servers, gate, plan)
         pool.wait_joined(JOIN_S, admitted)
         if self._not_used:
             plan = replace(plan, why=f"{plan.why}; not used for now: {'; '.join(self._not_used)}")
@@ -185,15 +190,21 @@ class Planner:
                 self._leave_out(measured.pop(0)[0], error)
         return None
 
-    def _recheck(self, servers: Sequence[ServerClient], gate: Gate, cut: int) -> list[str]:
-        """The canary at the chosen cut, where that is not the one measured; addresses of those that pass."""
-        gate.cut = cut
+    def _remote_cuts(self, plan: Plan) -> tuple[int, ...]:
+        """The cuts at which servers are asked."""
+        cuts = {*(route.cut for route in plan.routes), *self.replay.cuts}
+        return tuple(sorted(cuts - {self.dataset.chain.start}))
+
+    def _recheck(self, servers: Sequence[ServerClient], gate: Gate, plan: Plan) -> list[str]:
+        """The canary at the chosen cuts, but for the one measured; addresses of those that pass."""
+        gate.cuts = self._remote_cuts(plan)
         passed: list[str] = []
         for server in servers:
             try:
-                if cut != self.parts.freeze:
-                    self.tell(f"checking cut {cut} on {server.url}")
-                    gate.measure(server, stop=cut)
+                for cut in gate.cuts:
+                    if cut != self.parts.freeze:
+                        self.tell(f"checking cut {cut} on {server.url}")
+                        gate.measure(server, stop=cut)
                 gate.vouch(server)
                 passed.append(server.url)
             except UpriverError as error:
@@ -204,7 +215,10 @@ class Planner:
         here = self._measured_here()
         options = self.options
         tail = measure_tail(self.model, self.parts, here.features.tensors, samples=options.micro_batch)
-        plan, _profile, _cluster = make_plan(
+        workload = Workload(
+            batch_size=options.batch_size, num_samples=len(options.order(len(self.dataset), 0).ids)
+        )
+        plan, profile, cluster = make_plan(
             self.policy,
             name=type(self.model).__name__,
             dataset=self.dataset,
@@ -213,29 +227,32 @@ class Planner:
             there=measured[0][1],
             link=link,
             tail=tail,
-            workload=Workload(
-                batch_size=options.batch_size, num_samples=len(options.order(len(self.dataset), 0).ids)
-            ),
+            workload=workload,
             num_servers=len(measured),
             num_ranks=options.num_ranks,
         )
+        self._model = CostModel(profile, cluster, workload)
         return plan
 
-    def _fixed(self, plan: Plan, cut: int, *, why: str) -> Plan:
-        """The same plan with another cut; what is known of that cut is kept."""
-        rest = Segment(tier=Tier.COMPUTE, start=cut, stop=self.parts.freeze)
-        pushed = Segment(tier=Tier.STORAGE, start=self.dataset.chain.start, stop=cut)
-        row = next((row for row in plan.table if row.cut == cut), None)
+    def _fixed(self, plan: Plan, shares: Mapping[int, float], *, why: str) -> Plan:
+        """The same plan with other routes; what is known of their cost is kept."""
+        routes = tuple(self._route(cut, share) for cut, share in shares.items())
         return replace(
             plan,
             policy="fixed",
-            routes=(Route(segments=(pushed, rest)),),
-            predicted=row.cost if row is not None else None,
+            routes=routes,
+            predicted=self._model.evaluate(routes) if self._model is not None else None,
             why=why,
         )
 
-    def _pool(self, servers: Sequence[ServerClient], gate: Gate, cut: int) -> ServerPool:
-        gate.cut = cut
+    def _route(self, cut: int, share: float) -> Route:
+        start, stop = self.dataset.chain.start, self.parts.freeze
+        rest = Segment(tier=Tier.COMPUTE, start=cut, stop=stop)
+        pushed = Segment(tier=Tier.STORAGE, start=start, stop=cut)
+        return Route(segments=(rest,) if cut == start else (pushed, rest), share=share)
+
+    def _pool(self, servers: Sequence[ServerClient], gate: Gate, plan: Plan) -> ServerPool:
+        gate.cuts = self._remote_cuts(plan)
         return ServerPool(servers, admit=gate.admit)
 
     def _gate(self) -> Gate:
@@ -272,6 +289,22 @@ class Planner:
                 on_bad_sample=self.options.on_bad_sample,
             )
         return self._here
+
+
+def shares_of(cut: object, first: int, last: int) -> dict[int, float]:
+    """What a caller gave as cut, as cuts and their shares, the earliest first.
+
+    Raises:
+        ConfigError: If a cut does not lie in ``first..last``, or shares are not positive numbers of sum 1.
+    """
+    given: dict[Any, Any] = dict(cut) if isinstance(cut, Mapping) else {cut: 1.0}
+    for each, share in given.items():
+        if type(each) is not int or not first <= each <= last:
+            raise ConfigError(f"cut must lie in {first}..{last} ({first} is unsplit), got {each!r}")
+        require_finite(f"cut[{each}]", share, positive=True)
+    if not math.isclose(sum(given.values()), 1.0, abs_tol=1e-6):
+        raise ConfigError(f"shares of cuts must sum to 1, got {given!r}")
+    return dict(sorted(given.items()))
 
 
 def _allowed(parts: Split) -> Tolerance:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,10 +57,17 @@ class LinkEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalMeasurement:
-    """The canary on this side: its features at the freeze point, and what each stage took."""
+    """The canary on this side.
+
+    Attributes:
+        features: At the freeze point.
+        timings: What each stage took.
+        input_bytes: Position to the bytes of a sample there, after each input stage.
+    """
 
     features: MicroBatch
     timings: tuple[Timings, ...]
+    input_bytes: Mapping[int, float]
 
 
 def measure_here(
@@ -91,7 +98,35 @@ def measure_here(
         )
         features = engine.advance(batch, freeze, clock)
         timings.append(clock.timings())
-    return LocalMeasurement(features=features, timings=tuple(timings))
+    return LocalMeasurement(
+        features=features,
+        timings=tuple(timings),
+        input_bytes=_sizes(engine, blobs, ids, names=names, seed=seed, on_bad_sample=on_bad_sample),
+    )
+
+
+def _sizes(
+    engine: Engine,
+    blobs: Sequence[bytes | memoryview],
+    ids: tuple[int, ...],
+    *,
+    names: Sequence[str],
+    seed: int,
+    on_bad_sample: OnBadSample,
+) -> dict[int, float]:
+    """Mean bytes of a sample after each input stage: pixels decoded are often the smallest form of all."""
+    start = engine.chain.start if engine.chain is not None else 0
+    batch = engine.begin(
+        blobs, ids, object_names=names, stop=start, seed=seed, epoch=0, on_bad_sample=on_bad_sample
+    )
+    sizes = {}
+    for position in range(start + 1, 1):
+        batch = engine.resume(
+            batch, object_names=names, stop=position, seed=seed, epoch=0, on_bad_sample=on_bad_sample
+        )
+        samples = len(ids) - len(batch.skipped) if position < 0 else engine.micro_batch
+        sizes[position] = sum(tensor.nbytes for tensor in batch.tensors) / max(samples, 1)
+    return sizes
 
 
 def measure_link(server: ServerClient) -> LinkEstimate:
@@ -175,6 +210,7 @@ def make_plan(
         chain=dataset.chain.stages,
         stored_bytes=dataset.stored_bytes,
         tensor_bytes=program.graph.input_bytes,
+        input_bytes=here.input_bytes,
         storage=there,
         compute=here.timings,
         samples_per_timing=micro_batch,

@@ -86,7 +86,7 @@ class Gate:
         self._allowed = allowed
         self._lock = threading.Lock()
         self._proved: set[tuple[str, int]] = set()
-        self.cut = question.program.num_stages
+        self.cuts: tuple[int, ...] = (question.program.num_stages,)
         self.distances: dict[str, float] = {}
 
     def admit(self, client: Transport) -> None:
@@ -98,10 +98,10 @@ class Gate:
         """
         server = cast(ServerClient, client)
         with self._lock:
-            proved = (server.url, self.cut) in self._proved
-            self._proved.discard((server.url, self.cut))  # next time it may be another process
-        if not proved:
-            self.measure(server, stop=self.cut)
+            open_cuts = [cut for cut in self.cuts if (server.url, cut) not in self._proved]
+            self._proved -= {(server.url, cut) for cut in self.cuts}  # next time it may be another process
+        for cut in open_cuts:
+            self.measure(server, stop=cut)
 
     def measure(self, server: ServerClient, *, stop: int) -> Timings:
         """Let a server compute the canary up to a cut, compare, and give its timings.
@@ -121,9 +121,9 @@ class Gate:
         return timings
 
     def vouch(self, server: ServerClient) -> None:
-        """Note that the server has just passed the canary at the current cut."""
+        """Note that the server has just passed the canary at the current cuts."""
         with self._lock:
-            self._proved.add((server.url, self.cut))
+            self._proved |= {(server.url, cut) for cut in self.cuts}
 
     def _check_fingerprint(self, server: ServerClient) -> None:
         info = server.info()
@@ -151,8 +151,15 @@ class Gate:
             if self._reference is None:
                 self._reference = self._make_reference()
             wanted = self._reference
-        freeze = self._question.program.num_stages
-        done = self._engine.advance(batch, freeze) if stop >= 0 else batch
+        question = self._question
+        done = self._engine.resume(
+            batch,
+            object_names=[ref.object for ref in question.dataset.locate(batch.ids)],
+            stop=question.program.num_stages,
+            seed=question.seed,
+            epoch=0,
+            on_bad_sample=question.on_bad_sample,
+        )
         found = difference(wanted.tensors, done.tensors, self._allowed)
         if not found:
             self._note_distance(server, wanted, done)

@@ -66,6 +66,19 @@ class Pin:
     cut: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dealt:
+    """How one micro-batch is to be made.
+
+    Attributes:
+        way: By a server or here.
+        cut: The position up to which a server runs it; that of the stored bytes where none does.
+    """
+
+    way: Way
+    cut: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Delivery:
     """What came of a micro-batch: itself, or the error that stands in its place."""
@@ -114,6 +127,8 @@ class SlotTable:
         window: How far to run ahead.
         expected_bytes: What a micro-batch weighs, by way; corrected by what arrives.
         pins: Micro-batches that must come from a certain place; all others may come from anywhere.
+        dealt: The route of each micro-batch; None lets servers make them all, up to the same cut. What
+            servers cannot do is made here all the same.
     """
 
     def __init__(
@@ -124,7 +139,10 @@ class SlotTable:
         window: Window,
         expected_bytes: Mapping[Way, int] | None = None,
         pins: Mapping[int, Pin] | None = None,
+        dealt: Sequence[Dealt] | None = None,
     ) -> None:
+        if dealt is not None and len(dealt) != num_micro_batches:
+            raise ConfigError(f"{num_micro_batches} micro-batches need as many routes, got {len(dealt)}")
         if not 0 <= first <= num_micro_batches:
             raise ConfigError(f"first must lie in 0..{num_micro_batches}, got {first}")
         self.taken = first
@@ -134,6 +152,7 @@ class SlotTable:
         share = window.num_bytes // window.micro_batches  # where nothing is known
         self._expected_bytes = {way: (expected_bytes or {}).get(way, share) for way in Way}
         self._pins = dict(pins or {})
+        self._dealt = dealt
         self._slots: dict[int, _Slot] = {}
         self._held_bytes = 0
         self._failures: dict[int, int] = {}
@@ -155,7 +174,9 @@ class SlotTable:
     # -------------------------------------------------------------------------------- finding work
 
     def find(self, way: Way, limit: int, *, only_failed: bool = False) -> tuple[int, ...]:
-        """The run of neighbouring free micro-batches, at most ``limit``, that ``way`` should work on next.
+        """The run of free micro-batches, at most ``limit``, that ``way`` should work on next.
+
+        They are neighbours, but for micro-batches of other routes in between.
 
         Args:
             way: Who asks. Those that failed too often remotely are left to the local way.
@@ -164,7 +185,9 @@ class SlotTable:
         """
         run: list[int] = []
         for index in self._free(way, only_failed=only_failed):
-            if len(run) == limit or (run and not self._goes_with(index, run[-1])):
+            if run and not self._alike(index, run[-1]):
+                continue
+            if len(run) == limit or (run and index != self._next_alike(run[-1])):
                 break
             if not self._fits(index, len(run), way):
                 break
@@ -175,9 +198,15 @@ class SlotTable:
         """Where this micro-batch must come from; None when from anywhere."""
         return self._pins.get(index)
 
-    def _goes_with(self, index: int, before: int) -> bool:
+    def _alike(self, index: int, other: int) -> bool:
         """Whether one request can be for both."""
-        return index == before + 1 and self.pin(index) == self.pin(before)
+        same_route = self._dealt is None or self._dealt[index] == self._dealt[other]
+        return same_route and self.pin(index) == self.pin(other)
+
+    def _next_alike(self, index: int) -> int:
+        """The next micro-batch that could go with this one; the end of the epoch where none is in reach."""
+        later = range(index + 1, min(self._stop, self._window_end + self._window.micro_batches))
+        return next((other for other in later if self._alike(other, index)), self._stop)
 
     def claim(self, way: Way, run: Sequence[int]) -> Claim:
         """Give a run that `find` returned to one thread."""
@@ -195,6 +224,8 @@ class SlotTable:
     def _wanted(self, index: int, way: Way, *, only_failed: bool) -> bool:
         if (pin := self.pin(index)) is not None:
             return way is pin.way
+        if self._dealt is not None and self._dealt[index].way is Way.LOCAL:
+            return way is Way.LOCAL
         failed = self._failures.get(index, 0) >= MAX_REMOTE_ATTEMPTS
         return not failed if way is Way.REMOTE else failed or not only_failed
 
@@ -210,10 +241,14 @@ class SlotTable:
     def _worth_waiting(self, run: Sequence[int], limit: int) -> bool:
         """Whether a run cut short by the window's end should wait until the window has moved on.
 
-        Otherwise each step of the consumer would start a request for a single micro-batch.
+        Otherwise each step of the consumer would start a request for a single micro-batch. Of a route with a
+        small share the window holds few, so what is due within the nearer half of it waits no longer.
         """
-        short = 0 < len(run) < limit and run[-1] + 1 == self._window_end < self._stop
-        return short and run[0] != self.taken
+        if not 0 < len(run) < limit or run[0] == self.taken:
+            return False
+        short = self._window_end <= self._next_alike(run[-1]) < self._stop
+        near = run[-1] + 1 < self._window_end and run[0] - self.taken < self._window.micro_batches // 2
+        return short and not near
 
     # ------------------------------------------------------------------------------------- changes
 

@@ -9,7 +9,7 @@ costs: they are 0 and what a call costs is in the seconds per sample of that siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Protocol
 
@@ -74,6 +74,7 @@ def build_profile(
     storage: Sequence[Timings],
     compute: Sequence[Timings],
     samples_per_timing: int,
+    input_bytes: Mapping[int, float] | None = None,
     tail: TailProfile | None = None,
 ) -> Profile:
     """Put measurements together.
@@ -89,6 +90,8 @@ def build_profile(
             for warm-up when there is more than one.
         compute: What the compute tier reported, likewise.
         samples_per_timing: Samples in each of those micro-batches.
+        input_bytes: Position to the mean size of a sample there, after each input stage; one that is not
+            known counts as a finished sample.
         tail: Cost of the trainable rest; None counts it as free.
 
     Raises:
@@ -115,14 +118,16 @@ def build_profile(
         )
         for position, stage in enumerate(stages, start=1)
     ]
-    # Sizes between input stages differ from sample to sample and no cut lies there yet: each counts as what
-    # the last one gives, and holds its input and its output.
+    sizes = {-len(chain): stored_bytes, 0: tensor_bytes, **(input_bytes or {})}
     inputs = [
         StageProfile(
             name=stage.name,
             kind=stage.kind,
-            out_bytes=tensor_bytes,
-            peak_bytes=stored_bytes + 2 * tensor_bytes,
+            out_bytes=sizes.get(position, tensor_bytes),
+            # What it is given, what it gives, and the finished sample.
+            peak_bytes=sizes.get(position - 1, tensor_bytes)
+            + sizes.get(position, tensor_bytes)
+            + tensor_bytes,
             seconds=seconds(stage.name, position),
         )
         for position, stage in enumerate(chain, start=1 - len(chain))
