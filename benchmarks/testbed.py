@@ -1,0 +1,384 @@
+"""Two hosts on one machine: real processes in two network namespaces, with a shaped link between them.
+
+A benchmark makes a `Testbed` and starts what it needs in it::
+
+    with Testbed(rate=2.5e6) as bed:                         # 20 Mbit/s, in bytes per second
+        server = bed.run_server({"default": "file:///data"})
+        objects = bed.run_objects(Path("/data"))             # the same store, for the other side
+        done = bed.run("compute", [sys.executable, "train.py", server.url, objects.uri], timeout_s=600)
+
+Everything ends and is removed with the block, whatever ends it; what a killed benchmark left behind goes when
+the next one starts. ``python benchmarks/testbed.py --mbit 20`` makes one, measures its link and says so;
+``--sweep`` only removes left-overs. Needs root, ``ip`` and ``tc``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import _netns
+from _hosts import Cores, Hosts, Side, last_lines, sigterm_raises, undisturbed, words
+from _netns import FRAME_BYTES, PAYLOAD_SHARE, TestbedError, Unavailable
+
+__all__ = ["Rates", "Service", "Side", "Testbed", "TestbedError", "Unavailable", "burst_for"]
+
+ADDRESSES: Mapping[Side, str] = {"storage": "192.0.2.1", "compute": "192.0.2.2"}
+"""From the network that is set aside for documentation: no real host has them. Every testbed has the same."""
+
+TOLERANCE = 0.1
+"""How far off its rate a link may be: what a busy machine does to one second's transfer."""
+
+CHECK_S = 1.0
+CHECK_BYTES = 64 << 20
+"""A check moves what the link carries in a second, each way, but no more than this."""
+
+READY_TIMEOUT_S = 120.0
+FIRST_PORT = 7000
+LOG_BYTES = 1 << 20
+
+_here = Path(__file__).resolve().parent
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What a link carries from one side to the other, or has carried: bytes, or bytes per second."""
+
+    from_storage: float
+    from_compute: float
+
+    def __sub__(self, other: Rates) -> Rates:
+        """What went since ``other`` was taken."""
+        return Rates(
+            from_storage=self.from_storage - other.from_storage,
+            from_compute=self.from_compute - other.from_compute,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Something that listens in one of the namespaces.
+
+    Attributes:
+        url: Where the other side reaches it.
+        process: Its first process.
+        log: What it prints; `said` reads it.
+        uri: Of an object server: the store, for the other side.
+        options: Of an object server: the options with which that store is opened.
+    """
+
+    url: str
+    process: subprocess.Popen[Any]
+    log: IO[bytes]
+    uri: str = ""
+    options: Mapping[str, str] | None = None
+
+    def said(self) -> str:
+        """What it has printed so far; until the testbed ends."""
+        return _content(self.log)
+
+
+class Testbed(Hosts):
+    """A storage side and a compute side, and the link between them; `Hosts` starts and ends processes.
+
+    Args:
+        rate: Of the link, each way, in bytes per second on the wire, headers included; of a TCP stream's
+            payload 95.6 % of that goes. None leaves it unshaped.
+        burst: What may leave at once after a pause, in bytes; see `burst_for`.
+        cores: The core that each side's processes are pinned to; the first and the last one of this process's
+            otherwise (0 and 1 on a machine with two).
+        check: Whether to measure the link before it is used.
+
+    Attributes:
+        addresses: Of both sides.
+        token: What the servers started here want from their clients; in the environment of every process.
+        measured: What the link carried when it was last checked: payload bytes per second.
+
+    Raises:
+        Unavailable: From ``with``: If this is not root, a program is missing, or the kernel refuses.
+        TestbedError: From ``with``: If the link is not what was asked for, twice running.
+    """
+
+    addresses = ADDRESSES
+
+    def __init__(
+        self,
+        rate: float | None = None,
+        *,
+        burst: int | None = None,
+        cores: Mapping[Side, int] | None = None,
+        check: bool = True,
+    ) -> None:
+        allowed = sorted(os.sched_getaffinity(0))
+        number = next(_numbers)
+        super().__init__(
+            {side: _netns.name_of(number, side) for side in ADDRESSES},
+            cores or {"storage": allowed[0], "compute": allowed[-1]},
+            secrets.token_hex(16),
+        )
+        self.rate = _checked_rate(rate)
+        self.measured: Rates | None = None
+        self._burst = _checked_burst(burst)
+        self._check = check
+        self._ports = itertools.count(FIRST_PORT)
+
+    def __enter__(self) -> Testbed:
+        _netns.require_rights()
+        _netns.sweep()
+        with ExitStack() as stack:
+            stack.enter_context(sigterm_raises())
+            stack.callback(_netns.remove, self.namespaces)
+            stack.callback(self.end_all)
+            _netns.create({self._names[side]: address for side, address in ADDRESSES.items()})
+            self.set_rate(self.rate, burst=self._burst)
+            if self._check:
+                self.check()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with undisturbed():
+            self._stack.close()
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Names of the two network namespaces, for ``ip netns``."""
+        return list(self._names.values())
+
+    # ----------------------------------------------------------------------------------------- the link
+
+    def set_rate(self, rate: float | None, *, burst: int | None = None) -> None:
+        """Change the link, both ways, while it is in use; it is not checked, since others are using it.
+
+        Args:
+            rate: In bytes per second on the wire; None for no shape.
+            burst: In bytes; see `burst_for`.
+        """
+        self.rate, self._burst = _checked_rate(rate), _checked_burst(burst)
+        for name in self.namespaces:
+            _netns.shape(name, self.rate, self._burst_bytes)
+
+    def check(self) -> Rates:
+        """Measure the link with one bounded transfer each way; again, if that is not what was asked for.
+
+        Nothing else may use the link meanwhile.
+
+        Returns:
+            Payload bytes per second; also kept as ``measured``.
+
+        Raises:
+            TestbedError: If it is off by more than a tenth twice running.
+        """
+        for last in (False, True):
+            measured = self.measured = Rates(
+                from_storage=self._transfer("storage", "compute"),
+                from_compute=self._transfer("compute", "storage"),
+            )
+            wrong = self._wrong(measured)
+            if not wrong:
+                break
+            if last:
+                raise TestbedError(wrong)
+        return measured
+
+    def _wrong(self, measured: Rates) -> str:
+        """In what a link is not what was asked for; empty if it is."""
+        if self.rate is None:
+            return ""
+        wanted = self.rate * PAYLOAD_SHARE
+        both = (measured.from_storage, measured.from_compute)
+        if all(abs(rate / wanted - 1) <= TOLERANCE for rate in both):
+            return ""
+        return (
+            f"a link of {_mbit(self.rate)} should carry {_mbit(wanted)} of payload each way; measured: "
+            f"{_mbit(both[0])} from storage to compute, {_mbit(both[1])} back. Is the machine busy, or the "
+            "rate more than it can move?"
+        )
+
+    def bytes_carried(self) -> Rates:
+        """Bytes that have left each side since the testbed was made, checks and headers included.
+
+        On links of 25 Mbit/s and less that is every byte on the wire. On faster ones packets travel several
+        as one, with one header for all: up to 4 % less is counted than a real wire would carry.
+        """
+        return Rates(
+            from_storage=_netns.sent_bytes(self._names["storage"]),
+            from_compute=_netns.sent_bytes(self._names["compute"]),
+        )
+
+    @property
+    def _burst_bytes(self) -> int:
+        return burst_for(self.rate) if self._burst is None else self._burst
+
+    def _transfer(self, source: Side, target: Side) -> float:
+        """Payload bytes per second of one TCP stream."""
+        payload = CHECK_BYTES if self.rate is None else self.rate * PAYLOAD_SHARE * CHECK_S
+        num_bytes = round(
+            min(CHECK_BYTES, max(payload, 40 * self._burst_bytes))
+        )  # a burst is then at most 2.5 % of it
+        limit_s = 10.0 if self.rate is None else 5.0 + 3 * num_bytes / self.rate
+        receiver = self.popen(target, _probe("receive", ADDRESSES[target], limit_s), stdout=subprocess.PIPE)
+        sender = None
+        try:
+            port = receiver.stdout.readline().decode().strip() if receiver.stdout else ""
+            sender = self.popen(source, _probe("send", ADDRESSES[target], port, num_bytes, limit_s))
+            answer, _ = receiver.communicate(timeout=2 * limit_s)
+            found = json.loads(answer)
+        except (ValueError, subprocess.TimeoutExpired):
+            raise TestbedError(f"no transfer from {source} to {target} came about") from None
+        finally:
+            for process in (receiver, sender):
+                if process is not None:
+                    self.end(process)
+        return float(found["num_bytes"] / max(found["seconds"], 1e-9))
+
+    # ------------------------------------------------------------------------------------- the processes
+
+    def run_server(
+        self,
+        stores: Mapping[str, str],
+        *options: object,
+        side: Side = "storage",
+        core: Cores = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = READY_TIMEOUT_S,
+    ) -> Service:
+        """Start ``upriver serve`` and wait until the other side sees it ready.
+
+        Args:
+            stores: Names to URIs, as this side reaches them.
+            options: More of its command line, such as ``"--threads", 1``.
+            side: Where it runs.
+            core: As for `popen`.
+            env: As for `popen`.
+            timeout_s: How long it may take to be ready.
+        """
+        named = [f"--store={name}={uri}" for name, uri in stores.items()]
+        serve = [sys.executable, "-m", "upriver", "serve", *named, *options]
+        return self._serve(side, serve, "/readyz", core=core, env=env, timeout_s=timeout_s)
+
+    def run_objects(
+        self,
+        directory: Path,
+        *,
+        side: Side = "storage",
+        core: Cores = None,
+        timeout_s: float = READY_TIMEOUT_S,
+    ) -> Service:
+        """Serve a directory as an S3 bucket, for the side that has no access to its files.
+
+        A server beside it may use ``file://`` for the same directory: names and ETags are the same.
+        """
+        serve = [sys.executable, _here / "object_server.py", directory, "--bucket", "store"]
+        found = self._serve(side, serve, "/", core=core, env=None, timeout_s=timeout_s)
+        options = {"endpoint": found.url, "region": "none", "anonymous": "true"}
+        return Service(url=found.url, process=found.process, log=found.log, uri="s3://store", options=options)
+
+    def _serve(
+        self,
+        side: Side,
+        argv: Sequence[object],
+        path: str,
+        *,
+        core: Cores,
+        env: Mapping[str, str] | None,
+        timeout_s: float,
+    ) -> Service:
+        port = next(self._ports)
+        url = f"http://{ADDRESSES[side]}:{port}"
+        log = self._stack.enter_context(_nameless())
+        bound = [*argv, "--host", ADDRESSES[side], "--port", port]
+        process = self.popen(side, bound, core=core, env=env, stdout=log, stderr=log)
+        other: Side = "compute" if side == "storage" else "storage"
+        asking = self.popen(other, _probe("ready", url + path, timeout_s))
+        try:
+            while asking.poll() is None and process.poll() is None:
+                time.sleep(0.02)
+            if asking.returncode != 0:
+                state = "not ready in time" if process.returncode is None else "ended"
+                raise TestbedError(f"{words(argv)}: {state}{last_lines(_content(log))}")
+        except BaseException:
+            self.end(process)
+            raise
+        finally:
+            self.end(asking)
+        return Service(url=url, process=process, log=log)
+
+
+def burst_for(rate: float | None) -> int:
+    """What a link of this rate may let through at once: 2 ms of it, at least 4 KB and at most 256 KB.
+
+    Less, and timers that come late cost rate; more, and a small transfer goes faster than the link.
+    """
+    return 1 << 18 if rate is None else int(min(max(0.002 * rate, 1 << 12), 1 << 18))
+
+
+def _checked_rate(rate: float | None) -> float | None:
+    if rate is not None and not 1000 <= rate < 1e12:
+        raise TestbedError(f"rate must be None or from 1000 to 1e12 bytes per second, got {rate}")
+    return rate
+
+
+def _checked_burst(burst: int | None) -> int | None:
+    if burst is not None and burst < 2 * FRAME_BYTES:
+        raise TestbedError(
+            f"burst must be None or at least {2 * FRAME_BYTES} bytes (two packets), got {burst}"
+        )
+    return burst
+
+
+def _probe(*arguments: object) -> list[object]:
+    """A short program, started without what it does not need."""
+    return [sys.executable, "-I", "-S", _here / "_probe.py", *arguments]
+
+
+def _mbit(bytes_per_s: float) -> str:
+    return f"{8 * bytes_per_s / 1e6:.4g} Mbit/s"
+
+
+def _nameless() -> IO[bytes]:
+    """A file of which nothing can be left."""
+    return tempfile.TemporaryFile()  # the testbed's stack closes it
+
+
+def _content(log: IO[bytes]) -> str:
+    """A file from its beginning, wherever those who write to it are."""
+    return os.pread(log.fileno(), LOG_BYTES, 0).decode(errors="replace")
+
+
+def main() -> None:
+    """Make a testbed, say what its link carries, and remove it."""
+    parser = argparse.ArgumentParser(description="Make the two namespaces, measure their link, remove them.")
+    parser.add_argument("--mbit", type=float, default=None, help="rate of the link; unshaped without")
+    parser.add_argument("--sweep", action="store_true", help="only remove what killed benchmarks left behind")
+    chosen = parser.parse_args()
+    try:
+        if chosen.sweep:
+            _netns.require_rights()
+            print("\n".join(_netns.sweep()) or "nothing was left behind")
+            return
+        with Testbed(None if chosen.mbit is None else chosen.mbit * 1e6 / 8) as bed:
+            assert bed.measured is not None
+            print(
+                f"payload: {_mbit(bed.measured.from_storage)} from storage to compute, "
+                f"{_mbit(bed.measured.from_compute)} back"
+            )
+    except TestbedError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Makes a testbed with a process in each namespace, prints their names and ids, and waits to be ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from testbed import Testbed
+
+if __name__ == "__main__":
+    with Testbed(check=False) as bed:
+        sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+        pids = [bed.popen(side, sleeper).pid for side in bed.addresses]
+        print(json.dumps({"names": bed.namespaces, "pids": pids}), flush=True)
+        time.sleep(600)
