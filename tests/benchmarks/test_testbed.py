@@ -113,7 +113,9 @@ def test_a_rate_that_no_link_has_is_refused(rate: float) -> None:
 
 
 def test_a_burst_that_lets_nothing_through_is_refused() -> None:
-    with pytest.raises(testbed.TestbedError, match=r"burst must be None or at least 3028 bytes \(two packets"):
+    with pytest.raises(
+        testbed.TestbedError, match=r"burst must be None or at least 3028 bytes \(two packets"
+    ):
         testbed.Testbed(1e6, burst=1500)
 
 
