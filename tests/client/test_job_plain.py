@@ -256,7 +256,7 @@ def test_frozen_parameters_that_change_under_a_job_are_an_error(tmp_path: Path) 
         ({"batch_size": 0}, "batch_size"),
         ({"micro_batch": 0}, "micro_batch"),
         ({"micro_batch": 2.5}, "micro_batch"),
-        ({"policy": "magic"}, "nosplit, freeze, min, hapi"),
+        ({"policy": "magic"}, "nosplit, freeze, min, .*, upriver"),
         ({"exact": "nearly"}, "bitwise or numeric"),
         ({"seed": -1}, "seed"),
         ({"on_bad_sample": "ignore"}, "fail or skip"),

@@ -169,7 +169,13 @@ def test_every_allowed_operator_exists_and_none_is_random_or_in_place() -> None:
 
 
 def one_node(
-    op: str, args: list[Any], shape: list[int] | None = None, *, results: int = 1, dtype: str = "float32"
+    op: str,
+    args: list[Any],
+    shape: list[int] | None = None,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    results: int = 1,
+    dtype: str = "float32",
 ) -> bytes:
     """A graph of an input ``x`` (float32, 2 x 4), some others, and one call, said to give ``shape``."""
     spec = {"dtype": dtype, "shape": shape or [2, 4], "stride": torch.empty(shape or (2, 4)).stride()}
@@ -186,7 +192,7 @@ def one_node(
         "weights_digest": digest_of(NO_WEIGHTS),
         "inputs": [{"name": "x", "spec": given}, *map(named, more, more.values())],
         "weights": [],
-        "nodes": [{"op": op, "args": args, "kwargs": {}, "outputs": outputs}],
+        "nodes": [{"op": op, "args": args, "kwargs": kwargs or {}, "outputs": outputs}],
         "stages": [{**stage, "out_bytes": 0.0, "param_bytes": 0, "flops": 0.0, "peak_bytes": 0.0}],
     }
     return msgspec.json.encode(graph)
@@ -249,6 +255,10 @@ HARMFUL: dict[str, tuple[bytes, str]] = {
         "upscale_factor of .* is 4294967296, at most",
     ),
     "a huge range": (one_node("arange.default", [1 << 40]), "makes a tensor of .* bytes, at most"),
+    "a number for a tensor": (
+        one_node("to.dtype_layout", [6], kwargs={"device": {"device": "here"}, "pin_memory": False}),
+        "gives a int, not a tensor",
+    ),
     "a huge fill": (one_node("full.default", [[1 << 20, 1 << 20], 0.0]), "makes a tensor of"),
     "a huge repetition": (one_node("repeat.default", [X, [1 << 20, 1 << 20]]), "makes a tensor of"),
     "more than the integers": (one_node("repeat.default", [X, [1 << 62, 1 << 62]]), "node 0"),

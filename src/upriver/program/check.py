@@ -126,6 +126,8 @@ class _DryRun:
             raise ProgramError(f"{step.where}: {error}") from None
         except Exception as error:  # an operator raises whatever it likes on arguments that do not fit it
             raise step.refusal(error) from None
+        if not isinstance(results, list | tuple):  # numbers alone may give a number
+            raise ProgramError(f"{step.where}: gives a {type(results).__name__}, not a tensor")
         if len(results) != len(node.outputs):
             raise ProgramError(f"{step.where}: declares {len(node.outputs)} results, gives {len(results)}")
         return results
