@@ -5,10 +5,15 @@ Lies below the nouns, so that a plan can print itself in any layer.
 
 from __future__ import annotations
 
+import math
+import re
 import textwrap
 from collections.abc import Sequence
 
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_BIT_UNITS = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+) ?([kKMGT]?)(bit|B)(?:/s)?", re.ASCII)
+_PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -17,6 +22,33 @@ def bytes_text(num_bytes: float) -> str:
     while value >= 999.5 and unit < len(_BYTE_UNITS) - 1:
         value, unit = value / 1000.0, unit + 1
     return f"{value:.0f} {_BYTE_UNITS[unit]}" if unit == 0 else f"{value:.3g} {_BYTE_UNITS[unit]}"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """A rate in bits, as links are sold, with three digits: ``100 Mbit/s``."""
+    value, unit = 8.0 * bytes_per_s, 0
+    while value >= 999.5 and unit < len(_BIT_UNITS) - 1:
+        value, unit = value / 1000.0, unit + 1
+    return f"{value:.3g} {_BIT_UNITS[unit]}"
+
+
+def parse_rate(text: str) -> float:
+    """``50Mbit``, ``1.5 Gbit/s`` (bits) or ``10MB`` (bytes) as bytes per second; a prefix is decimal.
+
+    Raises:
+        ValueError: If it is anything else, or not above 0; the message says what was allowed. ``Mb`` is
+            refused, since people mean either by it.
+    """
+    match = _RATE.fullmatch(text.strip())
+    rate = 0.0
+    if match is not None:
+        number, prefix, unit = match.groups()
+        rate = float(number) * _PREFIXES[prefix] / (8.0 if unit == "bit" else 1.0)
+    if not 0 < rate < math.inf:
+        raise ValueError(
+            f"a rate is a number above 0 with bit or B as in 50Mbit, 1.5Gbit or 10MB, got {text!r}"
+        )
+    return rate
 
 
 def seconds_text(seconds: float) -> str:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from upriver.cli import app, main
 
-COMMANDS = ("demo", "index", "push", "cuts", "serve", "train")
+COMMANDS = ("demo", "index", "push", "cuts", "plan", "serve", "train")
 
 
 @pytest.fixture

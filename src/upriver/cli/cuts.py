@@ -18,6 +18,7 @@ from upriver.cli.options import (
     check_module,
     parse_shape,
 )
+from upriver.cli.output import check_picture
 from upriver.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def cuts(
     if granularity not in GRANULARITIES:
         raise ConfigError(f"--granularity must be {' or '.join(GRANULARITIES)}, got {granularity!r}")
     precision = autocast_dtype(autocast)
-    _check_plot(plot)
+    check_picture(plot)
     network, inputs = load_model(model, input_shape=parse_shape(input_shape))
     check_module(network, freeze_to)
     with working("capturing"):
@@ -72,19 +73,6 @@ def cuts(
         plot_cuts(found.rows, title=model, path=plot)
         note(f"Picture: {plot}")
     emit([asdict(row) for row in found.rows], as_json=as_json, text=lambda: _print(found))
-
-
-def _check_plot(plot: Path | None) -> None:
-    import importlib.util
-
-    if plot is None:
-        return
-    if plot.suffix.lower() not in (".png", ".svg", ".pdf") or plot.is_dir():
-        raise ConfigError(f"--plot takes a file name that ends in .png, .svg or .pdf, got {plot}")
-    if not plot.absolute().parent.is_dir():
-        raise ConfigError(f"the directory of {plot} does not exist")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed; install 'upriver[plot]' for --plot")
 
 
 def _print(found: Survey) -> None:

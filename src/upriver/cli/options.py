@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from upriver.errors import ConfigError
+from upriver.text import parse_rate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,8 +53,10 @@ def parse_shape(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--input-shape must be positive whole numbers as in 3,224,224, got {text!r}")
+    if not all(_is_positive(part) for part in parts):
+        raise ConfigError(
+            f"--input-shape must be positive whole numbers as in 3,224,224, got {_shortened(text)}"
+        )
     return tuple(int(part) for part in parts)
 
 
@@ -63,21 +66,71 @@ def parse_counts(text: str, option: str) -> tuple[int, ...]:
     Raises:
         ConfigError: If it is anything else.
     """
-    parts = [part.strip() for part in text.split(",")]
-    counts = tuple(dict.fromkeys(int(part) for part in parts if part.isdecimal()))
-    if not all(part.isdecimal() for part in parts) or min(counts) < 1:
-        raise ConfigError(f"{option} must be positive whole numbers as in 1,16, got {text!r}")
-    return counts
+    parts = text.split(",")
+    if not all(_is_positive(part) for part in parts):
+        raise ConfigError(f"{option} must be positive whole numbers as in 1,16, got {_shortened(text)}")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _is_positive(part: str) -> bool:
+    # So many digits are beyond any size, and Python reads no more than some thousands.
+    part = part.strip()
+    return part.isdecimal() and len(part) <= 18 and int(part) > 0
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:80]!r}…"
+
+
+def parse_bandwidth(text: str, option: str = "--bandwidth") -> float:
+    """``50Mbit`` or ``10MB`` as bytes per second.
+
+    Raises:
+        ConfigError: If it is no rate; names the option.
+    """
+    try:
+        return parse_rate(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+MOST_POINTS = 200
+"""Of a sweep; more would not be told apart in a picture."""
+
+
+def parse_sweep(text: str) -> tuple[float, ...]:
+    """``bandwidth=50Mbit..12Gbit`` as logarithmic points, ``bandwidth=A,B,C`` as those: bytes per second.
+
+    Raises:
+        ConfigError: If it is anything else.
+    """
+    from upriver.report.sweep import logarithmic
+
+    name, _, values = text.partition("=")
+    if name.strip() != "bandwidth" or not values.strip():
+        raise ConfigError(f"--sweep must be bandwidth=A..B or bandwidth=A,B,C, got {text!r}")
+    first, between, last = values.partition("..")
+    if between:
+        ends = parse_bandwidth(first, "--sweep"), parse_bandwidth(last, "--sweep")
+        if ends[0] >= ends[1]:
+            raise ConfigError(f"--sweep must go from a lower to a higher bandwidth, got {values!r}")
+        return logarithmic(*ends)
+    rates = tuple(parse_bandwidth(part, "--sweep") for part in values.split(","))
+    if len(rates) > MOST_POINTS:
+        raise ConfigError(f"--sweep takes at most {MOST_POINTS} bandwidths, got {len(rates)}")
+    return rates
 
 
 def check_micro_batch(micro_batch: int) -> int:
-    """A micro-batch has at least one sample.
+    """A micro-batch has at least one sample, and no more than a program may take.
 
     Raises:
         ConfigError: If it has not.
     """
-    if micro_batch < 1:
-        raise ConfigError(f"micro_batch must be at least 1, got {micro_batch}")
+    from upriver.program.caps import DEFAULT_CAPS
+
+    if not 1 <= micro_batch <= DEFAULT_CAPS.micro_batch:
+        raise ConfigError(f"micro_batch must be 1 to {DEFAULT_CAPS.micro_batch}, got {micro_batch}")
     return micro_batch
 
 

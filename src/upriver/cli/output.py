@@ -1,0 +1,80 @@
+"""Files that a command writes beside what it prints: checked before any work, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+from upriver.errors import ConfigError, StoreError
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_picture(path: Path | None, option: str = "--plot") -> None:
+    """A picture can be drawn and has a place to go.
+
+    Raises:
+        ConfigError: If its ending is none that we draw, it cannot be written, or matplotlib is missing.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() not in PICTURES or path.is_dir():
+        raise ConfigError(f"{option} takes a file name that ends in {', '.join(PICTURES)}, got {path}")
+    check_output(path, option)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"matplotlib is not installed; install 'upriver[plot]' for {option}")
+
+
+def check_output(path: Path | None, option: str) -> None:
+    """A file can be written there, as far as can be told before.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{option} takes a file name, got the directory {path}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"the directory of {path} does not exist")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{option}: {path} may not be written")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that whoever reads it finds the old one or all of the new one.
+
+    What is no ordinary file (a device, a pipe) is written as it is: it must not be replaced by one.
+
+    Raises:
+        StoreError: If it cannot be written; then nothing is left behind.
+    """
+    unfinished = None
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        target = Path(os.path.realpath(path))  # a link stays one
+        handle, unfinished = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+        with open(handle, "wb") as file:
+            file.write(data)
+        os.chmod(unfinished, _mode(target))
+        os.replace(unfinished, target)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if unfinished is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unfinished)
+
+
+def _mode(path: Path) -> int:
+    """As it was, or as for any new file; what makes temporary files ignores the user's mask."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

@@ -1,0 +1,174 @@
+"""A profile and a cluster for a model that nobody has measured: measured on this machine, for both tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import psutil
+import torch
+from torch import nn
+
+from upriver.cli.common import working
+from upriver.cli.options import check_module
+from upriver.client.planning import measure_tail
+from upriver.errors import CaptureError, ConfigError
+from upriver.profile.measure import fit, measure_stages
+from upriver.program.capture import capture
+from upriver.program.example import Example, Inputs
+from upriver.program.freeze import freeze_to
+from upriver.program.names import load_model
+from upriver.program.program import Program
+from upriver.program.split import Split, split
+from upriver.program.stages import Granularity
+from upriver.types import (
+    Cluster,
+    ComputeTier,
+    InputProfile,
+    Link,
+    Profile,
+    StageProfile,
+    StorageTier,
+    TailProfile,
+    require_finite,
+)
+
+SAME_MACHINE = (
+    "Measured on this machine alone: the storage tier is taken to be equal to it in speed and memory, and "
+    "reading, encoding and decoding to be free. Save the files and put in what the real machines are."
+)
+"""What a reader must know of such a plan."""
+
+TAIL_REPEATS = 3
+"""Measurements of forward and backward, each warmed up, of which the median counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What is to be measured.
+
+    Attributes:
+        model: As for ``upriver cuts``.
+        freeze_to: Last frozen module; None where the model freezes parameters itself.
+        stored_bytes: Of one sample; None takes the size of the model's input.
+    """
+
+    model: str
+    freeze_to: str | None
+    micro_batch: int
+    input_shape: tuple[int, ...] | None
+    autocast: torch.dtype | None
+    stored_bytes: float | None
+
+    def __post_init__(self) -> None:
+        if self.stored_bytes is not None:
+            require_finite("stored_bytes", self.stored_bytes, positive=True)
+
+
+def same_machine(bandwidth_bytes_per_s: float, micro_batch: int) -> Cluster:
+    """Two machines like this one, and a link without a round trip between them."""
+    memory = float(psutil.virtual_memory().available)
+    return Cluster(
+        link=Link(bandwidth_bytes_per_s=bandwidth_bytes_per_s),
+        storage=StorageTier(memory_bytes=memory, micro_batch=micro_batch),
+        compute=ComputeTier(memory_bytes=memory, micro_batch=micro_batch),
+    )
+
+
+def measured_profile(wanted: Wanted) -> Profile:
+    """Capture the frozen part, prove its cuts, and measure stages and tail at two sizes of micro-batch.
+
+    Raises:
+        ConfigError: If nothing says what is frozen.
+        CaptureError: If the model runs unsplit, and there is no cut to choose.
+    """
+    network, inputs = load_model(wanted.model, input_shape=wanted.input_shape)
+    _freeze(network, wanted)
+    examples = [Example.of(inputs.example(size)) for size in sizes(wanted.micro_batch)]
+    with working("capturing the model and proving its cuts"):
+        parts = split(network, examples[0], autocast=wanted.autocast)
+        if parts.program is None:
+            raise CaptureError(f"the model runs unsplit, so there is no cut to plan: {parts.why_not}")
+        programs = [parts.program, *(_captured(network, each, parts, wanted) for each in examples[1:])]
+    with working("measuring its stages"):
+        return _measured(wanted, network, parts, programs, examples)
+
+
+def sizes(micro_batch: int) -> tuple[int, int]:
+    """The micro-batch that is meant, and another one four times off, so that fixed costs show."""
+    return micro_batch, micro_batch // 4 if micro_batch >= 8 else 4 * micro_batch
+
+
+def _freeze(network: nn.Module, wanted: Wanted) -> None:
+    check_module(network, wanted.freeze_to)
+    if wanted.freeze_to is not None:
+        freeze_to(network, wanted.freeze_to)
+    elif all(parameter.requires_grad for parameter in network.parameters()):
+        raise ConfigError(
+            f"nothing of {wanted.model} is frozen; name the last frozen module with --freeze-to MODULE"
+        )
+
+
+def _captured(network: nn.Module, example: Inputs, parts: Split, wanted: Wanted) -> Program:
+    """The same frozen part for another micro-batch, cut at the same places."""
+    outputs = [ship.source for ship in parts.tail.values.ships]
+    names = [stage.name for stage in parts.program.stages] if parts.program else []
+    levels: tuple[Granularity, ...] = ("module", "end")
+    for level in levels:
+        program = capture(network, example, outputs=outputs, autocast=wanted.autocast, granularity=level)
+        if [stage.name for stage in program.stages] == names:
+            return program
+    raise CaptureError(f"the model has other stages for {Example.of(example).samples} samples")
+
+
+def _measured(
+    wanted: Wanted,
+    network: nn.Module,
+    parts: Split,
+    programs: Sequence[Program],
+    examples: Sequence[Example],
+) -> Profile:
+    tensors = [example.tensors for example in examples]
+    seconds = measure_stages(programs, tensors)
+    main = programs[0]
+    tensor_bytes = float(main.graph.input_bytes)
+    return Profile(
+        model=wanted.model,
+        freeze=main.num_stages,
+        input=InputProfile(
+            stored_bytes=tensor_bytes if wanted.stored_bytes is None else wanted.stored_bytes,
+            tensor_bytes=tensor_bytes,
+        ),
+        stages=tuple(
+            StageProfile(
+                name=stage.name,
+                kind=stage.kind,
+                out_bytes=stage.out_bytes,
+                param_bytes=stage.param_bytes,
+                flops=stage.flops,
+                peak_bytes=stage.peak_bytes,
+                seconds={"storage": spent, "compute": spent},
+            )
+            for stage, spent in zip(main.stages, seconds, strict=True)
+        ),
+        tail=_tail(network, parts, programs, tensors),
+    )
+
+
+def _tail(
+    network: nn.Module,
+    parts: Split,
+    programs: Sequence[Program],
+    tensors: Sequence[Sequence[torch.Tensor]],
+) -> TailProfile:
+    """Forward and backward of what trains, at the same sizes; memory as at the micro-batch that is meant."""
+    found: list[TailProfile] = []
+    points = []
+    for program, given in zip(programs, tensors, strict=True):
+        features, samples = program.run(given, 0, program.num_stages), program.micro_batch
+        tails = [measure_tail(network, parts, features, samples=samples) for _ in range(TAIL_REPEATS)]
+        spent = median(tail.seconds[0] + samples * tail.seconds[1] for tail in tails)
+        points.append((samples, spent))
+        found.append(tails[-1])
+    return TailProfile(seconds=fit(points), param_bytes=found[0].param_bytes, peak_bytes=found[0].peak_bytes)

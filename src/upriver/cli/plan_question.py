@@ -1,0 +1,116 @@
+"""What ``upriver plan`` plans for: a profile, a cluster and a workload, from files or measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from upriver.cost import CostModel
+from upriver.errors import ConfigError
+from upriver.profile import cluster_from_json, profile_from_json
+from upriver.text import bytes_text, printable, rate_text
+from upriver.types import Cluster, Profile, StageProfile, Workload
+
+_Noun = TypeVar("_Noun")
+
+NAME_LENGTH = 200
+"""Characters of a name from a file that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is planned for.
+
+    Attributes:
+        notes: What must be known of where the numbers come from.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    workload: Workload
+    notes: tuple[str, ...] = ()
+
+    def at(self, bandwidth_bytes_per_s: float) -> Question:
+        """The same with another bandwidth of the link."""
+        link = replace(self.cluster.link, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+        return replace(self, cluster=replace(self.cluster, link=link))
+
+    def check_finite(self) -> None:
+        """Numbers that are each allowed can still multiply to more than a number can hold.
+
+        Raises:
+            ConfigError: If they do, at some cut.
+        """
+        with np.errstate(all="ignore"):
+            rows = CostModel(self.profile, self.cluster, self.workload).table()
+            for row in rows:
+                if not all(map(math.isfinite, astuple(row.cost))):
+                    raise ConfigError(
+                        f"the predicted times of cut {row.cut} are more than a number can hold; look at the "
+                        "profile's seconds and bytes, the cluster's rates and the number of samples"
+                    )
+
+    def facts(self) -> dict[str, str]:
+        """All of it in a few lines for people, by name."""
+        profile, workload = self.profile, self.workload
+        storage, compute, link = self.cluster.storage, self.cluster.compute, self.cluster.link
+        requests = "request" if storage.concurrency == 1 else "requests"
+        at_once = compute.micro_batch
+        return {
+            "model": f"{profile.model}: {len(profile.stages)} stages, the first {profile.freeze} frozen",
+            "samples": f"{workload.num_samples} an epoch, in training batches of {workload.batch_size}, "
+            f"{bytes_text(profile.input.stored_bytes)} each as stored",
+            "link": f"{rate_text(link.bandwidth_bytes_per_s)}, round trip {1e3 * link.rtt_s:g} ms",
+            "storage": f"{_memory(storage.memory_bytes)}, {storage.concurrency} {requests} at once, "
+            f"micro-batches of {storage.micro_batch}, load {storage.load:g}",
+            "compute": f"{_memory(compute.memory_bytes)}"
+            + (f", micro-batches of {at_once}" if at_once else ", frozen stages on whole training batches"),
+        }
+
+
+def _memory(num_bytes: float) -> str:
+    return "memory not stated" if math.isinf(num_bytes) else f"{bytes_text(num_bytes)} of memory"
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile from a file; its names lose what a terminal would obey.
+
+    Raises:
+        ConfigError: If the file cannot be read or is no profile; names the file and the field.
+    """
+    profile = _read(path, profile_from_json)
+    return replace(
+        profile,
+        model=printable(profile.model, NAME_LENGTH),
+        stages=_named(profile.stages),
+        input_stages=_named(profile.input_stages),
+    )
+
+
+def read_cluster(path: Path) -> Cluster:
+    """A cluster from a file.
+
+    Raises:
+        ConfigError: If the file cannot be read or is no cluster; names the file and the field.
+    """
+    return _read(path, cluster_from_json)
+
+
+def _named(stages: Iterable[StageProfile]) -> tuple[StageProfile, ...]:
+    return tuple(replace(stage, name=printable(stage.name, NAME_LENGTH)) for stage in stages)
+
+
+def _read(path: Path, parse: Callable[[bytes], _Noun]) -> _Noun:
+    try:
+        return parse(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {printable(' '.join(str(error).split()), 500)}") from error

@@ -1,0 +1,54 @@
+"""What several plans for the same question chose, in a few words: what tables and pictures have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from upriver.types import CutRow, Plan
+
+DOES_NOT_FIT = "does not fit"
+"""What stands for the choice of a plan that is not feasible."""
+
+
+def shares(plan: Plan) -> dict[int, float]:
+    """Share of the samples at each cut, the largest first; empty when the plan is not feasible."""
+    if not plan.feasible:
+        return {}
+    found: dict[int, float] = {}
+    for route in plan.routes:
+        found[route.cut] = found.get(route.cut, 0.0) + route.share
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def share_text(share: float) -> str:
+    """A share as a percentage of at most three digits: ``62.5%``."""
+    return f"{100 * share:.3g}%"
+
+
+def choice_text(plan: Plan) -> str:
+    """The cut, or the cuts of a mix with their shares: ``13``, ``13 62.5% + 5 37.5%``."""
+    chosen = shares(plan)
+    if len(chosen) == 1:
+        return str(next(iter(chosen)))
+    return " + ".join(f"{cut} {share_text(share)}" for cut, share in chosen.items()) or DOES_NOT_FIT
+
+
+def marks(plans: Mapping[str, Plan]) -> dict[int, list[str]]:
+    """Cut to the policies that chose it, those of a mix with their share: ``["hapi", "upriver 62.5%"]``."""
+    found: dict[int, list[str]] = {}
+    for name, plan in plans.items():
+        chosen = shares(plan)
+        for cut, share in chosen.items():
+            found.setdefault(cut, []).append(name if len(chosen) == 1 else f"{name} {share_text(share)}")
+    return found
+
+
+def fastest(plans: Iterable[Plan]) -> Plan | None:
+    """The plan with the shortest predicted epoch, the last of equals; None when none is feasible."""
+    predicted = [(plan.predicted.epoch_s, plan) for plan in plans if plan.predicted is not None]
+    return min(reversed(predicted), key=lambda item: item[0])[1] if predicted else None
+
+
+def table_of(plans: Mapping[str, Plan]) -> Sequence[CutRow]:
+    """The table of cuts, which is the same for every policy that was asked the same question."""
+    return next(iter(plans.values())).table

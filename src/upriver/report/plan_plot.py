@@ -1,0 +1,138 @@
+"""Plans as a picture: what each cut keeps busy and for how long, and who chose which."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from upriver.report.choices import marks, table_of
+from upriver.report.sweep import SweepPoint
+from upriver.report.sweep_plot import draw_sweep
+from upriver.types import CutRow, Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TIERS = (
+    ("storage", "storage_s", "#1f6f8b"),
+    ("network", "network_s", "#e69f00"),
+    ("compute", "compute_s", "#009e73"),
+)
+"""Label, field of `Cost` and colour: apart in print and for the colour-blind, as in the other pictures."""
+
+GREYS = ("#9a9a9a", "#bdbdbd", "#dcdcdc")
+"""The same three where a cut does not fit."""
+
+MOST_NAMES = 60
+"""With more cuts than this their names would lie over each other."""
+
+
+def plot_plans(
+    plans: Mapping[str, Plan], *, title: str, points: Sequence[SweepPoint] = (), image_format: str = "png"
+) -> bytes:
+    """Draw the seconds of every cut, the choices marked; below it how they move with the bandwidth.
+
+    Args:
+        plans: By the name of the policy; all for the same question, so that they share one table.
+        title: One line above everything.
+        points: A sweep; none draws none.
+        image_format: ``png``, ``svg`` or ``pdf``.
+
+    Returns:
+        The file, so that whoever writes it can do so whole or not at all.
+    """
+    # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = table_of(plans)
+    figure = Figure(
+        figsize=(max(8.0, min(20.0, 0.35 * len(rows))), 11 if points else 6), layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    if points:
+        above, *below = figure.subplots(3, 1, height_ratios=(2, 1, 1))
+        draw_sweep(points, *below)
+    else:
+        above = figure.subplots()
+    draw_cuts(above, rows, marks(plans))
+    figure.suptitle(title, parse_math=False)
+    return _encoded(figure, image_format)
+
+
+def draw_cuts(axes: Axes, rows: Sequence[CutRow], marked: Mapping[int, Sequence[str]]) -> None:
+    """Stacked seconds of storage, network and compute at every cut, grey where it does not fit.
+
+    Args:
+        axes: Where to.
+        rows: Every cut.
+        marked: Cut to what stands above it.
+    """
+    places = range(len(rows))
+    tops = [0.0] * len(rows)
+    edges = ["black" if row.cut in marked else "none" for row in rows]
+    for (label, field, colour), grey in zip(TIERS, GREYS, strict=True):
+        heights = [getattr(row.cost, field) for row in rows]
+        colours = [colour if row.feasible else grey for row in rows]
+        axes.bar(places, heights, bottom=tops, width=0.8, color=colours, edgecolor=edges)
+        axes.bar([0], [0], color=colour, label=label)  # a grey first bar would make a grey legend
+        tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    epochs = [row.cost.epoch_s for row in rows]
+    width = max(2.0, min(14.0, 500 / max(len(rows), 1)))
+    axes.scatter(places, epochs, marker="_", s=width**2, color="black", zorder=3, label="epoch")
+    if not all(row.feasible for row in rows):
+        axes.bar([0], [0], color=GREYS[1], label="does not fit")
+    highest = max([*tops, *epochs], default=0.0)
+    for place, row, top in zip(places, rows, tops, strict=True):
+        if row.cut in marked:
+            _mark(axes, place, max(top, row.cost.epoch_s), marked[row.cut])
+    axes.set_ylim(0, 1.45 * highest if highest > 0 else 1)
+    axes.set_xlim(-0.6, len(rows) - 0.4)
+    axes.set_ylabel("predicted seconds an epoch (the three overlap)")
+    _name_cuts(axes, rows)
+    axes.legend(loc="upper right", ncols=5, fontsize=8)
+
+
+def _mark(axes: Axes, place: int, height: float, names: Sequence[str]) -> None:
+    text = "\n".join(names) if len(names) <= 2 else ",\n".join(_in_lines(names))
+    axes.annotate(
+        text,
+        (place, height),
+        xytext=(0, 6),
+        textcoords="offset points",
+        rotation=90,
+        ha="center",
+        va="bottom",
+        multialignment="left",
+        fontsize=8,
+        fontweight="bold",
+        parse_math=False,
+    )
+
+
+def _in_lines(names: Sequence[str]) -> list[str]:
+    """At most three lines: a cut is narrow."""
+    each = -(-len(names) // 3)
+    return [", ".join(names[start : start + each]) for start in range(0, len(names), each)]
+
+
+def _name_cuts(axes: Axes, rows: Sequence[CutRow]) -> None:
+    if len(rows) > MOST_NAMES:
+        axes.set_xlabel("number of the cut")
+        step = -(-len(rows) // 20)
+        axes.set_xticks(range(0, len(rows), step), [str(row.cut) for row in rows[::step]])
+        return
+    labels = [f"{row.name}  {row.cut}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, rotation=90, fontsize=7, parse_math=False)
+
+
+def _encoded(figure: Figure, image_format: str) -> bytes:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        # A name in a script that the font lacks shows as boxes; that is no news for the terminal.
+        warnings.filterwarnings("ignore", message="Glyph")
+        figure.savefig(buffer, format=image_format, dpi=120)
+    return buffer.getvalue()

@@ -1,0 +1,56 @@
+"""A sweep as a picture: the epoch that each policy predicts for itself, and its cut, over the bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from upriver.report.choices import shares
+from upriver.report.sweep import SweepPoint
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
+"""Eight that the colour-blind can tell apart (Okabe and Ito, "Color Universal Design", 2008)."""
+
+MARKERS = "osD^vPX*"
+"""A second way to tell lines apart."""
+
+BYTES_PER_S_OF_MBIT = 125_000.0
+
+
+def draw_sweep(points: Sequence[SweepPoint], epochs: Axes, cuts: Axes) -> None:
+    """Predicted epochs on one pair of axes, choices on the other; a mix is a point for each of its cuts."""
+    from matplotlib.ticker import MaxNLocator
+
+    rates = [point.bandwidth_bytes_per_s / BYTES_PER_S_OF_MBIT for point in points]
+    names = list(points[0].plans)
+    for number, name in enumerate(names):
+        plans = [point.plans[name] for point in points]
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        # Later lines are thinner: equal ones show as one with a halo.
+        width = 1.0 + 0.7 * (len(names) - 1 - number)
+        seconds = [float("nan") if plan.predicted is None else plan.predicted.epoch_s for plan in plans]
+        epochs.plot(rates, seconds, color=colour, marker=marker, markersize=4, linewidth=width, label=name)
+        mains = [next(iter(shares(plan)), float("nan")) for plan in plans]
+        cuts.step(rates, mains, where="mid", color=colour, linewidth=width)
+        each = [
+            (rate, cut, 60 * share)
+            for rate, plan in zip(rates, plans, strict=True)
+            for cut, share in shares(plan).items()
+        ]
+        if each:
+            x, y, sizes = zip(*each, strict=True)
+            cuts.scatter(x, y, s=sizes, color=colour, marker=marker, zorder=3)
+    for axes in (epochs, cuts):
+        axes.set_xscale("log")
+        axes.grid(alpha=0.3)
+    predicted = [p.predicted.epoch_s for point in points for p in point.plans.values() if p.predicted]
+    if predicted and min(predicted) > 0:
+        epochs.set_yscale("log")
+    epochs.set_ylabel("predicted seconds an epoch")
+    epochs.legend(fontsize=8, ncols=4)
+    cuts.yaxis.set_major_locator(MaxNLocator(integer=True))
+    cuts.set_ylabel("cut")
+    cuts.set_xlabel("bandwidth, Mbit/s")
