@@ -88,6 +88,13 @@ def test_what_was_pushed_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["push_models:sound", "--micro-batch", "1,x"], "--micro-batch must be"),
         (["push_models:sound", "--micro-batch", "0"], "--micro-batch must be"),
+        (["push_models:sound", "--micro-batch", "1,65537"], "must be 1 to 65536, got 65537"),
+        (["push_models:sound", "--micro-batch", "1" * 5000], "--micro-batch must be"),
+        (["push_models:sound", "--input-shape", "9" * 5000], "--input-shape must be"),
+        (["push_models:sound", "--input-shape", "99999,99999"], "at most 17179869184 bytes"),
+        (["push_models:sound", "--input-shape", ",".join("1" * 12)], "in 12 dimensions"),
+        (["push_models:given", "--micro-batch", "99999999999"], "must be 1 to 65536"),
+        (["push_models:sound", "--input-shape", "8", "--length", "9" * 15], "at most 17179869184 bytes"),
         (["push_models:sound", "--length", "8,"], "--length must be"),
         (["push_models:sound", "--length", "8"], "samples of shape (3, 224, 224)"),
         (["push_models:given", "--length", "8"], "an example of its own"),

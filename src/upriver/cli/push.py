@@ -13,6 +13,7 @@ from upriver.cli.options import (
     ModelArgument,
     StoreOption,
     WeightsOption,
+    check_micro_batch,
     check_module,
     parse_counts,
     parse_shape,
@@ -61,17 +62,17 @@ def push(
     from upriver.program.survey import answers_of
     from upriver.store import Store
 
-    counts = parse_counts(micro_batch, "--micro-batch")
+    counts = tuple(map(check_micro_batch, parse_counts(micro_batch, "--micro-batch")))
     lengths = parse_counts(length, "--length") if length is not None else (None,)
     precision = autocast_dtype(autocast)
     _check_lasting(uri)
     store = Store.open(uri, options=store_options(option))
     network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
     buckets = [(count, size, _of_length(inputs, size)) for size in lengths for count in counts]
-    if weights is None:
-        note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
     check_module(network, freeze_to)
     examples = [shaped.example(count) for count, _, shaped in buckets]
+    if weights is None:
+        note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
     with working("capturing and publishing"):
         outputs = answers_of(network, examples[0], freeze_to, precision) if freeze_to is not None else None
         programs = capture_buckets(network, examples, outputs=outputs, autocast=precision)

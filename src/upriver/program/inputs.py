@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from upriver.errors import ConfigError
+from upriver.program.caps import DEFAULT_CAPS
 from upriver.program.example import Example
 
 _SPECIAL = 8
@@ -88,7 +90,11 @@ class ModelInputs:
 
         Texts are of different lengths, padded as a tokenizer would do it. Values of a given example are
         repeated as they are.
+
+        Raises:
+            ConfigError: If a program takes no so many samples, or no input of that size.
         """
+        self._check(batch)
         if self.given is not None:
             return self.given.resized(batch)
         lengths = self._lengths(batch, seed)
@@ -126,6 +132,18 @@ class ModelInputs:
             positional=tuple(change(spec) for spec in self.positional),
             named={name: change(spec) for name, spec in self.named.items()},
         )
+
+    def _check(self, batch: int) -> None:
+        """What no program takes is not made: it may fit into no memory."""
+        if not 1 <= batch <= DEFAULT_CAPS.micro_batch:
+            raise ConfigError(f"a micro-batch has 1 to {DEFAULT_CAPS.micro_batch} samples, got {batch}")
+        for spec in (*self.positional, *self.named.values()) if self.given is None else ():
+            nbytes = batch * math.prod(spec.shape) * spec.dtype.itemsize
+            if nbytes > DEFAULT_CAPS.tensor_bytes or len(spec.shape) >= DEFAULT_CAPS.dimensions:
+                raise ConfigError(
+                    f"an input takes at most {DEFAULT_CAPS.tensor_bytes} bytes in {DEFAULT_CAPS.dimensions} "
+                    f"dimensions, got {batch} samples of shape {spec.shape}: {nbytes} bytes"
+                )
 
     def _lengths(self, batch: int, seed: int) -> torch.Tensor | None:
         """How long each text is, from half of what fits to all of it; None without a mask that says so."""
