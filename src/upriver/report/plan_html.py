@@ -161,11 +161,13 @@ def _bar(row: CutRow, names: Sequence[str], longest: float) -> str:
         rects.append(f'<rect x="{start:.1f}" y="0" width="{width:.1f}" height="10" fill="{colour}"/>')
         start += width
     label = f"{row.cut} {row.name}"
+    told = ", ".join(f"{name} {seconds_text(getattr(row.cost, field))} s" for name, field, _ in TIERS)
     who = f'<span class="who">{escape(", ".join(names))}</span>' if names else ""
     return (
         f'<div class="cut{" chosen" if names else ""}">'
         f'<span class="name" title="{escape(row.why_not or label)}">{escape(label)}</span>'
-        f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none" role="img">{"".join(rects)}</svg>'
+        f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" aria-label="{told}">'
+        f"{''.join(rects)}</svg>"
         f'<span class="time">{seconds_text(row.cost.epoch_s)} s</span>{who}</div>\n'
     )
 
