@@ -116,6 +116,21 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(json.loads(capsys.readouterr().out)) == 4
 
 
+def test_a_picture_that_cannot_be_written_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "cuts.png"
+    plot.symlink_to("/dev/full")
+    assert main(["cuts", "cut_models:small", "--plot", str(plot)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: cannot write {plot}: No space left on device\n"
+    assert plot.is_symlink()
+    assert sorted(path.name for path in tmp_path.glob("*[!_]")) == ["cut_models.py", "cuts.png"]
+    assert not list(tmp_path.glob(".cuts*"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +19,7 @@ from upriver.cli.options import (
     check_module,
     parse_shape,
 )
-from upriver.cli.output import check_picture
+from upriver.cli.output import check_picture, write_whole
 from upriver.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,11 +69,19 @@ def cuts(
             autocast=precision,
         )
     if plot is not None:
-        from upriver.report.cuts_plot import plot_cuts
-
-        plot_cuts(found.rows, title=model, path=plot)
+        write_whole(plot, _picture(found, model, plot.suffix))
         note(f"Picture: {plot}")
     emit([asdict(row) for row in found.rows], as_json=as_json, text=lambda: _print(found))
+
+
+def _picture(found: Survey, title: str, ending: str) -> bytes:
+    """The picture as a file, of the kind that its ending names."""
+    from upriver.report.cuts_plot import plot_cuts
+
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = Path(folder) / f"cuts{ending}"
+        plot_cuts(found.rows, title=title, path=drawn)
+        return drawn.read_bytes()
 
 
 def _print(found: Survey) -> None:
