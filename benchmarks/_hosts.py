@@ -171,7 +171,7 @@ def undisturbed() -> Iterator[None]:
 
 def words(argv: Sequence[object]) -> str:
     """A command, short enough for a message."""
-    text = " ".join(Path(word).name if "/" in word else word for word in map(str, argv[:4]))
+    text = " ".join(Path(word).name if word.startswith("/") else word for word in map(str, argv[:4]))
     return f"`{text}{' …' if len(argv) > 4 else ''}`"
 
 

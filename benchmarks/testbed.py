@@ -132,6 +132,7 @@ class Testbed(Hosts):
         self.rate = _checked_rate(rate)
         self.measured: Rates | None = None
         self._burst = _checked_burst(burst)
+        self._most_segments = 1
         self._check = check
         self._ports = itertools.count(FIRST_PORT)
 
@@ -163,13 +164,19 @@ class Testbed(Hosts):
     def set_rate(self, rate: float | None, *, burst: int | None = None) -> None:
         """Change the link, both ways, while it is in use; it is not checked, since others are using it.
 
+        What waits at the old rate's end goes on at the new one. A link that was faster keeps as large a burst
+        as one of those who wait may need: 12 KB after 200 Mbit/s, 64 KB after 1 Gbit/s.
+
         Args:
             rate: In bytes per second on the wire; None for no shape.
             burst: In bytes; see `burst_for`.
         """
         self.rate, self._burst = _checked_rate(rate), _checked_burst(burst)
+        segments = _netns.segments_for(self._burst_bytes)
+        self._most_segments = max(self._most_segments, segments if self.rate is not None else 1)
+        most_bytes = max(self._burst_bytes, self._most_segments * FRAME_BYTES)
         for name in self.namespaces:
-            _netns.shape(name, self.rate, self._burst_bytes)
+            _netns.shape(name, self.rate, burst_bytes=most_bytes, segments=segments)
 
     def check(self) -> Rates:
         """Measure the link with one bounded transfer each way; again, if that is not what was asked for.
