@@ -335,6 +335,20 @@ class Counter(nn.Module):
         return x * self.scale + self.count
 
 
+class CallCount(nn.Module):
+    """Counts its calls in a buffer and reads it never."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * 2
+
+
 class Checkpointed(nn.Module):
     """Activation checkpointing around blocks, one or two at a time."""
 

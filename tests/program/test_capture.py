@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests.program.nets import Shared, Small, frozen_small
+from tests.program.nets import CallCount, Shared, Small, frozen_small
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import CaptureError, ConfigError, ProgramError
 from upriver.program import Program, capture
@@ -169,18 +169,6 @@ class Branching(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-class Counting(nn.Module):
-    calls: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x
-
-
 class Choosing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + x[x > 0].sum()
@@ -201,7 +189,7 @@ class Complex(nn.Module):
     [
         (Randomised(), "module '1' calls operator rand_like.default, which is random"),
         (Branching(), "control flow depends on data in module '1'"),
-        (Counting(), "changes buffer 'calls' of module '1'"),
+        (CallCount(), "changes buffer 'calls' of module '1'"),
         (Choosing(), "module '1' calls operator index.Tensor: gives a tensor whose size depends on data"),
         (Reading(), "module '1' reads a number out of a tensor"),
         (Complex(), "module '1' calls operator fft_fft.default, which no program may hold"),

@@ -8,27 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.program.nets import Small
+from tests.program.nets import CallCount, Small
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import ConfigError, ModelError
 from upriver.program import capture
 from upriver.program.survey import Survey, survey
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-
-
-class Counting(nn.Module):
-    """Counts its calls in a buffer."""
-
-    calls: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x * 2
 
 
 class Noise(nn.Module):
@@ -91,7 +77,7 @@ def test_a_tied_weight_is_counted_once() -> None:
 @pytest.mark.parametrize(
     ("layer", "why"),
     [
-        (Counting(), "changes buffer 'calls' of module '2'"),
+        (CallCount(), "changes buffer 'calls' of module '2'"),
         (Noise(), "module '2' calls operator randn_like.default, which is random"),
         (Fourier(), "module '2' calls operator fft_rfft.default, which no program may hold"),
         (nn.Dropout(0.5).eval(), ""),
@@ -112,7 +98,7 @@ def test_a_stateful_module_on_both_sides_of_a_cut_is_said_to_be() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(6, 6)
-            self.counting = Counting()
+            self.counting = CallCount()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(self.counting(self.layer(self.counting(self.layer(x)))))

@@ -18,6 +18,7 @@ from upriver.errors import UpriverError
 from upriver.pipeline import Dataset
 from upriver.policies import choose
 from upriver.profile import build_profile, cluster_from
+from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
 from upriver.program.split import Split
@@ -159,16 +160,15 @@ def measure_tail(model: nn.Module, split: Split, features: Values, *, samples: i
 
     seconds = []
     device, given = features[0].device, split.tail.values.one_or_all(features)
-    devices = [device] if device.type == "cuda" else []
     for _ in range(2):
-        with state_kept(model), torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with state_kept(model), random_kept([device]), torch.enable_grad():
             keep_in_eval(model, list(split.in_eval))
             began = time.perf_counter()
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 answers = [t for t in tensors_in(split.tail(given)) if t.requires_grad]
             total = torch.stack([t.float().square().mean() for t in answers]).sum()
             torch.autograd.grad(total, parameters, allow_unused=True)
-            if devices:
+            if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
     weights = sum(p.nbytes for p in parameters)

@@ -1,6 +1,9 @@
-"""Where a program can run: asked once, before anything is put there."""
+"""Where a program can run: asked once, before anything is put there; and the random numbers of devices."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -26,6 +29,11 @@ def check_device(device: str | torch.device) -> torch.device:
     if wanted not in seen:
         raise ConfigError(f"device {str(device)!r} is not available here; torch sees: {', '.join(seen)}")
     return found
+
+
+def random_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Leave the random state of the processor, and of these devices, as it was."""
+    return torch.random.fork_rng(devices=list({device for device in devices if device.type == "cuda"}))
 
 
 def _devices() -> list[str]:

@@ -22,6 +22,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError
+from upriver.program.devices import random_kept
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.precision import autocasting
 from upriver.program.trace import in_eval, no_fast_path, state_kept
@@ -174,10 +175,9 @@ def export(
     """
     wrapper = Observed(model, example, sources, whole=whole)
     tensors = _distinct(example.tensors)
-    devices = [tensors[0].device] if tensors[0].device.type == "cuda" else []
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices=devices),
+        random_kept([tensors[0].device]),
         _quiet(),
         in_eval(wrapper),
         state_kept(wrapper),

@@ -19,6 +19,7 @@ from torch import nn
 
 from upriver.errors import CaptureError
 from upriver.program.alignment import as_shipped
+from upriver.program.devices import random_kept
 from upriver.program.example import Example, tensors_in
 from upriver.program.freeze import keep_in_eval
 from upriver.program.point import EvalPlan
@@ -207,7 +208,7 @@ def _answer(
         calls_in_eval(model, in_eval.calls),
         state_kept(model),
         no_fast_path(),
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        random_kept([device]),
         torch.enable_grad(),
     ):
         torch.manual_seed(0)

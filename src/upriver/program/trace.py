@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ModelError
+from upriver.program.devices import random_kept
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.flow import Flow, Recorder, Value, has_only_plain_leaves
 from upriver.program.freeze import keep_in_eval
@@ -247,10 +248,9 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         ModelError: If the model cannot be called with such an input.
     """
     two, three = example.resized(2), example.resized(3)
-    devices = {tensor.device for tensor in example.tensors if tensor.device.type == "cuda"}
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices=list(devices)),
+        random_kept(tensor.device for tensor in example.tensors),
         in_eval(model),
         state_kept(model),
         no_fast_path(),
@@ -287,7 +287,7 @@ def watch_training(
     device = example.tensors[0].device
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        random_kept([device]),
         mode(model, training=True),
         state_kept(model),
         no_fast_path(),
