@@ -15,6 +15,8 @@ from upriver.program.names import load_model
 from upriver.store import Store
 
 OWN = """
+import os
+
 import torch
 from torch import nn
 
@@ -33,6 +35,11 @@ def sound():
 
 def given():
     return Pooled(), torch.randn(2, 8)
+
+def chatty():
+    print("printed")
+    os.write(1, b"written\\n")
+    return given()
 """
 
 
@@ -131,3 +138,13 @@ def test_a_store_that_takes_nothing_cannot_be_written(
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: cannot write ")
     assert blocked in said
+
+
+def test_what_a_model_prints_is_no_part_of_the_result(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", "push_models:chatty", tmp_path.as_uri(), "--json"]) == 0
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["micro_batch"] == 16
+    assert "printed" in captured.err
+    assert "written" in captured.err

@@ -10,8 +10,9 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def _own(module_name: str, callable_name: str) -> tuple[nn.Module, ModelInputs]:
 
 def _import(module_name: str, callable_name: str) -> Any:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints must not end up in a result
+        with _stdout_kept_clean():
             return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
@@ -174,10 +175,30 @@ def _import(module_name: str, callable_name: str) -> Any:
 
 def _call(factory: Callable[..., Any], name: str) -> Any:
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _stdout_kept_clean():
             return factory()
     except (Exception, SystemExit) as error:  # whatever the user's function raises
         raise ModelError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """Send what a user's code prints to stderr, also below Python: it must not end up in a result."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed: nothing can get there
+        kept = -1
+    try:
+        if kept >= 0:
+            with contextlib.suppress(OSError):  # no stderr either
+                os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept >= 0:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 _SOURCES: dict[str, Callable[[str], tuple[nn.Module, ModelInputs]]] = {
