@@ -220,9 +220,16 @@ def test_checkpointed_regions_on_either_side_of_the_cut(together: bool, crosses:
     agree(model, parts, torch.randn(4, 6))
 
 
-def test_a_cut_inside_a_checkpointed_region_is_refused() -> None:
+def test_a_prefix_ends_before_a_checkpointed_region_that_it_would_cut() -> None:
     model = frozen(Checkpointed(together=True), "blocks.0", "blocks.1", "blocks.2")
     parts = split(model, torch.randn(4, 6))
+    assert parts.boundary == "blocks.1"
+    assert "activation checkpointing" in parts.attempts[0].why_not
+    agree(model, parts, torch.randn(4, 6))
+
+
+def test_without_frozen_modules_before_it_a_checkpointed_region_is_not_cut() -> None:
+    parts = split(frozen(Checkpointed(together=True), "blocks.0"), torch.randn(4, 6))
     assert parts.program is None
     assert "activation checkpointing" in parts.why_not
 

@@ -62,6 +62,7 @@ class _Poison:
 class _Stubbed:
     """A module of which calls are skipped: what each of them gives, None for those that run."""
 
+    path: str
     results: tuple[Any, ...]
 
 
@@ -79,8 +80,8 @@ class _Feed:
         self.values: tuple[torch.Tensor, ...] | None = None
         self.samples = 0
 
-    def open(self) -> None:
-        """Refuse a call from outside of the tail's forward.
+    def open(self, path: str) -> None:
+        """Refuse a call of a module from outside of the tail's forward.
 
         Raises:
             CaptureError: If nothing has crossed the cut.
@@ -88,7 +89,8 @@ class _Feed:
         if self.values is None:
             raise CaptureError(
                 "a skipped module was called outside of the tail's forward: the cut lies in a region that "
-                "activation checkpointing runs again"
+                "activation checkpointing runs again",
+                module=path,
             )
 
     def take(self, item: Any) -> Any:
@@ -112,7 +114,7 @@ class _Stub(nn.Module):
     __call__ = nn.Module._wrapped_call_impl  # a class may have wrapped its own, as transformers' layers do
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._upriver_feed.open()
+        self._upriver_feed.open(self._upriver_path)
         number = self._upriver_next
         self._upriver_next = number + 1
         leaves, spec = self._upriver_results[number] if number < len(self._upriver_results) else (None, None)
@@ -121,6 +123,7 @@ class _Stub(nn.Module):
         return pytree.tree_unflatten([self._upriver_feed.take(leaf) for leaf in leaves], spec)
 
     _upriver_next: int
+    _upriver_path: str
     _upriver_results: tuple[tuple[list[Any], Any] | tuple[None, None], ...]
     _upriver_real: tuple[nn.Module]
     _upriver_feed: _Feed
@@ -319,7 +322,8 @@ class _Recipe:
         path = self.paths[module]
         results = self.results.get(path, [])
         if any(result is not None for result in results):
-            return _Stubbed(results=tuple((None, None) if result is None else result for result in results))
+            given = tuple((None, None) if result is None else result for result in results)
+            return _Stubbed(path=path, results=given)
         planned = {name: self._plan(child) for name, child in module.named_children()}
         children = {name: item for name, item in planned.items() if item is not None}
         if children and "forward" in module.__dict__:
@@ -362,7 +366,8 @@ def _build(model: nn.Module, recipe: _Cloned) -> _Shadow:
 
     def stub(module: nn.Module, item: _Stubbed) -> nn.Module:
         own = {"_upriver_results": item.results, "_upriver_real": (module,), "_upriver_feed": feed}
-        return twin(module, _stand_in(type(module)), own | {"_upriver_next": 0})
+        own |= {"_upriver_next": 0, "_upriver_path": item.path}
+        return twin(module, _stand_in(type(module)), own)
 
     def clone(module: nn.Module, item: _Cloned) -> nn.Module:
         children = dict(module._modules)
