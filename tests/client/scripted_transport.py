@@ -115,7 +115,7 @@ class ScriptedAnswer:
 
 
 def request_for(micro_batches: list[tuple[int, ...]]):
-    def make(indices) -> RunRequest:
+    def make(indices, cut: int | None = None) -> RunRequest:
         return RunRequest(
             micro_batches=tuple(micro_batches[i] for i in indices), start=-1, stop=0, micro_batch=64
         )

@@ -133,7 +133,7 @@ def test_exactly_once_in_order_whatever_happens(
         if index >= loader.position + window:
             too_far.append(index)
 
-    def make_request(indices):
+    def make_request(indices, cut=None):
         started.wait()
         ahead(indices[-1])
         assert list(indices) == list(range(indices[0], indices[0] + len(indices)))
@@ -158,7 +158,7 @@ def test_exactly_once_in_order_whatever_happens(
         window=Window(micro_batches=window, num_bytes=most_bytes),
         num_workers=num_workers,
         expected_bytes=EXPECTED,
-        on_timings=lambda index, source, timings: seen_timings.append((index, source)),
+        on_timings=lambda index, source, batch, timings: seen_timings.append((index, source)),
     )
     started.set()
     got = []
@@ -241,7 +241,7 @@ def test_the_epoch_goes_on_here_while_all_servers_are_down_and_there_once_one_is
             local=locally,
             remote=asking,
             window=window,
-            on_timings=lambda index, source, timings: sources.append(source),
+            on_timings=lambda index, source, batch, timings: sources.append(source),
         )
         got = []
         with loader:
@@ -391,7 +391,7 @@ def test_a_store_that_fails_there_is_read_here():
 def test_a_fault_in_a_callable_reaches_the_consumer():
     micro_batches = epoch(3)
     with pool_of(ScriptedServer("a")) as pool:
-        asking = Remote(pool=pool, make_request=lambda indices: 1 / 0)
+        asking = Remote(pool=pool, make_request=lambda indices, cut: 1 / 0)
         with Loader(micro_batches, local=locally, remote=asking) as loader, pytest.raises(ZeroDivisionError):
             next(loader)
 

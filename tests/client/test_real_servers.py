@@ -63,7 +63,7 @@ class Job:
             on_bad_sample=self.on_bad_sample,
         )
 
-    def request(self, indices, *, stop: int = 0) -> RunRequest:
+    def request(self, indices, cut: int | None = None, *, stop: int = 0) -> RunRequest:
         return RunRequest(
             micro_batches=tuple(self.micro_batches[i] for i in indices),
             start=self.dataset.chain.start,
@@ -84,7 +84,7 @@ class Job:
             local=self.local(),
             remote=remote,
             window=Window(micro_batches=window),
-            on_timings=lambda index, source, timings: sources.append(source),
+            on_timings=lambda index, source, batch, timings: sources.append(source),
         )
 
     def serve(self, **options: object) -> EmbeddedServer:

@@ -83,7 +83,7 @@ def test_each_micro_batch_comes_from_its_place(num: int, seed: int, refusals: in
             local=locally,
             remote=remote(pool, wanted, per_request=3),
             pins=Routes(placed(*sources)).pins(0),
-            on_timings=lambda index, source, timings: seen.update({index: source}),
+            on_timings=lambda index, source, batch, timings: seen.update({index: source}),
         ) as loader,
     ):
         check(list(loader), wanted)

@@ -17,6 +17,7 @@ from upriver.client.job import FinetuneJob
 from upriver.client.link import LinkMeter, MeteredStore
 from upriver.client.options import Choices, Granularity, JobOptions
 from upriver.client.planner import Planner, example_of
+from upriver.client.replan import GAIN, PATIENCE, Patience
 from upriver.client.routes import Placed
 from upriver.client.transport import ServerClient
 from upriver.client.wrapping import TailRunner, Wrapped, shard_of, uncompiled, unwrap
@@ -81,6 +82,9 @@ class Near:
         rank: int | None = None,
         num_ranks: int | None = None,
         replay: Sequence[Placed | Mapping[str, Any]] | None = None,
+        replan: bool = True,
+        replan_gain: float = GAIN,
+        replan_patience: int = PATIENCE,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -118,6 +122,10 @@ class Near:
                 divide (with ``drop_last`` the last ones are left out instead).
             replay: ``job.placed`` of an earlier run: each micro-batch it names is computed where it was then,
                 at the same cut, so that a ``numeric`` run can be had again to the bit.
+            replan: Ask the policy again after each iteration, with what the answers and the link showed, and
+                go over to what it says when that is better for long enough. No bit depends on it.
+            replan_gain: By how much shorter an epoch must be predicted for that (0.1: a tenth).
+            replan_patience: In how many iterations running.
             seed: Decides the order of samples and random input stages.
             shuffle: A new order each epoch.
             drop_last: Leave out a last, short batch.
@@ -160,11 +168,13 @@ class Near:
             compile_tail=compile_tail,
             replay=replay,
         )
+        patience = Patience(gain=replan_gain, iterations=checks.whole("replan_patience", replan_patience))
         if len(dataset) == 0:
             raise DatasetError("the dataset is empty")
         options.check_steps(len(dataset))
         tell = checks.function("on_progress", on_progress) or (lambda text: log.info("%s", text))
-        job = self._prepare(wrapped, dataset, options, choices, cut=cut, tell=tell)
+        patience_or_none = patience if checks.flag("replan", replan) else None
+        job = self._prepare(wrapped, dataset, options, choices, cut=cut, tell=tell, patience=patience_or_none)
         self._jobs.append(job)
         return job
 
@@ -177,6 +187,7 @@ class Near:
         *,
         cut: int | Mapping[int, float] | None,
         tell: Callable[[str], None],
+        patience: Patience | None,
     ) -> FinetuneJob:
         """Split the model, plan, and put the job together."""
         model = wrapped.model
@@ -190,7 +201,18 @@ class Near:
                 on_progress=tell,
             )
             run = TailRunner(parts.tail, wrapped, compile_options=choices.compile_options)
-            planner = Planner(self.servers, model, dataset, direct, parts, options, choices, tell=tell)
+            planner = Planner(
+                self.servers,
+                model,
+                dataset,
+                direct,
+                parts,
+                options,
+                choices,
+                tell=tell,
+                patience=patience,
+                bandwidth=self.meter.observed_bandwidth,
+            )
             plan, pool = planner.plan(cut)
         return FinetuneJob(
             model,
@@ -204,6 +226,7 @@ class Near:
             link_bytes=lambda: self.meter.total_bytes,
             tolerance=planner.allowed,
             replay=planner.replay,
+            replanner=planner.replanner,
         )
 
     def servers(self, dataset: Dataset) -> list[ServerClient]:

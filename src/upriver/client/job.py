@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from upriver.client.local import LocalSource
 from upriver.client.options import Choices, JobOptions
 from upriver.client.order import EpochOrder
 from upriver.client.pool import ServerPool, ServerStatus
+from upriver.client.replan import Replanner, Switch
 from upriver.client.report import Report, Tally
 from upriver.client.routes import Placed, Routes
 from upriver.client.servers import Question
@@ -38,7 +40,7 @@ from upriver.program.freeze import FrozenGuard, keep_in_eval
 from upriver.program.split import Split
 from upriver.program.trace import in_eval
 from upriver.protocol import RunRequest
-from upriver.types import MicroBatch, Plan, Timings, require_type
+from upriver.types import MicroBatch, Plan, Tier, Timings, require_type
 
 log = logging.getLogger("upriver")
 
@@ -78,8 +80,11 @@ class FinetuneJob:
         link_bytes: Callable[[], int],
         tolerance: Tolerance | None,
         replay: Routes,
+        replanner: Replanner | None = None,
     ) -> None:
         """Made by ``finetune``."""
+        self._replanner = replanner
+        self._switches: list[Switch] = []
         self.plan = plan
         self._model = model
         self._dataset = dataset
@@ -176,13 +181,38 @@ class FinetuneJob:
         with contextlib.closing(self._steps(order)) as steps:
             for features, targets in steps:
                 self._step += 1
+                handed_out = time.perf_counter()
                 yield features, targets
                 self._guard.check_versions()
+                self._replan(time.perf_counter() - handed_out, len(targets), order)
         self._guard.check_values()
         if whole:
             self._tally.epoch_s.append(time.perf_counter() - began)
             self._tally.epoch_bytes.append(self._link_bytes() - bytes_before)
         self._epoch, self._step = self._epoch + 1, 0
+
+    def _replan(self, trained_s: float, samples: int, order: EpochOrder) -> None:
+        """After a training step: ask the policy again, and go on with what it says when that lasts."""
+        replanner, loader = self._replanner, self._loader
+        if replanner is None or loader is None:
+            return
+        replanner.trained(trained_s, samples)
+        found = replanner.consider()
+        if found is None:
+            return
+        plan, before, after = found
+        self.plan = replace(plan, measured=self.plan.measured)
+        start = self._dataset.chain.start
+        loader.deal(deal(plan.routes, len(order.micro_batches), start=start))
+        switch = Switch(
+            epoch=self._epoch,
+            step=self._step,
+            routes=plan.routes,
+            before=before.epoch_s,
+            after=after.epoch_s,
+        )
+        self._switches.append(switch)
+        log.info("%s", switch)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -219,15 +249,19 @@ class FinetuneJob:
         pins = pins or {}
         dealt = deal(self.plan.routes, len(order.micro_batches), start=dataset.chain.start)
         tally, placed = self._tally, self._placed  # the loader must not hold the job
+        replanner = self._replanner
         level = logging.INFO if self._exact == "numeric" else logging.DEBUG
 
-        def note(index: int, source: str, timings: Timings) -> None:
+        def note(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
             tally.timings(source, timings)
-            if log_routes:
-                asked = pins[index].cut if index in pins else dealt[index].cut
-                route = Placed(epoch=epoch, index=index, source=source, cut=0 if source == LOCAL else asked)
-                placed.append(route)
-                log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, route.cut)
+            if not log_routes:
+                return
+            placed.append(Placed(epoch=epoch, index=index, source=source, cut=batch.position))
+            log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, batch.position)
+            if replanner is not None:
+                tier = Tier.COMPUTE if source == LOCAL else Tier.STORAGE
+                sent_bytes = sum(tensor.nbytes for tensor in batch.tensors)
+                replanner.saw(tier, timings, sent_bytes=sent_bytes)
 
         loader = Loader(
             order.micro_batches,
@@ -273,6 +307,8 @@ class FinetuneJob:
                 clock=clock,
             )
             self._tally.timings("finish", clock.timings())
+            if self._replanner is not None and dataset is self._dataset:
+                self._replanner.saw(Tier.COMPUTE, clock.timings())
             return tuple(value.to(self._device) for value in done.tensors)
 
         return finish
@@ -290,7 +326,8 @@ class FinetuneJob:
         dealt: Sequence[Dealt],
     ) -> Remote | None:
         program = self._split.program
-        asks = any(way is Way.REMOTE for way in (*(d.way for d in dealt), *(p.way for p in pins.values())))
+        ways = (*(hand.way for hand in dealt), *(pin.way for pin in pins.values()))
+        asks = self._replanner is not None or Way.REMOTE in ways
         if self._pool is None or program is None or not asks:
             return None
         question = Question(
@@ -301,9 +338,8 @@ class FinetuneJob:
         )
         micro_batches = order.micro_batches
 
-        def make_request(indices: Sequence[int]) -> RunRequest:
-            first = indices[0]
-            stop = pins[first].cut if first in pins else dealt[first].cut
+        def make_request(indices: Sequence[int], cut: int | None) -> RunRequest:
+            stop = 0 if cut is None else cut
             return question.request([micro_batches[i] for i in indices], stop=stop, epoch=epoch)
 
         return Remote(
@@ -441,6 +477,11 @@ class FinetuneJob:
         a ``numeric`` job too.
         """
         return tuple(self._placed)
+
+    @property
+    def switches(self) -> Sequence[Switch]:
+        """The changes of plan so far, in order."""
+        return tuple(self._switches)
 
     @property
     def servers(self) -> tuple[ServerStatus, ...]:

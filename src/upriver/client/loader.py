@@ -50,8 +50,8 @@ redone."""
 MakeLocally = Callable[[tuple[int, ...]], tuple[MicroBatch, Timings]]
 """The plain way: sample ids to their micro-batch, made here."""
 
-RequestMaker = Callable[[Sequence[int]], "RunRequest"]
-"""Indices of micro-batches that take the same route to the request for them."""
+RequestMaker = Callable[[Sequence[int], "int | None"], "RunRequest"]
+"""Indices of micro-batches that take the same route, and its cut where there is one, to the request."""
 
 FAILED = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, WorkerCrashed)
 """Errors that say something about a server, nothing about the samples: others can do what is missing."""
@@ -114,7 +114,7 @@ class Loader:
         window: How far to run ahead.
         num_workers: Threads of the plain way.
         expected_bytes: What a micro-batch weighs in memory, by way, before any has arrived.
-        on_timings: Called with index, source and timings of each micro-batch when it is handed out.
+        on_timings: Called with index, source, the micro-batch and its timings when it is handed out.
         pins: Micro-batches that must come from a certain place, as in an earlier run: nobody else is asked
             for them, and what fails there is an error.
         dealt: The route of each micro-batch, where not all are to take the same.
@@ -130,7 +130,7 @@ class Loader:
         window: Window | None = None,
         num_workers: int = 1,
         expected_bytes: Mapping[Way, int] | None = None,
-        on_timings: Callable[[int, str, Timings], None] | None = None,
+        on_timings: Callable[[int, str, MicroBatch, Timings], None] | None = None,
         pins: Mapping[int, Pin] | None = None,
         dealt: Sequence[Dealt] | None = None,
     ) -> None:
@@ -187,8 +187,16 @@ class Loader:
         self._samples[delivery.source] = self._samples.get(delivery.source, 0) + len(batch.ids)
         self._skipped.extend(batch.skipped)
         if self._on_timings is not None:
-            self._on_timings(index, delivery.source, delivery.timings)
+            self._on_timings(index, delivery.source, batch, delivery.timings)
         return batch
+
+    def deal(self, dealt: Sequence[Dealt]) -> None:
+        """New routes for every micro-batch that nobody works on yet; none is lost, none is made twice.
+
+        Args:
+            dealt: For the whole epoch.
+        """
+        self._crew.deal(dealt)
 
     def close(self) -> None:
         """Break everything off and wait for the threads. May be called again."""
@@ -256,6 +264,12 @@ class _Crew:
             self._failure = delivery.error
             self._changed.notify_all()  # the window has moved on
         return index, delivery
+
+    def deal(self, dealt: Sequence[Dealt]) -> None:
+        """See the loader's."""
+        with self._changed:
+            self.table.deal(dealt)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop and join the threads."""
@@ -336,7 +350,7 @@ class _Crew:
     def _fetch(self, lease: Lease, claim: Claim, make_request: RequestMaker) -> None:
         """One request: each micro-batch is there for the consumer as soon as it has arrived."""
         url = lease.client.url
-        answer = lease.client.run(make_request(claim.indices))
+        answer = lease.client.run(make_request(claim.indices, claim.cut))
         with self._open(answer):
             arrived = 0
             for batch, timings in answer:

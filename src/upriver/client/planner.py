@@ -23,7 +23,8 @@ from upriver.client.planning import (
     measure_tail,
     unsplit_plan,
 )
-from upriver.client.pool import ServerPool
+from upriver.client.pool import Health, ServerPool
+from upriver.client.replan import Patience, Replanner
 from upriver.client.servers import Gate, Question
 from upriver.client.transport import ServerClient
 from upriver.cost import CostModel
@@ -31,10 +32,15 @@ from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.errors import BadSample, ConfigError, DatasetError, UpriverError
 from upriver.pipeline import Dataset
+from upriver.policies import POLICIES
+from upriver.profile.live import LiveProfile
 from upriver.program.split import Split
 from upriver.types import Plan, Route, Segment, Tier, Timings, Workload, require_finite
 
 log = logging.getLogger("upriver")
+
+ADAPTIVE = frozenset(POLICIES) - {"nosplit", "freeze", "min"}
+"""Policies whose answer depends on what is measured."""
 
 JOIN_S = 60.0
 """How long a job waits for servers that were just measured to be let in."""
@@ -50,6 +56,8 @@ class Planner:
         choices: Routes of an earlier run decide the cut; ``exact="numeric"`` takes servers whose features
             differ by no more than a tolerance.
         tell: Told what is being done.
+        patience: When a running job leaves its plan; None keeps it.
+        bandwidth: What the link has lately carried.
     """
 
     def __init__(
@@ -63,7 +71,11 @@ class Planner:
         choices: Choices,
         *,
         tell: Callable[[str], None],
+        patience: Patience | None = None,
+        bandwidth: Callable[[], float | None] = lambda: None,
     ) -> None:
+        self.patience, self.bandwidth = patience, bandwidth
+        self.replanner: Replanner | None = None
         self.find_servers, self.model, self.dataset, self.direct = servers, model, dataset, direct
         self.parts, self.options, self.tell = parts, options, tell
         self.policy, self.replay = choices.policy, choices.replay
@@ -132,13 +144,15 @@ class Planner:
             asked = "is that of the run that is replayed" if self.replay else "was asked for"
             cuts = " and ".join(map(str, shares))
             plan = self._fixed(plan, shares, why=f"cut {cuts} {asked}")
-        if not self._remote_cuts(plan):
+        if not self._remote_cuts(plan) and not self._adapts(shares):
             for server in servers:
                 server.close()
             return plan, None
         admitted = self._recheck([server for server, _ in measured], gate, plan)
         pool = self._pool(servers, gate, plan)
         pool.wait_joined(JOIN_S, admitted)
+        if self._adapts(shares):
+            self.replanner = self._make_replanner(plan, gate, pool, [server for server, _ in measured])
         if self._not_used:
             plan = replace(plan, why=f"{plan.why}; not used for now: {'; '.join(self._not_used)}")
         return self._with_tolerance(plan, gate), pool
@@ -189,6 +203,35 @@ class Planner:
             except UpriverError as error:
                 self._leave_out(measured.pop(0)[0], error)
         return None
+
+    def _adapts(self, shares: Mapping[int, float] | None) -> bool:
+        """Whether the policy is asked again while the job runs."""
+        return shares is None and self.patience is not None and self.policy in ADAPTIVE
+
+    def _make_replanner(
+        self, plan: Plan, gate: Gate, pool: ServerPool, servers: Sequence[ServerClient]
+    ) -> Replanner | None:
+        model, program, patience = self._model, self.parts.program, self.patience
+        if model is None or program is None or patience is None:
+            return None
+
+        def prove(cuts: Sequence[int]) -> None:
+            up = {status.url for status in pool.status() if status.health is Health.UP}
+            for server in servers:
+                for cut in cuts:
+                    if server.url in up and cut > self.dataset.chain.start:
+                        gate.measure(server, stop=cut)
+            gate.cuts = tuple(sorted({*gate.cuts, *cuts} - {self.dataset.chain.start}))
+
+        return Replanner(
+            self.policy,
+            plan,
+            LiveProfile(model.profile, model.cluster, samples=program.micro_batch),
+            model.workload,
+            patience=patience,
+            prove=prove,
+            bandwidth=self.bandwidth,
+        )
 
     def _remote_cuts(self, plan: Plan) -> tuple[int, ...]:
         """The cuts at which servers are asked."""

@@ -105,10 +105,15 @@ class Delivery:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Claim:
-    """A run of micro-batches that one thread works on."""
+    """A run of micro-batches that one thread works on.
+
+    Attributes:
+        cut: The position up to which a server runs them; None where the loader was told of no routes.
+    """
 
     way: Way
     indices: tuple[int, ...]
+    cut: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -141,8 +146,6 @@ class SlotTable:
         pins: Mapping[int, Pin] | None = None,
         dealt: Sequence[Dealt] | None = None,
     ) -> None:
-        if dealt is not None and len(dealt) != num_micro_batches:
-            raise ConfigError(f"{num_micro_batches} micro-batches need as many routes, got {len(dealt)}")
         if not 0 <= first <= num_micro_batches:
             raise ConfigError(f"first must lie in 0..{num_micro_batches}, got {first}")
         self.taken = first
@@ -152,7 +155,10 @@ class SlotTable:
         share = window.num_bytes // window.micro_batches  # where nothing is known
         self._expected_bytes = {way: (expected_bytes or {}).get(way, share) for way in Way}
         self._pins = dict(pins or {})
-        self._dealt = dealt
+        self._num = num_micro_batches
+        self._dealt: Sequence[Dealt] | None = None
+        if dealt is not None:
+            self.deal(dealt)
         self._slots: dict[int, _Slot] = {}
         self._held_bytes = 0
         self._failures: dict[int, int] = {}
@@ -208,9 +214,14 @@ class SlotTable:
         later = range(index + 1, min(self._stop, self._window_end + self._window.micro_batches))
         return next((other for other in later if self._alike(other, index)), self._stop)
 
+    def _cut(self, index: int) -> int | None:
+        if (pin := self.pin(index)) is not None:
+            return pin.cut
+        return self._dealt[index].cut if self._dealt is not None else None
+
     def claim(self, way: Way, run: Sequence[int]) -> Claim:
         """Give a run that `find` returned to one thread."""
-        claim = Claim(way=way, indices=tuple(run))
+        claim = Claim(way=way, indices=tuple(run), cut=self._cut(run[0]))
         for index in claim.indices:
             self._slots[index] = _Slot(claim, self._expected_bytes[way])
             self._held_bytes += self._expected_bytes[way]
@@ -251,6 +262,15 @@ class SlotTable:
         return short and not near
 
     # ------------------------------------------------------------------------------------- changes
+
+    def deal(self, dealt: Sequence[Dealt]) -> None:
+        """New routes for what is not in flight yet; what is stays what it was."""
+        self._check_dealt(dealt)
+        self._dealt = dealt
+
+    def _check_dealt(self, dealt: Sequence[Dealt]) -> None:
+        if len(dealt) != self._num:
+            raise ConfigError(f"{self._num} micro-batches need as many routes, got {len(dealt)}")
 
     def deliver(self, claim: Claim, index: int, delivery: Delivery) -> bool:
         """Put a result in its slot; False (and dropped) when the slot is no longer this claim's to fill."""

@@ -1,0 +1,175 @@
+"""Planning goes on while a job runs: the policy is asked again after each iteration, and sometimes heeded.
+
+A plan is left only for one that is predicted to be shorter by more than a threshold, several iterations
+running: measurements jitter, and a switch that does not last costs more than it brings. Before a server is
+asked for a cut that it has not been asked for yet, it must pass the canary there; that happens beside the
+training, and the switch waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from upriver.cost import CostModel
+from upriver.errors import UpriverError
+from upriver.policies import POLICIES
+from upriver.profile.live import LiveProfile
+from upriver.types import Cluster, Cost, Plan, Profile, Route, Tier, Timings, Workload, require_finite
+
+log = logging.getLogger("upriver")
+
+GAIN = 0.10
+"""By how much shorter an epoch must be predicted for a plan to be left."""
+
+PATIENCE = 3
+"""Iterations running that must say so."""
+
+STEADY = 6
+"""The gain must be one at each of so many last bandwidths: jitter now and then passes any average."""
+
+
+Prove = Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switch:
+    """A change of plan in a running job.
+
+    Attributes:
+        epoch: In which it happened, from 0.
+        step: Before which training step of it.
+        before: Epoch seconds predicted for the routes that were left.
+        after: Those predicted for the routes that were taken.
+    """
+
+    epoch: int
+    step: int
+    routes: tuple[Route, ...]
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """When a plan is left: for a gain of more than ``gain``, ``iterations`` times running."""
+
+    gain: float = GAIN
+    iterations: int = PATIENCE
+
+    def __post_init__(self) -> None:
+        require_finite("replan_gain", self.gain)
+        require_finite("replan_patience", self.iterations, at_least=1)
+
+
+class Replanner:
+    """Asks a policy again and again. Belongs to the thread that trains; proving runs beside it.
+
+    Args:
+        policy: Its name.
+        plan: What runs now.
+        live: What is known; fed through the methods below.
+        prove: Lets the servers pass the canary at some cuts; raises where they do not.
+        bandwidth: What the link has lately carried, if it has carried anything.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        plan: Plan,
+        live: LiveProfile,
+        workload: Workload,
+        *,
+        patience: Patience,
+        prove: Prove,
+        bandwidth: Callable[[], float | None],
+    ) -> None:
+        self.plan = plan
+        self._policy, self._live, self._workload = policy, live, workload
+        self._patience, self._prove, self._bandwidth = patience, prove, bandwidth
+        self._better = 0
+        self._proof: _Proof | None = None
+        self._known, self._refused = set(_cuts(plan)), set[int]()
+
+    def saw(self, tier: Tier, timings: Timings, *, sent_bytes: float = 0.0) -> None:
+        """One micro-batch, or what is left of one, has run on a tier."""
+        self._live.saw(tier, timings, sent_bytes=sent_bytes)
+
+    def trained(self, seconds: float, samples: int) -> None:
+        """One training step has run."""
+        self._live.trained(seconds, samples)
+
+    def consider(self) -> tuple[Plan, Cost, Cost] | None:
+        """After an iteration: the plan to go on with, where it is another one, and both costs."""
+        bandwidth = self._bandwidth()
+        if bandwidth is not None:
+            self._live.carried(bandwidth)
+        profile, cluster = self._live.now()
+        fresh, now = self._compared(profile, cluster)
+        if not self._is_better(fresh, now) or not self._steadily(profile, cluster):
+            self._better = 0
+            return None
+        self._better += 1
+        proved = self._proved(_cuts(fresh))
+        if self._better < self._patience.iterations or fresh.predicted is None or not proved:
+            return None
+        self.plan, self._better = fresh, 0
+        return fresh, now, fresh.predicted
+
+    def _is_better(self, fresh: Plan, now: Cost) -> bool:
+        if fresh.predicted is None or _cuts(fresh) & self._refused:
+            return False
+        return now.epoch_s > (1 + self._patience.gain) * fresh.predicted.epoch_s
+
+    def _steadily(self, profile: Profile, cluster: Cluster) -> bool:
+        """Whether the policy would have left the plan at every bandwidth that was seen lately."""
+        recent = self._live.recent_bandwidths(STEADY)
+        if 0 < len(recent) < STEADY:
+            return False
+        for bandwidth in recent:
+            link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
+            if not self._is_better(*self._compared(profile, replace(cluster, link=link))):
+                return False
+        return True
+
+    def _compared(self, profile: Profile, cluster: Cluster) -> tuple[Plan, Cost]:
+        """What the policy would do now, and what going on as before would cost."""
+        fresh = POLICIES[self._policy](profile, cluster, self._workload)
+        return fresh, CostModel(profile, cluster, self._workload).evaluate(self.plan.routes)
+
+    def _proved(self, cuts: frozenset[int]) -> bool:
+        """Whether servers have passed the canary at all of these cuts; if not, they are asked now."""
+        if self._proof is not None and self._proof.done:
+            if self._proof.passed:
+                self._known |= self._proof.cuts
+            else:
+                self._refused |= self._proof.cuts
+            self._proof = None
+        missing = cuts - self._known
+        if missing and self._proof is None and not missing & self._refused:
+            self._proof = _Proof(missing, self._prove)
+        return not missing
+
+
+class _Proof:
+    """Canaries that run beside the training."""
+
+    def __init__(self, cuts: frozenset[int], prove: Prove) -> None:
+        self.cuts = cuts
+        self.done = self.passed = False
+        threading.Thread(target=self._run, args=(prove,), name="upriver-replan", daemon=True).start()
+
+    def _run(self, prove: Prove) -> None:
+        try:
+            prove(sorted(self.cuts))
+            self.passed = True
+        except UpriverError as error:
+            log.warning("cuts %s are not used, as servers do not pass there: %s", sorted(self.cuts), error)
+        finally:
+            self.done = True
+
+
+def _cuts(plan: Plan) -> frozenset[int]:
+    return frozenset(route.cut for route in plan.routes)

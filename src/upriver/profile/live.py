@@ -1,0 +1,124 @@
+"""A profile that follows the running job: every answer's own timings go in, a fresh profile comes out.
+
+What was measured before the job starts ages: other jobs come, links change, caches warm up. Medians over a
+short window follow that and forget single slow micro-batches. A stage that runs elsewhere now is not seen; it
+is taken to have become slower or faster as the stages beside it have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import TypeVar
+
+from upriver.types import Cluster, Profile, StageProfile, Tier, Timings, require_finite
+
+WINDOW = 8
+"""Micro-batches, and training steps, that a figure looks back on: an odd slow one shows in none of them."""
+
+_Sums = deque[float]
+_Key = TypeVar("_Key")
+
+
+class LiveProfile:
+    """What is known now of a chain and its machines.
+
+    Args:
+        profile: As measured before the job started.
+        cluster: Likewise.
+        samples: Of a micro-batch: what the seconds of a `Timings` are for.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, *, samples: int, window: int = WINDOW) -> None:
+        require_finite("samples", samples, at_least=1)
+        require_finite("window", window, at_least=1)
+        self._profile, self._cluster = profile, cluster
+        self._samples, self._window = samples, window
+        self._stages: dict[tuple[Tier, int], _Sums] = {}
+        self._phases: dict[tuple[Tier, str], _Sums] = {}
+        self._steps: _Sums = deque(maxlen=window)
+        self._bandwidths: _Sums = deque(maxlen=window)
+
+    def saw(self, tier: Tier, timings: Timings, *, sent_bytes: float = 0.0) -> None:
+        """Take in one micro-batch.
+
+        Args:
+            tier: Where it ran.
+            sent_bytes: What crossed the link for it, for the seconds a byte takes to encode.
+        """
+        for position, seconds in timings.stages.items():
+            self._note(self._stages, (tier, position), seconds / self._samples)
+        if tier is Tier.STORAGE:
+            stored = self._profile.input.stored_bytes * self._samples
+            for phase, num_bytes in (("read", stored), ("encode", sent_bytes)):
+                if phase in timings.phases and num_bytes > 0:
+                    self._note(self._phases, (tier, phase), timings.phases[phase] / num_bytes)
+
+    def trained(self, seconds: float, samples: int) -> None:
+        """Take in one training step: the tail, the optimizer, and whatever else the loop does."""
+        if samples > 0:
+            self._steps.append(seconds / samples)
+
+    def carried(self, bandwidth_bytes_per_s: float) -> None:
+        """Take in what the link has lately carried."""
+        require_finite("bandwidth_bytes_per_s", bandwidth_bytes_per_s, positive=True)
+        self._bandwidths.append(bandwidth_bytes_per_s)
+
+    def recent_bandwidths(self, most: int) -> tuple[float, ...]:
+        """What the link has carried, as told the last ``most`` times."""
+        return tuple(self._bandwidths)[-most:]
+
+    def now(self) -> tuple[Profile, Cluster]:
+        """The profile and the cluster as they are now."""
+        tail = self._profile.tail
+        if len(self._steps) == self._window:  # the first steps warm up
+            tail = replace(tail, seconds=(0.0, median(self._steps)))
+        profile = replace(
+            self._profile,
+            stages=self._fresh(self._profile.stages, 1, self._profile.freeze),
+            input_stages=self._fresh(self._profile.input_stages, self._profile.unsplit + 1, 0),
+            tail=tail,
+        )
+        return profile, self._fresh_cluster()
+
+    def _note(self, kept: dict[_Key, _Sums], key: _Key, value: float) -> None:
+        kept.setdefault(key, deque(maxlen=self._window)).append(value)
+
+    def _fresh(self, stages: tuple[StageProfile, ...], first: int, last: int) -> tuple[StageProfile, ...]:
+        factors = {tier: self._factor(tier, stages, first, last) for tier in (Tier.STORAGE, Tier.COMPUTE)}
+        return tuple(
+            replace(stage, seconds=self._seconds(stage, position, factors)) if position <= last else stage
+            for position, stage in enumerate(stages, start=first)
+        )
+
+    def _seconds(
+        self, stage: StageProfile, position: int, factors: Mapping[Tier, float]
+    ) -> dict[str, tuple[float, float]]:
+        seconds = dict(stage.seconds)
+        for tier, factor in factors.items():
+            seen = self._stages.get((tier, position))
+            if tier in seconds:
+                fixed, each = seconds[tier]
+                seconds[tier] = (0.0, median(seen)) if seen else (fixed * factor, each * factor)
+        return seconds
+
+    def _factor(self, tier: Tier, stages: Iterable[StageProfile], first: int, last: int) -> float:
+        """How much slower the stages that were seen on a tier have become."""
+        was = now = 0.0
+        for position, stage in enumerate(stages, start=first):
+            seen = self._stages.get((tier, position))
+            if position <= last and seen and tier in stage.seconds:
+                fixed, each = stage.seconds[tier]
+                was, now = was + fixed / self._samples + each, now + median(seen)
+        return now / was if was > 0 else 1.0
+
+    def _fresh_cluster(self) -> Cluster:
+        cluster = self._cluster
+        rates = dict(cluster.storage.seconds_per_byte)
+        rates |= {phase: median(seen) for (_, phase), seen in self._phases.items()}
+        link = cluster.link
+        if self._bandwidths:
+            link = replace(link, bandwidth_bytes_per_s=median(self._bandwidths))
+        return replace(cluster, link=link, storage=replace(cluster.storage, seconds_per_byte=rates))

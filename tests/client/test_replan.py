@@ -1,0 +1,189 @@
+"""Planning that goes on: when a plan is left, and what that does to a job (nothing that its bits show)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+import upriver
+from tests.client.training import BATCH, MICRO, optimizer_of, photos, run, train
+from tests.planning import alexnet, cluster
+from tests.program.nets import frozen_small
+from upriver.client.link import LinkMeter
+from upriver.client.replan import Patience, Replanner
+from upriver.errors import ConfigError, NotExact
+from upriver.policies import POLICIES
+from upriver.profile.live import LiveProfile
+from upriver.types import Cluster, Plan, Profile, Workload
+
+MBIT = 1e6 / 8
+WORK = Workload(batch_size=128, num_samples=12_800)
+
+ADAPTIVE = ["neurosurgeon", "hapi_bandwidth", "hapi", "exhaustive", "upriver"]
+
+
+def machine() -> Profile:
+    """Compute takes 2 ms a sample, storage 4: no stage is free, none decides alone."""
+    return alexnet(storage_s=2.4e-4, compute_s=1.2e-4, stored_bytes=110_000)
+
+
+class Job:
+    """A replanner and a link whose bandwidth a test sets."""
+
+    def __init__(
+        self,
+        policy: str,
+        bandwidth: float,
+        *,
+        prove: Callable[[Sequence[int]], None] = lambda cuts: None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.policy, self.bandwidth = policy, bandwidth
+        self.first = self.fresh(bandwidth)
+        self.replanner = Replanner(
+            policy,
+            self.first,
+            LiveProfile(machine(), self.machines(bandwidth), samples=16),
+            WORK,
+            patience=patience or Patience(),
+            prove=prove,
+            bandwidth=lambda: self.bandwidth,
+        )
+
+    @staticmethod
+    def machines(bandwidth: float) -> Cluster:
+        return cluster(bandwidth=bandwidth, micro_batch=16)
+
+    def fresh(self, bandwidth: float) -> Plan:
+        return POLICIES[self.policy](machine(), self.machines(bandwidth), WORK)
+
+    def iterate(self, times: int) -> list[int]:
+        """Iterations, and in which of them the plan was left."""
+        left = []
+        for number in range(times):
+            if self.replanner.consider() is not None:
+                left.append(number)
+            self.settle()
+        return left
+
+    @staticmethod
+    def settle() -> None:
+        """Let a canary that is under way end."""
+        for thread in threading.enumerate():
+            if thread.name == "upriver-replan":
+                thread.join()
+
+
+@pytest.mark.parametrize("policy", ADAPTIVE)
+def test_ten_iterations_after_the_link_changed_the_plan_is_a_fresh_one(policy: str) -> None:
+    job = Job(policy, 200 * MBIT)
+    assert job.iterate(10) == []
+    job.bandwidth = 20 * MBIT
+    assert len(job.iterate(10)) <= 1
+    wanted = job.fresh(20 * MBIT)
+    assert job.replanner.plan.routes == wanted.routes
+    assert (job.replanner.plan.routes != job.first.routes) == (policy != "neurosurgeon")
+
+
+@pytest.mark.parametrize("policy", ADAPTIVE)
+@pytest.mark.parametrize("mbit", [20, 60, 200])
+def test_jitter_around_a_bandwidth_switches_nothing(policy: str, mbit: float) -> None:
+    job = Job(policy, mbit * MBIT)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        job.bandwidth = mbit * MBIT * (0.8 + 0.4 * float(torch.rand((), generator=generator)))
+        assert job.iterate(1) == []
+
+
+def test_a_gain_must_last() -> None:
+    job = Job("upriver", 200 * MBIT, patience=Patience(gain=0.1, iterations=4))
+    assert job.iterate(10) == []
+    for _ in range(5):
+        job.bandwidth = 20 * MBIT
+        assert job.iterate(7) == []
+        job.bandwidth = 200 * MBIT
+        assert job.iterate(1) == []
+    job.bandwidth = 20 * MBIT
+    assert job.iterate(12)[0] >= 8
+
+
+def test_a_cut_that_servers_do_not_pass_is_never_used() -> None:
+    asked: list[Sequence[int]] = []
+
+    def prove(cuts: Sequence[int]) -> None:
+        asked.append(cuts)
+        raise NotExact("other bits")
+
+    job = Job("exhaustive", 200 * MBIT, prove=prove)
+    job.bandwidth = 20 * MBIT
+    assert job.iterate(20) == []
+    assert job.replanner.plan is job.first
+    assert len(asked) == 1, "and asked for once"
+
+
+def test_the_switch_waits_for_the_canary() -> None:
+    passed = threading.Event()
+    job = Job("exhaustive", 200 * MBIT, prove=lambda cuts: passed.wait() and None)
+    job.bandwidth = 20 * MBIT
+    assert all(job.replanner.consider() is None for _ in range(20))
+    passed.set()
+    assert job.iterate(3) != []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replan_gain": -0.1}, "replan_gain"),
+        ({"replan_gain": float("nan")}, "replan_gain"),
+        ({"replan_patience": 0}, "replan_patience"),
+        ({"replan": "yes"}, "replan must be True or False"),
+    ],
+)
+def test_arguments_that_are_none(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, object], message: str
+) -> None:
+    data = photos(tmp_path_factory.mktemp("few"), 16)
+    with pytest.raises(ConfigError, match=message):
+        upriver.connect().finetune(frozen_small(), data, batch_size=8, **options)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------- in a real job
+
+
+@pytest.fixture(scope="module")
+def near() -> Iterator[upriver.Near]:
+    with upriver.connect(server_threads=1, meter=LinkMeter(25e6)) as near:
+        yield near
+
+
+@pytest.mark.slow
+def test_a_link_that_becomes_thin_changes_the_plan_and_no_bit(
+    tmp_path_factory: pytest.TempPathFactory, near: upriver.Near
+) -> None:
+    data = photos(tmp_path_factory.mktemp("store"), 200)
+    wanted, reference, _ = run(upriver.connect(), data, policy="nosplit", epochs=3)
+    model = frozen_small()
+    targets: list[int] = []
+
+    def thinner(step: int) -> None:
+        if step == 4:
+            near.meter.rate_bytes_per_s = 150_000.0
+
+    with near.finetune(
+        model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="exhaustive", window_bytes=1 << 16
+    ) as job:
+        losses = train(job, model, optimizer_of(model), epochs=3, after_step=thinner)
+        switches, placed = job.switches, job.placed
+        targets.extend(job.report.samples.values())
+    near.meter.rate_bytes_per_s = 25e6
+    assert len(losses) == len(wanted) and all(map(torch.equal, losses, wanted))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, reference.state_dict()[name])
+    assert sum(targets) == 600
+    indices = [(each.epoch, each.index) for each in placed]
+    assert indices == sorted(set(indices)), "each micro-batch once and in order"
+    for switch in switches:
+        assert switch.after * 1.1 < switch.before
