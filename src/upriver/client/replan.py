@@ -27,6 +27,9 @@ GAIN = 0.10
 PATIENCE = 3
 """Iterations running that must say so."""
 
+DEAD_BAND = 0.2
+"""A link that carries within so much of what the plan was made for counts as unchanged."""
+
 STEADY = 6
 """The gain must be one at each of so many last bandwidths: jitter now and then passes any average."""
 
@@ -90,6 +93,7 @@ class Replanner:
         self._policy, self._live, self._workload = policy, live, workload
         self._patience, self._prove, self._bandwidth = patience, prove, bandwidth
         self._better = 0
+        self._planned_for = live.now()[1].link.bandwidth_bytes_per_s
         self._proof: _Proof | None = None
         self._known, self._refused = set(_cuts(plan)), set[int]()
 
@@ -107,6 +111,7 @@ class Replanner:
         if bandwidth is not None:
             self._live.carried(bandwidth)
         profile, cluster = self._live.now()
+        cluster = self._unchanged(cluster)
         fresh, now = self._compared(profile, cluster)
         if not self._is_better(fresh, now) or not self._steadily(profile, cluster):
             self._better = 0
@@ -116,6 +121,7 @@ class Replanner:
         if self._better < self._patience.iterations or fresh.predicted is None or not proved:
             return None
         self.plan, self._better = fresh, 0
+        self._planned_for = cluster.link.bandwidth_bytes_per_s
         return fresh, now, fresh.predicted
 
     def _is_better(self, fresh: Plan, now: Cost) -> bool:
@@ -130,9 +136,17 @@ class Replanner:
             return False
         for bandwidth in recent:
             link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
-            if not self._is_better(*self._compared(profile, replace(cluster, link=link))):
+            seen = self._unchanged(replace(cluster, link=link))
+            if not self._is_better(*self._compared(profile, seen)):
                 return False
         return True
+
+    def _unchanged(self, cluster: Cluster) -> Cluster:
+        """The same cluster, with the link that the plan was made for if it is about as fast."""
+        bandwidth = cluster.link.bandwidth_bytes_per_s
+        if abs(bandwidth - self._planned_for) > DEAD_BAND * self._planned_for:
+            return cluster
+        return replace(cluster, link=replace(cluster.link, bandwidth_bytes_per_s=self._planned_for))
 
     def _compared(self, profile: Profile, cluster: Cluster) -> tuple[Plan, Cost]:
         """What the policy would do now, and what going on as before would cost."""
