@@ -72,11 +72,22 @@ def test_samples_arrive_once_and_in_order(data: Dataset, near: upriver.Near) -> 
 
 
 def test_the_policy_of_mixes_runs_what_it_plans(data: Dataset, plain: Reference, near: upriver.Near) -> None:
-    losses, model, job = run(near, data, policy="upriver")
+    losses, model, job = run(near, data, policy="upriver", replan=False)
     assert same((losses, model), plain)
     planned = {route.cut for route in job.plan.routes}
     assert {-4 if each.source == "local" else each.cut for each in job.placed} <= planned
     assert job.plan.predicted is None or job.plan.predicted.epoch_s > 0
+
+
+def test_a_job_that_goes_on_planning_runs_what_it_planned(
+    data: Dataset, plain: Reference, near: upriver.Near
+) -> None:
+    losses, model, job = run(near, data, policy="upriver", replan_gain=0.0, replan_patience=1)
+    assert same((losses, model), plain)
+    assert len(job.placed) == 2 * -(-200 // MICRO)
+    last = max((switch.epoch for switch in job.switches), default=-1)
+    later = {-4 if p.source == "local" else p.cut for p in job.placed if p.epoch > last}
+    assert later <= {route.cut for route in job.plan.routes}
 
 
 @pytest.mark.slow

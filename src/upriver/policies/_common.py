@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from upriver.cost import NOT_SPLIT, CostModel, route_at
+import numpy as np
+
+from upriver.cost import NOT_SPLIT, Array, CostModel, route_at
 from upriver.text import bytes_text, seconds_text
 from upriver.types import Cluster, Cost, CutRow, Plan, Profile, Route, Workload
 
 Policy = Callable[[Profile, Cluster, Workload], Plan]
 """A pure function from what is known to what is decided; one with state is a class with ``__call__``."""
-
-Score = Callable[[int], float]
-"""What a policy minimises, of one cut."""
 
 
 def splits(profile: Profile) -> range:
@@ -25,23 +24,33 @@ def splits_or_none(profile: Profile) -> tuple[int, ...]:
     return (profile.unsplit, *splits(profile))
 
 
-def best_that_fits(policy: str, cuts: Sequence[int], model: CostModel, score: Score, *, rule: str) -> Plan:
+def best_that_fits(policy: str, cuts: Sequence[int], model: CostModel, score: Array, *, rule: str) -> Plan:
     """The plan of the cut with the least score among those that fit the memory, the earliest of equals.
+
+    Args:
+        policy: Its name.
+        cuts: Those it searches.
+        model: The cost of every cut.
+        score: What it minimises, of every candidate.
+        rule: As for :func:`plan_at`.
 
     Where none of ``cuts`` fits but not splitting does, that is the answer; where nothing fits, the plan is
     infeasible and names the cut that lacks the least.
     """
-    fitting = [cut for cut in cuts if model.fits(cut)]
-    if fitting:
-        return plan_at(policy, min(fitting, key=score), model, rule=rule)
+    searched = np.zeros(len(model.cuts), dtype=bool)
+    searched[[model.index(cut) for cut in cuts]] = True
+    searched &= model.feasible
+    if searched.any():
+        best = int(np.where(searched, score, np.inf).argmin())
+        return plan_at(policy, model.cuts[best], model, rule=rule)
     return rescue(policy, model)
 
 
 def rescue(policy: str, model: CostModel) -> Plan:
     """What is left when no cut that a policy would choose fits."""
-    rest = [cut for cut in model.cuts if model.fits(cut)]
-    if rest:
-        return plan_at(policy, rest[0], model, rule="as no cut that the policy would choose fits")
+    if model.feasible.any():
+        cut = model.cuts[int(model.feasible.argmax())]
+        return plan_at(policy, cut, model, rule="as no cut that the policy would choose fits")
     cut = nearest_to_fit(model.cuts, model)
     return plan_at(policy, cut, model, rule="the nearest to fitting as no cut fits")
 
@@ -103,7 +112,7 @@ def _bottleneck(cost: Cost) -> tuple[str, float]:
 def _to_compare(routes: Sequence[Route], model: CostModel) -> list[int]:
     """Not splitting, the candidates on both sides, and the fastest that fits; in the order of the chain."""
     used, epoch_s = {route.cut for route in routes}, model.epochs.epoch_s
-    fastest = min((cut for cut in model.cuts if model.fits(cut)), key=lambda cut: epoch_s[model.index(cut)])
+    fastest = model.cuts[int(np.where(model.feasible, epoch_s, np.inf).argmin())]
     near = {cut + step for cut in used for step in (-1, 1)} if len(used) == 1 else set()
     return sorted(({model.cuts[0], fastest} | near) & set(model.cuts) - (used if len(used) == 1 else set()))
 

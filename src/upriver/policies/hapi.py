@@ -40,6 +40,6 @@ def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
         "hapi",
         splits_or_none(profile),
         model,
-        lambda split: float(epoch_s[model.index(split)]),
+        epoch_s,
         rule="the least max(compute, storage + network) an iteration",
     )

@@ -32,6 +32,6 @@ def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
         "neurosurgeon",
         splits(profile),
         model,
-        lambda split: float(summed[model.index(split)]),
+        summed,
         rule="the least sum of storage, network and compute",
     )

@@ -38,6 +38,9 @@ SLACK = 0.01
 SECOND_LOOK = 64
 """Cuts that the second program looks at: those that cost least at the prices of the first."""
 
+OPTIONS = {"presolve": False}
+"""A handful of rows: looking for what could be simplified takes longer than the simplex itself."""
+
 NOTHING = 1e-9
 """A share below which a route is not used."""
 
@@ -122,6 +125,7 @@ def _shortest(busy: Array) -> tuple[Array, float, Array]:
         A_eq=np.append(np.ones(cuts), 0.0)[np.newaxis],
         b_eq=[1.0],
         method="highs-ds",  # ends at a vertex
+        options=OPTIONS,
     )
     prices = -answer.ineqlin.marginals
     return answer.x[:-1], float(answer.fun), prices @ busy - answer.fun
@@ -137,6 +141,7 @@ def _cheapest(busy: Array, storage: Array, most: float) -> Array | None:
         A_eq=np.ones((1, cuts)),
         b_eq=[1.0],
         method="highs-ds",
+        options=OPTIONS,
     )
     return np.asarray(answer.x) if answer.success else None
 
