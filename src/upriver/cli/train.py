@@ -65,6 +65,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     store_name: str = "default"
     store_options: dict[str, str] = {}
     policy: str = "hapi"
+    replan: bool = True
     exact: Literal["bitwise", "numeric"] = "bitwise"
     autocast: Literal["bfloat16", "float16"] | None = None
     granularity: Literal["module", "op"] = "module"
@@ -82,6 +83,7 @@ FREE_TO_CHANGE = {
     "store_name",
     "store_options",
     "policy",
+    "replan",
     "exact",
     "num_workers",
     "heldout",
@@ -116,6 +118,7 @@ def train(
             batch_size=settings.batch_size,
             micro_batch=settings.micro_batch,
             policy=settings.policy,
+            replan=settings.replan,
             exact=settings.exact,
             autocast=settings.autocast,
             granularity=settings.granularity,
@@ -272,6 +275,8 @@ def _document(settings: TrainFile, job: FinetuneJob, trainer: Trainer, *, resume
             "policy": plan.policy,
             "cut": plan.cut,
             "after": names.get(plan.cut, "as stored"),
+            "shares": {str(route.cut): route.share for route in plan.routes},
+            "switches": len(job.switches),
             "why": plan.why,
             "table": str(plan),
         },
