@@ -196,8 +196,7 @@ class FinetuneJob:
         replanner, loader = self._replanner, self._loader
         if replanner is None or loader is None:
             return
-        replanner.trained(trained_s, samples)
-        found = replanner.consider()
+        found = replanner.after_step(trained_s, samples)
         if found is None:
             return
         plan, before, after = found

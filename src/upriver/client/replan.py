@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,9 @@ PATIENCE = 3
 
 DEAD_BAND = 0.2
 """A link that carries within so much of what the plan was made for counts as unchanged."""
+
+PLANNING_SHARE = 0.02
+"""Of a job's time goes into planning at most: steps of a few milliseconds are not all followed by it."""
 
 STEADY = 6
 """The gain must be one at each of so many last bandwidths: jitter now and then passes any average."""
@@ -92,7 +96,7 @@ class Replanner:
         self.plan = plan
         self._policy, self._live, self._workload = policy, live, workload
         self._patience, self._prove, self._bandwidth = patience, prove, bandwidth
-        self._better = 0
+        self._better, self._again_at = 0, 0.0
         self._planned_for = live.now()[1].link.bandwidth_bytes_per_s
         self._proof: _Proof | None = None
         self._known, self._refused = set(_cuts(plan)), set[int]()
@@ -101,9 +105,16 @@ class Replanner:
         """One micro-batch, or what is left of one, has run on a tier."""
         self._live.saw(tier, timings, sent_bytes=sent_bytes)
 
-    def trained(self, seconds: float, samples: int) -> None:
-        """One training step has run."""
-        self._live.trained(seconds, samples)
+    def after_step(self, trained_s: float, samples: int) -> tuple[Plan, Cost, Cost] | None:
+        """One training step has run: :meth:`consider`, unless that was done a moment ago."""
+        self._live.trained(trained_s, samples)
+        began = time.perf_counter()
+        if began < self._again_at:
+            return None
+        found = self.consider()
+        ended = time.perf_counter()
+        self._again_at = ended + (ended - began) / PLANNING_SHARE
+        return found
 
     def consider(self) -> tuple[Plan, Cost, Cost] | None:
         """After an iteration: the plan to go on with, where it is another one, and both costs."""
