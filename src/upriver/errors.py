@@ -134,6 +134,12 @@ class Overloaded(UpriverError):
         self.retry_after_s = retry_after_s
 
 
+class Busy(Overloaded):
+    """The server does one such thing at a time, and is at it."""
+
+    code = "busy"
+
+
 class WorkerCrashed(UpriverError):
     """A compute worker died while it worked on a request."""
 

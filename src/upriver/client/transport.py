@@ -11,11 +11,13 @@ import http.client
 import ssl
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from upriver.client.connection import (
     BROKEN,
@@ -28,18 +30,21 @@ from upriver.client.connection import (
     within,
 )
 from upriver.client.link import LinkMeter
+from upriver.client.reading import Crossing, FrameReader, Source
 from upriver.errors import ProtocolError, ServerUnavailable, UpriverError
 from upriver.protocol import (
     DEFAULT_CAPS,
     Caps,
-    End,
     Info,
+    Load,
     Message,
+    ProfileRequest,
     RunRequest,
+    StageCosts,
     decode_info,
+    decode_versioned,
     encode,
     program_head,
-    read_frame,
 )
 from upriver.text import said
 from upriver.types import MicroBatch, Timings
@@ -53,8 +58,18 @@ PUT_BYTES_PER_S = 125_000
 INFO_BYTES = 1 << 20
 """Longest /v1/info read; a real one has some hundred bytes."""
 
+ANSWER_BYTES = 4 << 20
+"""Longest profile read: a thousand stages take some hundred kB."""
+
+PROFILE_S = 180.0
+"""For a profile: a server stops after 30 s as soon as each program has run twice, which takes the slowest
+network measured as long, loading it included; others' micro-batches come in between."""
+
 PROBE_BYTES = 64 * 1024
 """Read at once by a probe: one piece of an emulated link."""
+
+
+_T = TypeVar("_T")
 
 
 class AnswerClosed(UpriverError):
@@ -161,11 +176,36 @@ class ServerClient:
             ServerUnavailable: If it cannot be reached.
         """
         with self._question("GET", "/v1/info") as response:
-            self._expect_ok(response)
-            try:
-                return decode_info(response.read(INFO_BYTES))
-            except ProtocolError as error:
-                raise ProtocolError(f"{self.url}: {said(str(error))}") from None
+            return self._decoded(response, INFO_BYTES, decode_info)
+
+    def load(self) -> Load:
+        """How busy the server is.
+
+        Raises:
+            UpriverError: As for `info`.
+        """
+        with self._question("GET", "/v1/load") as response:
+            return self._decoded(response, INFO_BYTES, lambda data: decode_versioned(data, Load, "load"))
+
+    def profile(self, programs: Sequence[str], *, stop: int | None = None, repeats: int = 5) -> StageCosts:
+        """Have the server measure what model stages cost there.
+
+        Args:
+            programs: Digests of programs that it has: one network at different sizes of micro-batch.
+            stop: Measure stages up to there; all of them if None.
+            repeats: Runs of each that count.
+
+        Raises:
+            Busy: If it is measuring another profile.
+            ProgramNotFound: If it has not all of the programs.
+            UpriverError: As for `info`.
+        """
+        request = ProfileRequest(programs=tuple(programs), stop=stop, repeats=repeats)
+        body = [msgspec.json.encode(request)]
+        with self._question("POST", "/v1/profile", body, total_s=PROFILE_S) as response:
+            return self._decoded(
+                response, ANSWER_BYTES, lambda data: decode_versioned(data, StageCosts, "profile")
+            )
 
     def has_program(self, digest: str) -> bool:
         """Whether the server can get at a program.
@@ -200,9 +240,9 @@ class ServerClient:
         asked = time.monotonic()
         with self._question("GET", f"/v1/probe?bytes={num_bytes}") as response:
             self._expect_ok(response)
-            source, buffer = _Source(response, self.url), memoryview(bytearray(PROBE_BYTES))
+            source, buffer = Source(response, self.url), memoryview(bytearray(PROBE_BYTES))
             received, first_byte = 0, 0.0
-            with _Crossing(self.meter) as crossing:
+            with Crossing(self.meter) as crossing:
                 while received < num_bytes:
                     crossing(got := source.readinto(buffer[: num_bytes - received]))
                     first_byte = first_byte or time.monotonic()
@@ -355,6 +395,13 @@ class ServerClient:
 
     # -------------------------------------------------------------------------------------- errors
 
+    def _decoded(self, response: http.client.HTTPResponse, most: int, decode: Callable[[bytes], _T]) -> _T:
+        self._expect_ok(response)
+        try:
+            return decode(response.read(most))
+        except ProtocolError as error:
+            raise ProtocolError(f"{self.url}: {said(str(error))}") from None
+
     def _expect_ok(self, response: http.client.HTTPResponse) -> None:
         if not 200 <= response.status < 300:
             raise error_of(response, self.url)
@@ -402,91 +449,7 @@ class RunAnswer:
         body = [part for message in messages for part in encode(message)]
         with client._exchange("POST", "/v1/run", body, on_connection=self._holder) as response:
             client._expect_ok(response)
-            reader = _FrameReader(response, client)
+            reader = FrameReader(response, url=client.url, meter=client.meter, caps=client._caps)
             for ids in request.micro_batches:
                 yield reader.micro_batch(ids, request)
             reader.end()
-
-
-class _FrameReader:
-    """Takes an answer apart, and accepts nothing but what was asked for."""
-
-    def __init__(self, response: http.client.HTTPResponse, client: ServerClient) -> None:
-        self._source = _Source(response, client.url)
-        self._client = client
-
-    def micro_batch(self, ids: Sequence[int], request: RunRequest) -> tuple[MicroBatch, Timings]:
-        batch = self._frame()
-        if not isinstance(batch, MicroBatch):
-            raise self._unexpected(batch, "a micro-batch")
-        if batch.ids != tuple(ids) or batch.position != request.stop:
-            raise ProtocolError(
-                f"{self._client.url}: asked for samples {_brief(ids)} at position {request.stop}, "
-                f"got {_brief(batch.ids)} at {batch.position}"
-            )
-        if not set(batch.skipped) <= (set(ids) if request.on_bad_sample == "skip" else set()):
-            raise ProtocolError(f"{self._client.url}: skipped samples {_brief(batch.skipped)} unasked")
-        timings = self._frame()
-        if not isinstance(timings, Timings):
-            raise self._unexpected(timings, "the timings of a micro-batch")
-        return batch, timings
-
-    def end(self) -> None:
-        message = self._frame()
-        if not isinstance(message, End):
-            raise self._unexpected(message, "the end")
-
-    def _frame(self) -> Message:
-        try:
-            with _Crossing(self._client.meter) as crossing:
-                message = read_frame(self._source, self._client._caps, on_bytes=crossing)
-        except ProtocolError as error:
-            raise ProtocolError(f"{self._client.url}: {said(str(error))}") from None
-        if isinstance(message, UpriverError):
-            raise message
-        return message
-
-    def _unexpected(self, message: Message, expected: str) -> ProtocolError:
-        return ProtocolError(f"{self._client.url}: expected {expected}, got {type(message).__name__}")
-
-
-class _Source:
-    """An answer's body as the blocking stream that `read_frame` wants; its end is never expected."""
-
-    def __init__(self, response: http.client.HTTPResponse, url: str) -> None:
-        self._response = response
-        self._url = url
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        got = self._response.readinto(buffer)
-        if not got and len(buffer):
-            raise ServerUnavailable(f"{self._url}: broke off in the middle of its answer")
-        return got
-
-
-class _Crossing:
-    """Accounts what arrives; the link is busy from the first bytes on, not while the server computes."""
-
-    def __init__(self, meter: LinkMeter) -> None:
-        self._meter = meter
-        self._transfer = meter.transfer()
-        self._under_way = False
-
-    def __enter__(self) -> _Crossing:
-        return self
-
-    def __call__(self, num_bytes: int) -> None:
-        if not self._under_way:
-            self._under_way = True
-            self._transfer.__enter__()
-        self._meter.account(num_bytes, "answers")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._under_way:
-            self._transfer.__exit__(None, None, None)
-
-
-def _brief(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids[:4])) + (f", … ({len(ids)})" if len(ids) > 4 else "")

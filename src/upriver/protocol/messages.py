@@ -135,6 +135,94 @@ class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return Timings(phases=self.phases, stages=self.stages)
 
 
+# ------------------------------------------------------------------------- what a server measures
+
+
+MAX_REPEATS = 9
+"""Runs that count of each program in one profile: the median of nine stands four that were disturbed."""
+
+MAX_SIZES = 4
+"""Programs in one profile: two tell fixed costs from those per sample, two more show whether a line fits."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measure model stages [0, stop) where the request is answered (``POST /v1/profile``).
+
+    Attributes:
+        programs: Digests of one network captured at different sizes of micro-batch. A program runs at one
+            size; one alone tells no fixed costs.
+        stop: Where to stop; the end of the programs if None.
+        repeats: Runs of each that count, after those that warm up.
+    """
+
+    programs: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=MAX_SIZES)]
+    stop: Index | None = None
+    repeats: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPEATS)] = 5
+    protocol: int = VERSION
+
+
+class StageCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one model stage costs on a server.
+
+    Attributes:
+        position: Where the stage ends.
+        seconds: (fixed per call, per sample); the first is 0 where one size was measured.
+        peak_bytes: Activations alive at once, per sample, as the program says; None where it does not.
+    """
+
+    position: Index
+    seconds: tuple[Seconds, Seconds]
+    peak_bytes: Seconds | None = None
+
+
+class StageCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to a `ProfileRequest`.
+
+    Attributes:
+        micro_batches: Sizes measured, one a program.
+        repeats: Runs of each that counted: fewer than asked for where time ran out.
+        version: Version of the package there.
+        fingerprint: What decides the low bits there, versions among it.
+    """
+
+    device: Label
+    threads: int
+    version: Label
+    fingerprint: dict[Label, Label]
+    micro_batches: tuple[int, ...]
+    repeats: int
+    stages: tuple[StageCost, ...]
+    protocol: int = VERSION
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How busy a server is (``GET /v1/load``), over the last seconds.
+
+    Attributes:
+        window_s: Over how many seconds.
+        utilisation: Share of the workers' time spent with jobs.
+        running: Requests in progress.
+        queue: Micro-batches that wait for a worker.
+        expected_wait_s: What one more would wait for a worker.
+        k: How much longer stages take now than they did at best; at least 1.
+        workers: The same by worker.
+    """
+
+    window_s: Seconds
+    utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    running: Index
+    queue: Index
+    expected_wait_s: Seconds
+    k: Annotated[float, msgspec.Meta(ge=1)]
+    workers: tuple[Annotated[float, msgspec.Meta(ge=1)], ...]
+    protocol: int = VERSION
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
 def check_version(got: int) -> None:
     """Refuse another version, naming both.
 
@@ -166,8 +254,17 @@ def decode_info(data: bytes) -> Info:
         ProtocolError: If it speaks another version (looked at first: the rest may have another form), or is
             malformed.
     """
-    check_version(decode_json(data, _Versioned, "info").protocol)
-    return decode_json(data, Info, "info")
+    return decode_versioned(data, Info, "info")
+
+
+def decode_versioned(data: bytes, kind: type[_T], what: str) -> _T:
+    """An answer that names its version, which is looked at first: the rest may have another form.
+
+    Raises:
+        ProtocolError: If it is of another version, or malformed.
+    """
+    check_version(decode_json(data, _Versioned, what).protocol)
+    return decode_json(data, kind, what)
 
 
 class _Versioned(msgspec.Struct):
@@ -201,10 +298,11 @@ def error_from(body: Mapping[str, Any]) -> UpriverError:
     if code == BadSample.code:
         name = printable(fields.object, MAX_NAME_BYTES)
         return BadSample(sample=fields.sample, object_name=name, reason=said(fields.reason))
-    if code == Overloaded.code:
-        return Overloaded(message, retry_after_s=fields.retry_after_s)
     known = {kind.code: kind for kind in _kinds(UpriverError)}
-    error = known.get(code, UpriverError)(message)
+    found = known.get(code, UpriverError)
+    if issubclass(found, Overloaded):
+        return found(message, retry_after_s=fields.retry_after_s)
+    error = found(message)
     error.code = code
     return error
 

@@ -24,9 +24,10 @@ from upriver.program.devices import check_device
 from upriver.protocol import Info, error_body, valid_digest
 from upriver.server.access import Access
 from upriver.server.config import ServerConfig
-from upriver.server.jobs import Setup
+from upriver.server.jobs import Hello, Setup
 from upriver.server.metrics import Metrics
 from upriver.server.pool import WorkerPool
+from upriver.server.profiling import Profiler
 from upriver.server.programs import Programs
 from upriver.server.run import Datasets, Runner
 from upriver.server.stream import FrameStream
@@ -49,6 +50,7 @@ STATUS: tuple[tuple[type[UpriverError], int], ...] = (
     (errors.ObjectChanged, 409),
     (TooLarge, 413),
     (errors.BadSample, 422),
+    (errors.Busy, 429),
     (Overloaded, 503),
     (errors.WorkerCrashed, 500),
     (errors.StoreError, 502),
@@ -99,6 +101,7 @@ class Front:
             datasets=Datasets(self._stores, prefix=config.prefix, most=config.max_datasets),
             metrics=self.metrics,
         )
+        self._profiler = Profiler(config, pool=self.pool, programs=self._programs, runner=self._runner)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -119,6 +122,8 @@ class Front:
             Route("/v1/probe", self.probe),
             Route("/v1/programs/{digest}", self.program, methods=["HEAD", "PUT"]),
             Route("/v1/run", self.run, methods=["POST"]),
+            Route("/v1/profile", self.profile, methods=["POST"]),
+            Route("/v1/load", self.load),
         ]
 
     async def live(self, request: Request) -> Response:
@@ -137,9 +142,7 @@ class Front:
 
     async def info(self, request: Request) -> Response:
         """What this server is; the fingerprint is a worker's, for that is what computes."""
-        hello = self.pool.hello
-        if hello is None:
-            raise Overloaded(self.pool.why)
+        hello = self._hello()
         info = Info(
             version=upriver.__version__,
             fingerprint=hello.fingerprint,
@@ -198,6 +201,27 @@ class Front:
             stall_timeout_s=self._config.stall_timeout_s,
             on_sent=self.metrics.bytes_out.inc,
         )
+
+    async def profile(self, request: Request) -> Response:
+        """What model stages cost here."""
+        found = await self._profiler.measure(self._body(request), self._hello())
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+    async def load(self, request: Request) -> Response:
+        """How busy the workers are."""
+        self._hello()
+        found = self.pool.load.load(running=self._runner.running)
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+    def _hello(self) -> Hello:
+        """What the workers said of themselves.
+
+        Raises:
+            Overloaded: If none is ready yet.
+        """
+        if self.pool.hello is None:
+            raise Overloaded(self.pool.why)
+        return self.pool.hello
 
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         """What the client sends, as long as it sends: who stalls must not keep a place from others."""

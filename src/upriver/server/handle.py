@@ -28,6 +28,8 @@ from upriver.server.jobs import (
     Loaded,
     LoadProgram,
     MapSlot,
+    Measure,
+    Measured,
     NeedSlot,
     Run,
     Setup,
@@ -202,6 +204,23 @@ class WorkerHandle:
             return self._answer()
         finally:
             self._slots.give_back(slot)
+
+    def measure(self, program: ProgramFiles, *, stop: int | None) -> Measured:
+        """Run a program's stages once on made-up inputs.
+
+        Raises:
+            UpriverError: If the worker reports that it cannot be done.
+            OSError: If the worker died, or took too long.
+        """
+        self.load(program)
+        self._channel.send(Measure(program=program.digest, stop=stop))
+        match answer := self._receive():
+            case Measured():
+                return answer
+            case Failed():
+                raise error_from(answer.body)
+            case _:
+                raise ChannelClosed(f"a worker answers Measured or Failed, got {type(answer).__name__}")
 
     def forget(self, digest: str) -> None:
         """The front does not keep this program any more: unload it at the next occasion; from any thread."""

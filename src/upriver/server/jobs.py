@@ -70,13 +70,20 @@ class Run(_Message):
     on_bad_sample: Literal["fail", "skip"] = "fail"
 
 
+class Measure(_Message):
+    """Run model stages [0, stop) once on made-up inputs; answered by `Measured` or `Failed`."""
+
+    program: str
+    stop: int | None
+
+
 class UseSlot(_Message):
     """Write the answer here."""
 
     slot: int
 
 
-FromFront = Setup | MapSlot | Forget | LoadProgram | Run | UseSlot
+FromFront = Setup | MapSlot | Forget | LoadProgram | Run | Measure | UseSlot
 
 # ----------------------------------------------------------------------------------- from a worker
 
@@ -106,10 +113,19 @@ class Done(_Message):
     stages: dict[int, float]
 
 
+class Measured(_Message):
+    """Seconds and peak bytes per sample of each stage, in order."""
+
+    micro_batch: int
+    names: tuple[str, ...]
+    seconds: tuple[float, ...]
+    peak_bytes: tuple[float, ...]
+
+
 class Failed(_Message):
     """An `upriver.protocol.error_body`."""
 
     body: dict[str, Any]
 
 
-FromWorker = Hello | Loaded | NeedSlot | Done | Failed
+FromWorker = Hello | Loaded | NeedSlot | Done | Measured | Failed

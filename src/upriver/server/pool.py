@@ -14,7 +14,8 @@ from typing import TypeVar
 from upriver.engine.clock import Clock
 from upriver.errors import ConfigError, Overloaded, UpriverError, WorkerCrashed
 from upriver.server.handle import Job, ProgramFiles, Result, WorkerHandle
-from upriver.server.jobs import Hello, Setup
+from upriver.server.jobs import Hello, Measured, Setup
+from upriver.server.load import LoadMeter
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class WorkerPool:
         setup: What each is told first.
         job_timeout_s: After that long with one job, a worker is ended.
         on_restart: Called for each worker that had to be replaced.
+
+    Attributes:
+        load: What the workers spend their time on.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class WorkerPool:
         self._job_timeout_s = job_timeout_s
         self._on_restart = on_restart
         self._count = count
+        self.load = LoadMeter(count)
         self._idle: asyncio.Queue[WorkerHandle] = asyncio.Queue()
         self._alive: dict[WorkerHandle, int] = {}  # and the descriptor that tells of their end
         self._starting: set[asyncio.Task[None]] = set()
@@ -95,7 +100,29 @@ class WorkerPool:
             WorkerCrashed: If it took `ATTEMPTS` workers with it.
             UpriverError: If it cannot be done.
         """
-        return await self._on_worker(lambda worker: worker.run(job), clock)
+
+        def run(worker: WorkerHandle) -> tuple[int, Result]:
+            return worker.pid, worker.run(job)
+
+        pid, result = await self._on_worker(run, clock)
+        if job.program is not None:
+            self.load.saw(pid, (job.program.digest, job.run.micro_batch), result.timings.stages)
+        return result
+
+    async def measure(self, program: ProgramFiles, *, stop: int | None) -> Measured:
+        """Run a program's stages [0, stop) once on made-up inputs.
+
+        Raises:
+            WorkerCrashed: If it took `ATTEMPTS` workers with it.
+            UpriverError: If it cannot be done.
+        """
+
+        def measure(worker: WorkerHandle) -> tuple[int, Measured]:
+            return worker.pid, worker.measure(program, stop=stop)
+
+        pid, measured = await self._on_worker(measure, Clock())
+        self.load.saw(pid, (program.digest, measured.micro_batch), dict(enumerate(measured.seconds, start=1)))
+        return measured
 
     async def check(self, program: ProgramFiles) -> None:
         """Have a worker load a program, which checks everything about it.
@@ -123,7 +150,7 @@ class WorkerPool:
 
     async def _on_worker(self, work: Callable[[WorkerHandle], _T], clock: Clock) -> _T:
         for _ in range(ATTEMPTS):
-            with clock.phase("queue"):
+            with clock.phase("queue"), self.load.waiting():
                 worker = await self._take()
             # Shielded: a thread cannot be stopped, and the worker is free only when it is done.
             task = asyncio.ensure_future(self._call(worker, work))
@@ -135,6 +162,7 @@ class WorkerPool:
         raise WorkerCrashed(f"{ATTEMPTS} workers died of this micro-batch, one after the other: {reason}")
 
     async def _call(self, worker: WorkerHandle, work: Callable[[WorkerHandle], _T]) -> _T:
+        self.load.began(worker.pid)
         try:
             result = await asyncio.get_running_loop().run_in_executor(self._threads, work, worker)
         except UpriverError:
@@ -152,6 +180,7 @@ class WorkerPool:
     def _put_back(self, worker: WorkerHandle) -> None:
         """It has done a job, so workers can work here."""
         self._deaths = 0
+        self.load.ended(worker.pid)
         self._idle.put_nowait(worker)
 
     async def _take(self) -> WorkerHandle:
@@ -180,6 +209,7 @@ class WorkerPool:
         pidfd = self._alive.pop(worker, None)
         if pidfd is None:
             return
+        self.load.gone(worker.pid)
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
         ending = worker.ending()
@@ -241,6 +271,7 @@ class WorkerPool:
         self._settled.set()
         self._alive[worker] = pidfd = os.pidfd_open(worker.pid)
         asyncio.get_running_loop().add_reader(pidfd, self._lose, worker)
+        self.load.came(worker.pid)
         self._idle.put_nowait(worker)
 
 

@@ -108,6 +108,23 @@ class Runner:
         self._running = 0
         self._waiting_bytes = 0
 
+    @property
+    def running(self) -> int:
+        """Requests in progress."""
+        return self._running
+
+    def enter(self, stack: AsyncExitStack) -> None:
+        """Count one more request until ``stack`` lets go of it.
+
+        Raises:
+            Overloaded: If enough is running already.
+        """
+        if self._running >= self._config.max_requests:
+            raise Overloaded(f"{self._running} requests are running, and no more may")
+        self._running += 1
+        self._metrics.running.inc()
+        stack.callback(self._leave)
+
     async def admit(self, body: AsyncIterator[bytes], stack: AsyncExitStack) -> Order:
         """Read a request and get hold of what it names; ``stack`` lets go of it.
 
@@ -115,11 +132,7 @@ class Runner:
             Overloaded: If enough is running already.
             UpriverError: If it cannot be done; nothing has been computed yet then.
         """
-        if self._running >= self._config.max_requests:
-            raise Overloaded(f"{self._running} requests are running, and no more may")
-        self._running += 1
-        self._metrics.running.inc()
-        stack.callback(self._leave)
+        self.enter(stack)
         request, batches = await read_body(body, self._config.caps)
         dataset = await self._datasets.get(request.dataset) if request.dataset is not None else None
         if dataset is not None:

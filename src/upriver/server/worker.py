@@ -13,10 +13,10 @@ import torch
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.engine.fingerprint import fingerprint
-from upriver.errors import ConfigError, TooLarge, UpriverError
+from upriver.errors import ConfigError, ProtocolError, TooLarge, UpriverError
 from upriver.pipeline import InputChain
 from upriver.program import Program
-from upriver.protocol import build_batch, data_head, error_body, lay_out, parse_data_header
+from upriver.protocol import DTYPES, build_batch, data_head, error_body, lay_out, parse_data_header
 from upriver.server.channel import Channel, ChannelClosed
 from upriver.server.jobs import (
     Done,
@@ -27,6 +27,8 @@ from upriver.server.jobs import (
     Loaded,
     LoadProgram,
     MapSlot,
+    Measure,
+    Measured,
     NeedSlot,
     Run,
     Setup,
@@ -76,6 +78,7 @@ class Worker:
         self._setup = setup
         self._slots: dict[int, Bytes] = {}
         self._programs: dict[str, Program] = {}
+        self._warm: set[str] = set()
         self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
 
     def serve(self) -> None:
@@ -109,6 +112,8 @@ class Worker:
                 self._channel.send(Loaded())
             case Run():
                 self._run(message)
+            case Measure():
+                self._channel.send(self._measure(message))
             case Setup() | UseSlot():
                 raise SystemExit(f"unexpected {type(message).__name__}")
 
@@ -117,6 +122,7 @@ class Worker:
             self._slots.pop(slot, None)
         for digest in message.programs:
             self._programs.pop(digest, None)
+            self._warm.discard(digest)
         for key in [key for key in self._engines if key[0] in message.programs]:
             del self._engines[key]
 
@@ -138,6 +144,41 @@ class Worker:
             head = self._write(batch)
         timings = clock.timings()
         self._channel.send(Done(head=head, phases=dict(timings.phases), stages=dict(timings.stages)))
+
+    def _measure(self, measure: Measure) -> Measured:
+        program = self._programs[measure.program]
+        stop = program.num_stages if measure.stop is None else measure.stop
+        if stop > program.num_stages:
+            raise ProtocolError(f"stop must lie in 0..{program.num_stages}, got {stop}")
+        inputs = self._made_up(program)
+        if measure.program not in self._warm:  # lazy set-up and cold caches are not the stages' cost
+            program.run(inputs, 0, program.num_stages)
+            self._warm.add(measure.program)
+        clock = Clock()
+        program.run(inputs, 0, stop, on_stage=clock.stage)
+        stages = program.stages[:stop]
+        return Measured(
+            micro_batch=program.micro_batch,
+            names=tuple(stage.name for stage in stages),
+            seconds=tuple(clock.stages[position] for position in range(1, stop + 1)),
+            peak_bytes=tuple(stage.peak_bytes for stage in stages),
+        )
+
+    def _made_up(self, program: Program) -> list[torch.Tensor]:
+        """Inputs of the right form: random numbers, and zeros where whole ones are wanted."""
+        specs = [value.spec for value in program.graph.inputs]
+        nbytes, most = sum(spec.nbytes for spec in specs), self._setup.caps.payload_bytes
+        if nbytes > most:
+            raise TooLarge(f"the inputs of a micro-batch have {nbytes} bytes, and at most {most} are taken")
+        generator = torch.Generator().manual_seed(0)
+        made = []
+        for spec in specs:
+            dtype = DTYPES[spec.dtype]
+            values = torch.zeros(spec.span, dtype=dtype)
+            if dtype.is_floating_point:  # zeros would go through some kernels faster than real numbers do
+                values.normal_(generator=generator)
+            made.append(values.to(self._setup.device).as_strided(spec.shape, spec.stride))
+        return made
 
     def _engine(self, run: Run) -> Engine:
         key = (run.program, run.chain, run.micro_batch)
