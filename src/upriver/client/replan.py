@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from upriver.cost import CostModel
-from upriver.errors import UpriverError
+from upriver.errors import NotExact, UpriverError
 from upriver.policies import POLICIES
 from upriver.profile.live import LiveProfile
 from upriver.types import Cluster, Cost, Plan, Profile, Route, Tier, Timings, Workload, require_finite
@@ -169,7 +169,7 @@ class Replanner:
         if self._proof is not None and self._proof.done:
             if self._proof.passed:
                 self._known |= self._proof.cuts
-            else:
+            elif self._proof.refused:
                 self._refused |= self._proof.cuts
             self._proof = None
         missing = cuts - self._known
@@ -183,15 +183,18 @@ class _Proof:
 
     def __init__(self, cuts: frozenset[int], prove: Prove) -> None:
         self.cuts = cuts
-        self.done = self.passed = False
+        self.done = self.passed = self.refused = False
         threading.Thread(target=self._run, args=(prove,), name="upriver-replan", daemon=True).start()
 
     def _run(self, prove: Prove) -> None:
         try:
             prove(sorted(self.cuts))
             self.passed = True
-        except UpriverError as error:
+        except NotExact as error:
+            self.refused = True
             log.warning("cuts %s are not used, as servers do not pass there: %s", sorted(self.cuts), error)
+        except UpriverError as error:
+            log.info("cuts %s are not used for now: %s", sorted(self.cuts), error)
         finally:
             self.done = True
 

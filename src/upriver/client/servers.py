@@ -20,7 +20,7 @@ from upriver.client.pool import Transport
 from upriver.client.transport import ServerClient
 from upriver.engine.engine import Engine, OnBadSample
 from upriver.engine.fingerprint import fingerprint
-from upriver.errors import NotExact
+from upriver.errors import NotExact, UpriverError
 from upriver.pipeline import Dataset
 from upriver.program import Program
 from upriver.protocol import DatasetRef, RunRequest
@@ -96,12 +96,31 @@ class Gate:
             NotExact: If its bits are not ours.
             UpriverError: If it cannot be used now.
         """
-        server = cast(ServerClient, client)
+        server, passed = cast(ServerClient, client), set[int]()
         with self._lock:
-            open_cuts = [cut for cut in self.cuts if (server.url, cut) not in self._proved]
-            self._proved -= {(server.url, cut) for cut in self.cuts}  # next time it may be another process
-        for cut in open_cuts:
-            self.measure(server, stop=cut)
+            passed |= {cut for url, cut in self._proved if url == server.url}
+            self._proved -= {(server.url, cut) for cut in passed}  # next time it may be another process
+        while missing := set(self.cuts) - passed:  # more may be opened meanwhile
+            for cut in sorted(missing):
+                self.measure(server, stop=cut)
+            passed |= missing
+
+    def open_cuts(self, cuts: Sequence[int], servers: Sequence[ServerClient]) -> None:
+        """Let servers that are in pass the canary at more cuts; whoever joins from now on does, too.
+
+        Raises:
+            NotExact: If one does not; then none is asked at these cuts.
+            UpriverError: If one cannot be asked now; likewise.
+        """
+        before = self.cuts
+        self.cuts = tuple(sorted({*before, *cuts}))
+        try:
+            for server in servers:
+                for cut in cuts:
+                    self.measure(server, stop=cut)
+        except UpriverError:
+            self.cuts = before
+            raise
 
     def measure(self, server: ServerClient, *, stop: int) -> Timings:
         """Let a server compute the canary up to a cut, compare, and give its timings.
