@@ -1,0 +1,359 @@
+"""What the records of `plan_quality` say: each setting's best measured cut, and how far plans are off."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from _common import machine, table, versions
+from _planned import Records, Setting, label_of, plan_key, run_key, spread_of, why_not_valid
+from _slowed import way
+
+REPEATS = 5
+FINALISTS = 3
+GOAL_WITHIN, GOAL_SHARE = 0.05, 0.95
+
+POLICIES = ("upriver", "exhaustive", "hapi", "hapi_bandwidth", "neurosurgeon", "freeze", "min", "nosplit")
+
+OPTIMAL, NO_FIT = "optimal", "does not fit"
+BINS = (OPTIMAL, "(0-5] % off", "(5-10] % off", "(10-15] % off", "> 15 % off", NO_FIT)
+
+PAPER = {
+    # HAPI (2025), Table 3, in %: over the models and batch sizes measured there
+    "hapi": (59.2, 27.6, 9.2, 2.0, 2.0, 0.0),
+    "neurosurgeon": (14.8, 29.3, 8.5, 6.4, 41.0, 0.0),
+    "freeze": (8.2, 26.5, 12.2, 4.1, 49.0, 0.0),
+    "min": (4.1, 28.6, 8.2, 6.1, 40.8, 12.2),
+    "nosplit": (12.2, 0.0, 0.0, 0.0, 34.7, 53.1),
+}
+
+
+def bin_of(ratio: float | None) -> str:
+    """Where a plan belongs that took ``ratio`` times the best single cut; None did not fit."""
+    if ratio is None:
+        return NO_FIT
+    if ratio <= 1:
+        return OPTIMAL
+    limits = zip(BINS[1:4], (1.05, 1.10, 1.15), strict=True)
+    return next((name for name, limit in limits if ratio <= limit), BINS[4])
+
+
+@dataclass(frozen=True)
+class Found:
+    """A setting and what was recorded of it."""
+
+    setting: Setting
+    records: Records
+
+    @property
+    def plan(self) -> dict[str, Any] | None:
+        """The record of the policies' choices; None where there is none yet."""
+        return self.records.rows.get(plan_key(self.setting))
+
+    @cached_property
+    def choices(self) -> dict[str, str | None]:
+        """Policy to the name of its choice; None where it does not fit."""
+        plans = (self.plan or {}).get("plans", {})
+        return {
+            name: label_of({int(cut): share for cut, share in plan["shares"].items()})
+            if plan["feasible"]
+            else None
+            for name, plan in plans.items()
+        }
+
+    @property
+    def unsplit(self) -> str:
+        """The cut that pushes nothing down, which gives the reference."""
+        assert self.plan is not None
+        return str(self.plan["cuts"][0])
+
+    @property
+    def sweep_labels(self) -> list[str]:
+        """Every legal cut, and the one that gives the reference, first."""
+        assert self.plan is not None
+        legal = [str(cut) for cut in self.plan["cuts"] if str(cut) not in self.plan["why_not"]]
+        return [self.unsplit, *(label for label in legal if label != self.unsplit)]
+
+    @cached_property
+    def reference(self) -> str:
+        """Digest of what the plain way gave; empty where it was not run."""
+        row = self.records.rows.get(run_key(self.setting, self.unsplit, 0), {})
+        return str(row.get("digest", ""))
+
+    def why_not(self, label: str, repeat: int) -> str | None:
+        """Why a run does not count: empty when it does, None when it is not there."""
+        row = self.records.rows.get(run_key(self.setting, label, repeat))
+        return None if row is None else why_not_valid(row, self.reference)
+
+    def seconds(self, label: str, repeats: Sequence[int]) -> list[float]:
+        """Of the runs that count."""
+        return [
+            float(self.records.rows[run_key(self.setting, label, repeat)]["seconds"])
+            for repeat in repeats
+            if self.why_not(label, repeat) == ""
+        ]
+
+    @cached_property
+    def finalists(self) -> list[str]:
+        """The best three of the sweep and every policy's choice; known when the sweep is done."""
+        excluded = set((self.plan or {}).get("why_not", {}))
+        swept = {
+            label: seconds[0]
+            for label in self.sweep_labels
+            if label not in excluded and (seconds := self.seconds(label, [0]))
+        }
+        best = sorted(swept, key=swept.__getitem__)[:FINALISTS]
+        return list(dict.fromkeys([*best, *(label for label in self.choices.values() if label is not None)]))
+
+    @cached_property
+    def missing(self) -> str:
+        """How much is not there yet; empty when the setting is finished."""
+        if self.plan is None:
+            return "not begun"
+        swept = [label for label in self.sweep_labels if self.why_not(label, 0) is not None]
+        if len(swept) < len(self.sweep_labels):
+            return f"{len(swept)} of {len(self.sweep_labels)} cuts run"
+        wanted = [(label, repeat) for label in self.finalists for repeat in range(1, REPEATS + 1)]
+        there = [each for each in wanted if self.why_not(*each) is not None]
+        return f"{len(there)} of {len(wanted)} repeats run" if len(there) < len(wanted) else ""
+
+    @cached_property
+    def medians(self) -> dict[str, float]:
+        """Finalists to their seconds: the median of the repeats that count."""
+        found = {label: self.seconds(label, range(1, REPEATS + 1)) for label in self.finalists}
+        return {label: statistics.median(seconds) for label, seconds in found.items() if seconds}
+
+    @property
+    def best(self) -> str:
+        """The single cut that was measured fastest."""
+        singles = {label: seconds for label, seconds in self.medians.items() if ":" not in label}
+        return min(singles, key=singles.__getitem__)
+
+    @property
+    def noise(self) -> float:
+        """Median over the finalists of half the range of their repeats, as a share."""
+        repeats = range(1, REPEATS + 1)
+        spreads = [spread_of(s) for label in self.finalists if (s := self.seconds(label, repeats))]
+        return statistics.median(spreads)
+
+    def ratio(self, policy: str) -> float | None:
+        """Seconds of a policy's choice over those of the best single cut; None where it does not fit.
+
+        Raises:
+            KeyError: If none of its runs counts.
+        """
+        label = self.choices[policy]
+        return None if label is None else self.medians[label] / self.medians[self.best]
+
+    @property
+    def not_counted(self) -> list[str]:
+        """Runs that do not count, and why."""
+        labels = dict.fromkeys((*self.sweep_labels, *self.finalists)) if self.plan is not None else {}
+        return [
+            f"{self.setting.key}, {label}, repeat {repeat}: {why}"
+            for label in labels
+            for repeat in range(REPEATS + 1)
+            if (why := self.why_not(label, repeat))
+        ]
+
+
+def judged(found: Sequence[Found]) -> list[Found]:
+    """The settings that are finished, and whose every choice has runs that count."""
+    return [
+        one
+        for one in found
+        if not one.missing
+        and any(":" not in label for label in one.medians)
+        and all(label is None or label in one.medians for label in one.choices.values())
+    ]
+
+
+def shares(done: Sequence[Found], policy: str) -> tuple[float, ...]:
+    """Per cent of the settings in each bin."""
+    counts = Counter(bin_of(one.ratio(policy)) for one in done)
+    return tuple(100 * counts[name] / len(done) for name in BINS)
+
+
+def verdict(done: Sequence[Found]) -> str:
+    """The goal, in a sentence."""
+    ratios = [ratio for one in done if (ratio := one.ratio("upriver")) is not None]
+    within = sum(ratio <= 1 + GOAL_WITHIN for ratio in ratios) / len(done)
+    mean = statistics.fmean(ratios) if ratios else float("inf")
+    met = "Met" if within >= GOAL_SHARE and mean < 1 else "Missed"
+    return (
+        f"{met}: `upriver` is within {GOAL_WITHIN:.0%} of the best measured single cut in {within:.0%} of "
+        f"{len(done)} settings, and takes {mean:.3f} times its seconds on the mean."
+    )
+
+
+def report(found: Sequence[Found], policies: Sequence[str]) -> str:
+    """The page."""
+    done = judged(found)
+    open_ = [
+        f"- {one.setting.key}: {one.missing or 'a choice has no run that counts'}"
+        for one in found
+        if one not in done
+    ]
+    bad = [f"- {line}" for one in found for line in one.not_counted]
+    return TEMPLATE.format(
+        verdict=verdict(done) if done else "Nothing is finished yet.",
+        bins=_bins(done, policies) if done else "",
+        paper=_paper(),
+        settings=_settings(done, policies) if done else "",
+        noise=_noise(done),
+        unfinished="\n".join(open_) or "None.",
+        bad="\n".join(bad) or "None.",
+        repeats=REPEATS,
+        facts=_facts(found),
+        way=way(),
+        machine=machine(),
+        versions=versions("torch", "torchvision", "pillow"),
+    )
+
+
+def _bins(done: Sequence[Found], policies: Sequence[str]) -> str:
+    columns = [shares(done, policy) for policy in policies]
+    rows = [[name, *(f"{column[at]:.1f}" for column in columns)] for at, name in enumerate(BINS)]
+    means = []
+    for policy in policies:
+        ratios = [ratio for one in done if (ratio := one.ratio(policy)) is not None]
+        means.append(f"{statistics.fmean(ratios):.3f}" if ratios else "-")
+    return table(("% of settings", *policies), [*rows, ["mean of the ratios, where it fits", *means]])
+
+
+def _paper() -> str:
+    return table(
+        ("% (HAPI 2025, Table 3)", *PAPER),
+        [[name, *(PAPER[policy][at] for policy in PAPER)] for at, name in enumerate(BINS)],
+    )
+
+
+def _settings(done: Sequence[Found], policies: Sequence[str]) -> str:
+    rows = []
+    for one in done:
+        cells = []
+        for policy in policies:
+            ratio, label = one.ratio(policy), one.choices[policy]
+            cells.append("-" if ratio is None else f"{ratio:.3f} ({_short(label or '')})")
+        best = f"{one.medians[one.best]:.2f} s at cut {one.best}"
+        rows.append([one.setting.key, best, f"{one.noise:.1%}", *cells])
+    return table(("setting", "best single cut", "noise", *policies), rows)
+
+
+def _short(label: str) -> str:
+    """A choice for a narrow column: shares in per cent."""
+    if ":" not in label:
+        return label
+    pairs = (part.split(":") for part in label.split(","))
+    return " + ".join(f"{float(share):.0%} at {cut}" for cut, share in pairs)
+
+
+def _noise(done: Sequence[Found]) -> str:
+    if not done:
+        return "not known yet"
+    noises = [one.noise for one in done]
+    return f"{statistics.median(noises):.1%} at the median over the settings, {max(noises):.1%} at most"
+
+
+def _facts(found: Sequence[Found]) -> str:
+    keys = {one.setting.key for one in found}
+    rows: list[Mapping[str, Any]] = (
+        [row for row in found[0].records.rows.values() if row.get("setting") in keys] if found else []
+    )
+    commits = sorted({str(row["commit"]) for row in rows})
+    loads = [float(row["load"]) for row in rows]
+    if not loads:
+        return "no runs"
+    return (
+        f"{len(rows)} records, measured at commit {', '.join(commits)}; load average {min(loads):.1f} to "
+        f"{max(loads):.1f}, the runs themselves included"
+    )
+
+
+TEMPLATE = """# How good the plans are
+
+**Claim.** On two hosts with a shaped link, `upriver` plans an epoch within 5 % of the best single cut that
+was really measured in at least 95 % of the settings, and is ahead of it on the mean.
+
+**{verdict}**
+
+{bins}
+
+A ratio is the median of a choice's {repeats} repeats over that of the single cut measured fastest; *optimal*
+is a ratio of 1 or less, which a mix of cuts can go below. HAPI's authors, on their hardware, with their
+systems:
+
+{paper}
+
+## Every setting
+
+{settings}
+
+*Noise*: half the range of a choice's repeats over their median, at the median over the choices: {noise}.
+A plan that is off by less cannot be told from the best.
+
+![Ratios of every setting and policy](plan_quality.png)
+
+## How it was measured
+
+- Two network namespaces with a link shaped both ways; server and object store on core 0, training on core 1,
+  one thread each. Random weights; frozen as in `split_overhead.py`.
+- Stored samples: JPEG files of about 110 KB, or `.npy` tensors of 602,112 bytes and a header.
+- One measurement by the running system, as a job makes it before its first iteration, gives the profile from
+  which every policy chooses. Planning is not repeated while a job runs.
+- Every legal single cut, those among the input stages too, is run once; the best three and each policy's
+  choice again {repeats} times, in turns. Seconds are those of a whole epoch, from the first request to the
+  last optimizer step; what warms up lies before it.
+- A run counts only if its losses are bit for bit those of the run that is not split, its samples and their
+  order the same, and every micro-batch ran where the choice says.
+- `server0.5`: the near-data server, {way}. The object store beside it is not slowed.
+- `cap0.5`: the compute tier's memory lies half-way between what the most frugal and the neediest cut need by
+  the cost model; cuts above it are not run, but for the reference, and no policy may take them. Nothing
+  enforces it while a job runs.
+- {facts}.
+- {machine}. {versions}.
+
+Runs that do not count:
+
+{bad}
+
+Settings that are not finished:
+
+{unfinished}
+
+## What it does not show
+
+Accelerators; links with a long round trip; several jobs at once; long epochs, where filling the pipeline
+weighs less.
+
+Run it again: `python benchmarks/plan_quality.py`.
+"""
+
+
+def plot(found: Sequence[Found], policies: Sequence[str], path: Path) -> None:
+    """Ratios, a row of points for each setting."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    done = judged(found)
+    figure = Figure(figsize=(9, 1.5 + 0.4 * max(len(done), 1)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    marks = "osD^v<>x"
+    for at, policy in enumerate(policies):
+        points = [(row, one.ratio(policy)) for row, one in enumerate(done)]
+        there = [(row, ratio) for row, ratio in points if ratio is not None]
+        height = [row + 0.07 * (at - len(policies) / 2) for row, _ in there]
+        axes.plot([ratio for _, ratio in there], height, marks[at % len(marks)], label=policy, alpha=0.8)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.axvline(1.05, color="black", linestyle="dotted", linewidth=0.8)
+    axes.set_yticks(range(len(done)), [one.setting.key for one in done])
+    axes.set(xscale="log", xlabel="seconds over those of the best measured single cut (dotted: 5 % more)")
+    axes.invert_yaxis()
+    axes.legend(ncols=2, fontsize="small")
+    figure.savefig(path, dpi=120)

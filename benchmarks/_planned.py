@@ -1,0 +1,340 @@
+"""What the benchmarks of plans share: settings, their data, their records, and the two hosts they run on.
+
+A benchmark declares `Setting`s, opens a `Rig` for one of them, and has it run choices: a choice deals the
+samples of an epoch among cuts. Every run becomes one line of `Records`, so that a benchmark can be ended at
+any moment and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from _slowed import slowed
+from split_overhead import NETWORKS
+from testbed import Testbed
+
+JPEG_BYTES = 110_000
+"""Mean size of an image in HAPI (2022)."""
+
+TENSOR_SHAPE = (3, 224, 224)
+"""Ready float tensors of 602,112 bytes, as in HAPI (2025); a ``.npy`` file has 128 bytes of header more."""
+
+PIXELS = (500, 375)
+"""Width and height of a stored image: the mean of ImageNet's."""
+
+CLASSES = 10
+TOLERANCE = 0.05
+"""How far a stored image may be off its size: what one step of the JPEG quality makes."""
+
+RUN_LIMIT_S = 1800.0
+START_LIMIT_S = 600.0
+
+_here = Path(__file__).resolve().parent
+
+Shares = Mapping[int, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One cell of a benchmark.
+
+    Attributes:
+        network: One of ``split_overhead.NETWORKS``, frozen as there.
+        stored: ``jpeg`` or ``tensor``.
+        mbit: Rate of the link; None for no limit.
+        batch_size: Samples of a training step.
+        samples: Of an epoch.
+        server_speed: Share of its core that the near-data server gets.
+        client_speed: Share of its core that the training process gets.
+        cap_share: Compute memory: 0 what the most frugal cut needs, 1 what the neediest does; None: no cap.
+        stored_scale: Stored images have so many times the bytes, and pixels.
+    """
+
+    network: str
+    stored: str = "jpeg"
+    mbit: float | None
+    batch_size: int
+    samples: int
+    server_speed: float = 1.0
+    client_speed: float = 1.0
+    cap_share: float | None = None
+    stored_scale: int = 1
+
+    def __post_init__(self) -> None:
+        if self.network not in NETWORKS:
+            raise ValueError(f"network must be one of {', '.join(NETWORKS)}, got {self.network!r}")
+        if self.stored not in ("jpeg", "tensor") or (self.stored == "tensor" and self.stored_scale != 1):
+            raise ValueError(f"stored must be jpeg or tensor, and a tensor has one size, got {self.stored!r}")
+        if self.mbit is not None and not 0.1 <= self.mbit <= 2000:
+            raise ValueError(f"mbit must be None or lie in 0.1..2000, got {self.mbit}")
+        if self.batch_size < 1 or self.samples % self.batch_size or self.samples < 2 * self.batch_size:
+            raise ValueError(f"samples must be two or more whole training batches, got {self.samples}")
+        for name in ("server_speed", "client_speed"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
+        if self.cap_share is not None and not 0 <= self.cap_share < 1:
+            raise ValueError(f"cap_share must be None or lie in [0, 1), got {self.cap_share}")
+
+    @property
+    def key(self) -> str:
+        """Everything that a run depends on, short."""
+        parts = [
+            self.network,
+            self.stored + (f"x{self.stored_scale}" if self.stored_scale > 1 else ""),
+            "unshaped" if self.mbit is None else f"{self.mbit:g}Mbit",
+            f"batch{self.batch_size}",
+            f"n{self.samples}",
+        ]
+        for name, speed in (("server", self.server_speed), ("client", self.client_speed)):
+            parts += [f"{name}{speed:g}"] if speed != 1 else []
+        return "-".join(parts + ([f"cap{self.cap_share:g}"] if self.cap_share is not None else []))
+
+
+def label_of(shares: Shares) -> str:
+    """A choice, as records name it: ``4``, or ``-3:0.25,4:0.75``."""
+    if len(shares) == 1:
+        return str(next(iter(shares)))
+    return ",".join(f"{cut}:{share!r}" for cut, share in sorted(shares.items()))
+
+
+def shares_from(label: str) -> dict[int, float]:
+    """The choice of that name."""
+    if ":" not in label:
+        return {int(label): 1.0}
+    pairs = (part.split(":") for part in label.split(","))
+    return {int(cut): float(share) for cut, share in pairs}
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+class Records:
+    """JSON lines, one a run, written as they come; a last line that was torn by the end of a process is gone.
+
+    Attributes:
+        rows: What is there, by key.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: dict[str, dict[str, Any]] = {}
+        data = path.read_bytes() if path.exists() else b""
+        self._whole = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[: self._whole].splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                self.rows[row["key"]] = row
+            except (ValueError, KeyError, TypeError):
+                raise SystemExit(f"{path}, line {number}: not a record; remove the line") from None
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.rows
+
+    def add(self, key: str, row: Mapping[str, Any]) -> None:
+        """Keep a run for good."""
+        record = {"key": key, **row}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.truncate(self._whole)  # takes off what a torn line left
+            file.seek(0, os.SEEK_END)
+            file.write(json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+            self._whole = file.tell()
+        self.rows[key] = record
+
+
+class TimeIsUp(Exception):
+    """The minutes that were given are over."""
+
+
+class Deadline:
+    """Ends a benchmark between two runs."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+    def check(self) -> None:
+        """Between two runs.
+
+        Raises:
+            TimeIsUp: If no other one may begin.
+        """
+        if time.monotonic() >= self._until:
+            raise TimeIsUp
+
+
+def plan_key(setting: Setting) -> str:
+    """Of the record that holds what every policy chose."""
+    return f"{setting.key}|plan"
+
+
+def run_key(setting: Setting, label: str, repeat: int) -> str:
+    """Of a run; repeat 0 is the sweep's."""
+    return f"{setting.key}|{label}|{repeat}"
+
+
+# --------------------------------------------------------------------------------------------------- data
+
+
+def make_data(setting: Setting, folder: Path) -> None:
+    """The setting's stored samples, in class folders; the same ones every time."""
+    for number in range(setting.samples):
+        rng = np.random.default_rng([number, setting.stored_scale])
+        place = folder / "data" / f"class{number % CLASSES}"
+        place.mkdir(parents=True, exist_ok=True)
+        if setting.stored == "tensor":
+            np.save(place / f"{number:05}.npy", rng.standard_normal(TENSOR_SHAPE, dtype=np.float32))
+        else:
+            image = jpeg(rng, scale=setting.stored_scale)
+            (place / f"{number:05}.jpg").write_bytes(image)
+
+
+def jpeg(rng: np.random.Generator, *, scale: int = 1) -> bytes:
+    """A picture of soft patches and grain, at the quality that brings it nearest to its size."""
+    width, height = (round(side * math.sqrt(scale)) for side in PIXELS)
+    patches = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((width, height))
+    grain = rng.normal(0, 12, (height, width, 1)) + rng.normal(0, 4, (height, width, 3))
+    picture = Image.fromarray(np.clip(np.asarray(patches) + grain, 0, 255).astype(np.uint8))
+    wanted, low, high = JPEG_BYTES * scale, 30, 98
+    while low < high:  # the first quality that reaches the size
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_encoded(picture, middle)) >= wanted else (middle + 1, high)
+    tried = [_encoded(picture, quality) for quality in (low - 1, low)]
+    return min(tried, key=lambda data: abs(len(data) - wanted))
+
+
+def _encoded(picture: Image.Image, quality: int) -> bytes:
+    stream = io.BytesIO()
+    picture.save(stream, "JPEG", quality=quality)
+    return stream.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------- the hosts
+
+
+class RunFailed(Exception):
+    """The training process could not do what it was asked for."""
+
+
+class Rig:
+    """The two hosts of a setting: store and server on one, on the other a process that trains to order.
+
+    Args:
+        setting: What is to be measured.
+        folder: An empty one, for the stored samples.
+    """
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self.setting, self._folder = setting, folder
+
+    def __enter__(self) -> Rig:
+        setting = self.setting
+        with ExitStack() as stack:
+            make_data(setting, self._folder)
+            rate = None if setting.mbit is None else setting.mbit * 1e6 / 8
+            bed = self._bed = stack.enter_context(Testbed(rate))
+            server = bed.run_server({"default": self._folder.as_uri()}, "--threads", 1)
+            objects = bed.run_objects(self._folder)
+            spec = {"setting": asdict(setting), "url": server.url, "uri": objects.uri}
+            self._child = bed.popen(
+                "compute",
+                [sys.executable, _here / "_planned_job.py", json.dumps(spec | {"options": objects.options})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            self._rest = b""
+            stack.callback(self._end_child)
+            bed.set_rate(None)  # frozen weights go to the store once, whatever is measured afterwards
+            self._answer(START_LIMIT_S)
+            self._ask({"do": "publish"}, START_LIMIT_S)
+            stack.enter_context(slowed("server", server.process.pid, setting.server_speed))
+            stack.enter_context(slowed("client", self._child.pid, setting.client_speed))
+            bed.set_rate(rate)
+            bed.check()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def _end_child(self) -> None:
+        self._bed.end(self._child)
+
+    def plans(self) -> dict[str, Any]:
+        """What every policy chooses, from one measurement by the running system."""
+        return self._ask({"do": "plan"}, START_LIMIT_S)
+
+    def run(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """One epoch: seconds from the first request to the last step, bytes by the link's counters.
+
+        Raises:
+            RunFailed: If it cannot be done; the process is then ready for the next order.
+        """
+        self._ask(order, START_LIMIT_S)
+        before = self._bed.bytes_carried()
+        done = self._ask({"do": "go"}, RUN_LIMIT_S)
+        carried = self._bed.bytes_carried() - before
+        return {
+            **done,
+            "bytes_from_storage": carried.from_storage,
+            "bytes_from_compute": carried.from_compute,
+        }
+
+    def choice(self, label: str) -> dict[str, Any]:
+        """One epoch of upriver with that choice."""
+        shares = {str(cut): share for cut, share in shares_from(label).items()}
+        return self.run({"do": "run", "shares": shares})
+
+    def _ask(self, order: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps(order).encode() + b"\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            raise SystemExit("the training process has ended") from None
+        return self._answer(limit_s)
+
+    def _answer(self, limit_s: float) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        descriptor, until = self._child.stdout.fileno(), time.monotonic() + limit_s
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+            data = os.read(descriptor, 1 << 16) if ready else b""
+            if not data:
+                raise SystemExit("the training process " + ("has ended" if ready else "does not answer"))
+            self._rest += data
+        line, self._rest = self._rest.split(b"\n", 1)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RunFailed(answer["error"])
+        return answer
+
+
+def why_not_valid(row: Mapping[str, Any], reference: str) -> str:
+    """Why a run does not count; empty when it does."""
+    if "error" in row:
+        return f"failed: {row['error']}"
+    if row["digest"] != reference:
+        return "other losses or samples"
+    return str(row.get("misplaced", ""))
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """Half the range over the median: how far repeats of one figure lie apart."""
+    return (max(values) - min(values)) / 2 / float(np.median(values))

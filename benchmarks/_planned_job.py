@@ -1,0 +1,265 @@
+"""The training side of `_planned.Rig`: takes orders as JSON lines, answers each with one.
+
+``plan`` measures and answers what every policy chooses. ``run`` and ``loader`` prepare an epoch, which
+``go`` then trains. Model, capture and weights stay from order to order, a job that ran before is taken up
+again, and every epoch is the same one and starts from the same trainable weights.
+
+What warms up lies before the epoch: each job has run the canary at its cut on both hosts and the tail twice.
+The first steps of an epoch are counted, since whatever was fetched during them would otherwise come free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import upriver
+from _planned import Setting, label_of
+from _planned_loader import Loop
+from split_overhead import build
+from upriver.client import planner, planning
+from upriver.client.order import epoch_order
+from upriver.cost import CostModel
+from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize
+from upriver.policies import POLICIES
+from upriver.types import DEFAULT_MICRO_BATCH, Cluster, Plan, Profile, Tier, Workload
+
+MOST_JOBS = 16
+"""Kept for another turn."""
+
+LEARNING_RATE = 1e-4
+"""Of plain SGD: as little of its own as an optimizer can have; random weights do not learn anyway."""
+
+STAGES = {
+    "jpeg": (Decode(), Resize(256), CenterCrop(224), Normalize()),
+    "tensor": (LoadTensor("npy"),),
+}
+
+Steps = Iterator[tuple[Callable[[], Any], torch.Tensor]]
+"""Of each training step: what gives the model's answer, and the targets."""
+
+
+class Trainer:
+    """Keeps what lasts from order to order."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self.setting = Setting(**spec["setting"])
+        self.store = upriver.Store.open(spec["uri"], options=dict(spec["options"]))
+        self.data: Dataset = upriver.index(self.store, "data", stages=STAGES[self.setting.stored])
+        self.model, _ = build(self.setting.network)
+        self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.start = {name: value.detach().clone() for name, value in self.trained.items()}
+        self.near = upriver.connect(spec["url"], token=os.environ["UPRIVER_TOKEN"])
+        self.order = epoch_order(
+            len(self.data),
+            seed=0,
+            epoch=0,
+            batch_size=self.setting.batch_size,
+            micro_batch=DEFAULT_MICRO_BATCH,
+            shuffle=True,
+        )
+        self._jobs: dict[str, Any] = {}
+        self._prepared: tuple[ExitStack, Callable[[], Steps], Any] | None = None
+
+    # ---------------------------------------------------------------------------------------- orders
+
+    def answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what is asked."""
+        match order["do"]:
+            case "publish":
+                self.finetune(policy="freeze").close()
+                return {}
+            case "plan":
+                return self.plan()
+            case "run":
+                return self.prepare_run({int(cut): share for cut, share in order["shares"].items()})
+            case "loader":
+                return self.prepare_loop(order["workers"], order["prefetch"])
+            case "go":
+                return self.go()
+            case unknown:
+                raise ValueError(f"no such order: {unknown!r}")
+
+    def finetune(self, **given: Any) -> Any:
+        """A job of upriver, on the setting."""
+        return self.near.finetune(
+            self.model, self.data, batch_size=self.setting.batch_size, replan=False, **given
+        )
+
+    def plan(self) -> dict[str, Any]:
+        """Every policy's choice, and what the cost model says of every cut, from one measurement."""
+        profile, cluster, workload = self._measured()
+        model = CostModel(profile, cluster, workload)
+        if self.setting.cap_share is not None:
+            needs = model.needs[Tier.COMPUTE]
+            cap = float(needs.min() + self.setting.cap_share * (needs.max() - needs.min()))
+            cluster = replace(cluster, compute=replace(cluster.compute, memory_bytes=cap))
+            model = CostModel(profile, cluster, workload)
+        plans = {name: _told(policy(profile, cluster, workload)) for name, policy in POLICIES.items()}
+        return {
+            "cuts": list(model.cuts),
+            "names": {str(row.cut): row.name for row in model.table()},
+            "why_not": {str(cut): why for cut in model.cuts if (why := model.why_not(cut))},
+            "compute_memory_bytes": cluster.compute.memory_bytes,
+            "bandwidth_bytes_per_s": cluster.link.bandwidth_bytes_per_s,
+            "predicted": {str(cut): asdict(model.evaluate(cut)) for cut in model.cuts},
+            "plans": plans,
+        }
+
+    def _measured(self) -> tuple[Profile, Cluster, Workload]:
+        """What a job measures before its first iteration; taken from it on its way to the policy."""
+        found: list[tuple[Profile, Cluster, Workload]] = []
+
+        def keep(policy: str, **given: Any) -> tuple[Plan, Profile, Cluster]:
+            plan, profile, cluster = planning.make_plan(policy, **given)
+            found.append((profile, cluster, given["workload"]))
+            return plan, profile, cluster
+
+        original = planner.make_plan
+        planner.make_plan = keep
+        try:
+            self.finetune(policy="freeze").close()
+        finally:
+            planner.make_plan = original
+        if not found:
+            raise RuntimeError("the job did not measure: no server was found")
+        return found[0]
+
+    def prepare_run(self, shares: Mapping[int, float]) -> dict[str, Any]:
+        """A job with that choice, up to its first iteration."""
+        self._forget()
+        label = label_of(shares)
+        job = self._jobs.pop(label, None) or self.finetune(cut=dict(shares))
+        self._jobs[label] = job
+        for oldest in list(self._jobs)[:-MOST_JOBS]:
+            self._jobs.pop(oldest).close()
+        job.load_state_dict({**job.state_dict(), "epoch": 0, "step": 0})
+
+        def steps() -> Steps:
+            for features, targets in job:
+                yield (lambda features=features: job(features)), targets
+
+        self._prepared = ExitStack(), steps, job
+        return {"plan": [(route.cut, route.share) for route in job.plan.routes]}
+
+    def prepare_loop(self, workers: int, prefetch: int) -> dict[str, Any]:
+        """An ordinary loop over a ``DataLoader``, its processes started."""
+        self._forget()
+        loop = Loop(self.model, self.data, self.order, workers=workers, prefetch=prefetch)
+        stack = ExitStack()
+        stack.callback(loop.close)
+        self._prepared = stack, loop.steps, None
+        return {"workers": workers, "prefetch": prefetch}
+
+    def _forget(self) -> None:
+        if self._prepared is not None:
+            self._prepared[0].close()
+            self._prepared = None
+
+    # ---------------------------------------------------------------------------------------- an epoch
+
+    def go(self) -> dict[str, Any]:
+        """Train the epoch that was prepared."""
+        if self._prepared is None:
+            raise RuntimeError("nothing was prepared")
+        stack, steps, job = self._prepared
+        self._prepared = None
+        before = 0 if job is None else len(job.placed)
+        with stack:
+            found = self._train(steps())
+        if job is not None:
+            placed = [where.cut for where in job.placed[before:]]
+            found["placed"] = {str(cut): placed.count(cut) for cut in sorted(set(placed))}
+            found["misplaced"] = _misplaced(job, placed, self.data.chain.start)
+        return found
+
+    def _train(self, steps: Steps) -> dict[str, Any]:
+        with torch.no_grad():
+            for name, value in self.trained.items():
+                value.copy_(self.start[name])
+        self.model.zero_grad(set_to_none=True)
+        optimizer = torch.optim.SGD(self.trained.values(), lr=LEARNING_RATE)
+        losses, targets = [], []
+        torch.manual_seed(0)  # the tail may drop out
+        began = time.perf_counter()
+        for outputs, wanted in steps:
+            loss = nn.functional.cross_entropy(outputs(), wanted)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            targets += wanted.tolist()
+        seconds = time.perf_counter() - began
+        ids = self.order.ids
+        if targets != self.data.targets[list(ids)].tolist():
+            raise RuntimeError("the targets are not those of the epoch's samples")
+        return {
+            "seconds": seconds,
+            "samples": len(ids),
+            "digest": digest_of(losses, ids),
+            "losses": losses,
+        }
+
+
+def digest_of(losses: list[float], ids: tuple[int, ...]) -> str:
+    """Of every bit of the losses, and of the samples in their order."""
+    data = struct.pack(f"<{len(losses)}d{len(ids)}q", *losses, *ids)
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _told(plan: Plan) -> dict[str, Any]:
+    return {
+        "feasible": plan.feasible,
+        "shares": {str(route.cut): route.share for route in plan.routes},
+        "predicted": asdict(plan.predicted) if plan.predicted is not None else None,
+        "why": plan.why,
+    }
+
+
+def _misplaced(job: Any, placed: list[int], start: int) -> str:
+    """Whether micro-batches ran elsewhere than the choice says; empty when none did.
+
+    Those that do not leave this host have run their input stages when they are noted, so they stand at 0.
+    """
+    split = {route.cut for route in job.plan.routes} - {start}
+    wanted = split | ({0} if start in {route.cut for route in job.plan.routes} else set())
+    others = sorted(set(placed) - wanted)
+    if others:
+        return f"{sum(cut in others for cut in placed)} of {len(placed)} micro-batches ran at {others}"
+    return ""
+
+
+def main() -> None:
+    """Take orders until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints, answers stay clean
+    torch.set_num_threads(1)
+
+    def say(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    trainer = Trainer(json.loads(sys.argv[1]))
+    say({"ready": True})
+    for line in sys.stdin:
+        try:
+            say(trainer.answer(json.loads(line)))
+        except Exception as error:
+            say({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    main()

@@ -1,0 +1,80 @@
+"""The plain way that a benchmark of plans is held against: an ordinary loop over a PyTorch ``DataLoader``."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as MapDataset
+
+from upriver.client.order import EpochOrder
+from upriver.engine.read import read_samples
+from upriver.pipeline import Dataset
+from upriver.pipeline.chain import stored_tensor
+from upriver.program.freeze import frozen_units, keep_in_eval
+
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Workers fork from a process without busy threads; forking this one would copy locks its threads hold."""
+CONTEXT.set_forkserver_preload(["torch.utils.data", "upriver.pipeline", "upriver.engine.read"])
+
+Sample = tuple[torch.Tensor, int]
+
+
+class Stored(MapDataset[Sample]):
+    """A map-style dataset over the store: id to inputs and target."""
+
+    def __init__(self, data: Dataset) -> None:
+        self._data = data
+
+    def __getitem__(self, sample: int) -> Sample:
+        return self.__getitems__([sample])[0]
+
+    def __getitems__(self, ids: Sequence[int]) -> list[Sample]:
+        """A whole batch, which a ``DataLoader`` asks for where it can: reads are joined and parallel."""
+        blobs = read_samples(self._data, ids)
+        chain = self._data.chain
+        return [
+            (
+                chain.run(stored_tensor(blob), sample=sample, epoch=0, seed=0, start=chain.start, stop=0),
+                int(self._data.targets[sample]),
+            )
+            for blob, sample in zip(blobs, ids, strict=True)
+        ]
+
+
+class Loop:
+    """The user's own model, whole, on whole batches from a ``DataLoader``."""
+
+    def __init__(
+        self, model: nn.Module, data: Dataset, order: EpochOrder, *, workers: int, prefetch: int
+    ) -> None:
+        self._model = model
+        self._in_eval = list(frozen_units(model))
+        batches = [list(order.ids[slice(*order.step(step))]) for step in range(order.num_steps)]
+        self._batches = [[order.ids[0]]] * max(workers, 1)
+        many = {"prefetch_factor": prefetch, "persistent_workers": True, "multiprocessing_context": CONTEXT}
+        self._loader: DataLoader[Sample] | None = DataLoader(
+            Stored(data),
+            batch_sampler=self._batches,
+            num_workers=workers,
+            generator=torch.Generator(),  # each pass draws from it; the tail's dropout must not notice
+            **(many if workers else {}),
+        )
+        list(self._loader)  # starts every worker, with one sample
+        self._batches[:] = batches
+
+    def steps(self) -> Iterator[tuple[Callable[[], Any], torch.Tensor]]:
+        """Of each training step: what gives the model's answer, and the targets."""
+        for inputs, targets in self._loader or ():
+            keep_in_eval(self._model, self._in_eval)
+            yield (lambda inputs=inputs: self._model(inputs)), targets
+
+    def close(self) -> None:
+        """End the workers."""
+        self._loader = None
+        gc.collect()

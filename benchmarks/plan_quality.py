@@ -1,0 +1,129 @@
+"""How good are the policies' plans? Every legal cut is run, and each policy's choice held against them.
+
+Run ``python benchmarks/plan_quality.py`` as root; it takes about three hours and may be ended at any moment:
+each run is a line of ``results/plan_quality.jsonl``, and the next start goes on from there. ``--minutes 20``
+ends it by itself; ``--report`` writes ``results/plan_quality.md`` and ``.png`` from what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _common import RESULTS, commit
+from _plan_quality_report import POLICIES, REPEATS, Found, plot, report
+from _planned import Deadline, Records, Rig, RunFailed, Setting, TimeIsUp, plan_key, run_key
+from testbed import TestbedError
+
+QUICK = Setting(network="alexnet", stored="jpeg", mbit=20, batch_size=32, samples=96)
+"""To see that it works."""
+
+SETTINGS = (
+    Setting(network="alexnet", stored="jpeg", mbit=5, batch_size=32, samples=64),
+    Setting(network="resnet18", stored="tensor", mbit=80, batch_size=32, samples=128, cap_share=0.5),
+    Setting(network="densenet121", stored="jpeg", mbit=20, batch_size=32, samples=64),
+    Setting(network="alexnet", stored="tensor", mbit=20, batch_size=64, samples=128),
+    Setting(network="resnet18", stored="jpeg", mbit=20, batch_size=32, samples=96),
+    Setting(network="densenet121", stored="tensor", mbit=80, batch_size=32, samples=64, server_speed=0.5),
+    Setting(network="alexnet", stored="jpeg", mbit=80, batch_size=64, samples=256, server_speed=0.5),
+    Setting(network="resnet18", stored="tensor", mbit=20, batch_size=64, samples=128, server_speed=0.5),
+    Setting(network="densenet121", stored="tensor", mbit=None, batch_size=64, samples=128, cap_share=0.5),
+    Setting(network="alexnet", stored="tensor", mbit=80, batch_size=32, samples=192, cap_share=0.5),
+    Setting(network="resnet18", stored="jpeg", mbit=None, batch_size=64, samples=192),
+    Setting(network="alexnet", stored="tensor", mbit=None, batch_size=32, samples=384, server_speed=0.5),
+)
+"""Declared before anything was measured; their order lets a part of them say something about all networks.
+
+A core here is about a hundred times slower than the T4 of the papers, so 10 Mbit/s stands for their 1 Gbit/s.
+"""
+
+
+def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
+    """Whatever of a setting is not there yet: the plans, every legal cut once, and the finalists' repeats.
+
+    Raises:
+        TimeIsUp: If the deadline comes first.
+    """
+    with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
+        if plan_key(setting) not in records:
+            deadline.check()
+            records.add(plan_key(setting), {**_facts(setting), **rig.plans()})
+        found = Found(setting, records)
+        for label in found.sweep_labels:
+            run_once(rig, records, label, 0, deadline)
+        labels = Found(setting, records).finalists
+        for repeat in range(1, REPEATS + 1):
+            for label in labels:
+                run_once(rig, records, label, repeat, deadline)
+
+
+def run_once(rig: Rig, records: Records, label: str, repeat: int, deadline: Deadline) -> None:
+    """One run, unless it is there already; one that fails is kept with its error."""
+    key = run_key(rig.setting, label, repeat)
+    if key in records:
+        return
+    deadline.check()
+    began = time.perf_counter()
+    row: dict[str, Any]
+    try:
+        row = rig.choice(label)
+    except RunFailed as error:
+        row = {"error": str(error)}
+    records.add(key, {**_facts(rig.setting), "choice": label, "repeat": repeat, **row})
+    said = f"{row['seconds']:.2f} s" if "seconds" in row else row["error"]
+    print(
+        f"{key}: {said} ({time.perf_counter() - began:.0f} s with preparation)", file=sys.stderr, flush=True
+    )
+
+
+def _facts(setting: Setting) -> dict[str, Any]:
+    return {"setting": setting.key, "commit": commit(), "load": round(os.getloadavg()[0], 2)}
+
+
+def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
+    """The report's two files; what the page says."""
+    found = [Found(setting, records) for setting in settings]
+    text = report(found, POLICIES)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    plot(found, POLICIES, folder / f"{name}.png")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, help="begin no further run after so many")
+    parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")
+    parser.add_argument("--quick", action="store_true", help="one small setting that says nothing")
+    parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
+    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
+    options = parser.parse_args()
+    settings, name = ((QUICK,), "plan_quality_quick") if options.quick else (SETTINGS, "plan_quality")
+    records = Records(options.out / f"{name}.jsonl")
+    if options.list:
+        for setting in settings:
+            print(f"{setting.key}: {Found(setting, records).missing or 'finished'}")
+        return
+    if not options.report:
+        deadline = Deadline(options.minutes)
+        try:
+            for setting in settings:
+                wanted = any(part in setting.key for part in options.only)
+                if wanted and Found(setting, records).missing:
+                    measure(setting, records, deadline)
+        except TimeIsUp:
+            print("time is up; the next start goes on from here", file=sys.stderr)
+        except TestbedError as error:
+            sys.exit(f"error: {error}")
+    print(write(settings, records, options.out, name))
+
+
+if __name__ == "__main__":
+    main()
