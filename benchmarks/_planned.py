@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from _common import commit
 from _slowed import slowed
 from split_overhead import NETWORKS
 from testbed import Testbed
@@ -45,6 +46,9 @@ RUN_LIMIT_S = 1800.0
 START_LIMIT_S = 600.0
 
 _here = Path(__file__).resolve().parent
+
+LOADER = "loader "
+"""``loader 1x2`` is the plain loop with one worker and a prefetch factor of 2."""
 
 Shares = Mapping[int, float]
 
@@ -297,7 +301,10 @@ class Rig:
         }
 
     def choice(self, label: str) -> dict[str, Any]:
-        """One epoch of upriver with that choice."""
+        """One epoch of what has that name: of upriver with that choice, or of the plain loop."""
+        if label.startswith(LOADER):
+            workers, prefetch = map(int, label.removeprefix(LOADER).split("x"))
+            return self.run({"do": "loader", "workers": workers, "prefetch": prefetch})
         shares = {str(cut): share for cut, share in shares_from(label).items()}
         return self.run({"do": "run", "shares": shares})
 
@@ -324,6 +331,30 @@ class Rig:
         if "error" in answer:
             raise RunFailed(answer["error"])
         return answer
+
+
+def run_once(rig: Rig, records: Records, label: str, repeat: int, deadline: Deadline) -> None:
+    """One run, unless it is there already; one that fails is kept with its error."""
+    key = run_key(rig.setting, label, repeat)
+    if key in records:
+        return
+    deadline.check()
+    began = time.perf_counter()
+    row: dict[str, Any]
+    try:
+        row = rig.choice(label)
+    except RunFailed as error:
+        row = {"error": str(error)}
+    records.add(key, {**facts_of(rig.setting), "choice": label, "repeat": repeat, **row})
+    said = f"{row['seconds']:.2f} s" if "seconds" in row else row["error"]
+    print(
+        f"{key}: {said} ({time.perf_counter() - began:.0f} s with preparation)", file=sys.stderr, flush=True
+    )
+
+
+def facts_of(setting: Setting) -> dict[str, Any]:
+    """What every record says of where it comes from."""
+    return {"setting": setting.key, "commit": commit(), "load": round(os.getloadavg()[0], 2)}
 
 
 def why_not_valid(row: Mapping[str, Any], reference: str) -> str:

@@ -8,17 +8,14 @@ ends it by itself; ``--report`` writes ``results/plan_quality.md`` and ``.png`` 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from _common import RESULTS, commit
+from _common import RESULTS
 from _plan_quality_report import POLICIES, REPEATS, Found, plot, report
-from _planned import Deadline, Records, Rig, RunFailed, Setting, TimeIsUp, plan_key, run_key
+from _planned import Deadline, Records, Rig, Setting, TimeIsUp, facts_of, plan_key, run_once
 from testbed import TestbedError
 
 QUICK = Setting(network="alexnet", stored="jpeg", mbit=20, batch_size=32, samples=96)
@@ -53,7 +50,7 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
     with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
         if plan_key(setting) not in records:
             deadline.check()
-            records.add(plan_key(setting), {**_facts(setting), **rig.plans()})
+            records.add(plan_key(setting), {**facts_of(setting), **rig.plans()})
         found = Found(setting, records)
         for label in found.sweep_labels:
             run_once(rig, records, label, 0, deadline)
@@ -61,29 +58,6 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
         for repeat in range(1, REPEATS + 1):
             for label in labels:
                 run_once(rig, records, label, repeat, deadline)
-
-
-def run_once(rig: Rig, records: Records, label: str, repeat: int, deadline: Deadline) -> None:
-    """One run, unless it is there already; one that fails is kept with its error."""
-    key = run_key(rig.setting, label, repeat)
-    if key in records:
-        return
-    deadline.check()
-    began = time.perf_counter()
-    row: dict[str, Any]
-    try:
-        row = rig.choice(label)
-    except RunFailed as error:
-        row = {"error": str(error)}
-    records.add(key, {**_facts(rig.setting), "choice": label, "repeat": repeat, **row})
-    said = f"{row['seconds']:.2f} s" if "seconds" in row else row["error"]
-    print(
-        f"{key}: {said} ({time.perf_counter() - began:.0f} s with preparation)", file=sys.stderr, flush=True
-    )
-
-
-def _facts(setting: Setting) -> dict[str, Any]:
-    return {"setting": setting.key, "commit": commit(), "load": round(os.getloadavg()[0], 2)}
 
 
 def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:

@@ -1,0 +1,302 @@
+"""What the records of `speedup` say: seconds and bytes of an epoch, and how far they are from the bound."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from _common import Spread, machine, table, versions
+from _plan_quality_report import Found
+from _planned import LOADER, Records, Setting, run_key
+from _slowed import way
+
+REPEATS = 5
+SWEEP = tuple(
+    f"{LOADER}{workers}x{prefetch}" for workers, prefetch in ((0, 2), (1, 2), (1, 4), (2, 2), (2, 4))
+)
+POLICIES = ("upriver", "hapi", "neurosurgeon", "freeze", "min")
+PLAIN = "plain"
+"""The way without upriver: a ``DataLoader`` at its best."""
+
+GOAL_BOUND, GOAL_PLAIN = 0.85, 0.95
+LOSS_TOLERANCE = 1e-4
+"""Relative: whole batches through the frozen modules may round otherwise than micro-batches do."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """A setting and what was recorded of it."""
+
+    setting: Setting
+    records: Records
+
+    @cached_property
+    def found(self) -> Found:
+        """What is as in `plan_quality`: plans, choices, the reference."""
+        return Found(self.setting, self.records)
+
+    @property
+    def unsplit(self) -> str:
+        """The cut that pushes nothing down, which gives the reference."""
+        return self.found.unsplit
+
+    def _row(self, label: str, repeat: int) -> dict[str, Any] | None:
+        return self.records.rows.get(run_key(self.setting, label, repeat))
+
+    def why_not(self, label: str, repeat: int) -> str | None:
+        """Why a run does not count: empty when it does, None when it is not there."""
+        row, reference = self._row(label, repeat), self._row(self.unsplit, 0)
+        if not label.startswith(LOADER) or row is None or "error" in row:
+            return self.found.why_not(label, repeat)
+        if reference is None or "losses" not in reference:
+            return "no reference"
+        return "" if alike(row["losses"], reference["losses"]) else "other losses"
+
+    def rows(self, label: str, repeats: Sequence[int] = range(1, REPEATS + 1)) -> list[dict[str, Any]]:
+        """The runs that count."""
+        found = [self._row(label, repeat) for repeat in repeats if self.why_not(label, repeat) == ""]
+        return [row for row in found if row is not None]
+
+    @cached_property
+    def best_loader(self) -> str | None:
+        """The fastest of the sweep; None before its end, or where none counts."""
+        if any(self.why_not(label, 0) is None for label in SWEEP):
+            return None
+        seconds = {label: rows[0]["seconds"] for label in SWEEP if (rows := self.rows(label, [0]))}
+        return min(seconds, key=seconds.__getitem__) if seconds else None
+
+    @cached_property
+    def ways(self) -> dict[str, str | None]:
+        """Each way's choice, as records name it; None where it does not fit, or is not known yet."""
+        return {name: self.found.choices.get(name) for name in POLICIES} | {PLAIN: self.best_loader}
+
+    @property
+    def labels(self) -> list[str]:
+        """What is run in turns."""
+        return list(dict.fromkeys(label for label in self.ways.values() if label is not None))
+
+    @cached_property
+    def missing(self) -> str:
+        """How much is not there yet; empty when the setting is finished."""
+        if self.found.plan is None:
+            return "not begun"
+        if any(self.why_not(label, 0) is None for label in (self.unsplit, *SWEEP)):
+            return "the loader's sweep is not done"
+        wanted = [(label, repeat) for label in self.labels for repeat in range(1, REPEATS + 1)]
+        there = sum(self.why_not(*each) is not None for each in wanted)
+        return f"{there} of {len(wanted)} repeats run" if there < len(wanted) else ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is finished, and `upriver` and the plain way have runs that count."""
+        return not self.missing and bool(self.seconds("upriver")) and bool(self.seconds(PLAIN))
+
+    def seconds(self, name: str) -> Spread | None:
+        """Of a way's repeats; None where none counts."""
+        label = self.ways[name]
+        rows = self.rows(label) if label is not None else []
+        return Spread.of(float(row["seconds"]) for row in rows) if rows else None
+
+    def megabytes(self, name: str) -> float:
+        """What crossed the link to the training side, by its counters: the median."""
+        rows = self.rows(self.ways[name] or "")
+        return statistics.median(float(row["bytes_from_storage"]) for row in rows) / 1e6
+
+    def bound_s(self, name: str) -> float:
+        """Seconds of the busiest of storage, link and compute, were it never idle.
+
+        The link's are what it carried at its rate; the others those that the measured profile gives for the
+        work that this way puts on each side.
+        """
+        plan = self.found.plan
+        assert plan is not None
+        cost = plan["predicted"][self.unsplit] if name == PLAIN else plan["plans"][name]["predicted"]
+        mbit = self.setting.mbit
+        link_s = 0.0 if mbit is None else 8 * self.megabytes(name) / mbit
+        return max(float(cost["storage_s"]), float(cost["compute_s"]), link_s)
+
+    def of_bound(self, name: str) -> float | None:
+        """The bound over the median of the seconds."""
+        seconds = self.seconds(name)
+        return None if seconds is None else self.bound_s(name) / seconds.median
+
+    def over_plain(self, name: str) -> float | None:
+        """How many times as fast as the plain way."""
+        seconds, plain = self.seconds(name), self.seconds(PLAIN)
+        return None if seconds is None or plain is None else plain.median / seconds.median
+
+
+def alike(losses: Sequence[float], reference: Sequence[float]) -> bool:
+    """Whether two runs learned the same, but for rounding."""
+    return len(losses) == len(reference) and all(
+        math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE)
+        for ours, theirs in zip(losses, reference, strict=True)
+    )
+
+
+def verdict(done: Sequence[Speeds]) -> str:
+    """The goal, in a sentence or two."""
+    bounds = [one.of_bound("upriver") or 0.0 for one in done]
+    plain = [one.over_plain("upriver") or 0.0 for one in done]
+    held = "Met" if min(bounds) >= GOAL_BOUND and min(plain) >= GOAL_PLAIN else "Missed"
+    of_bound, over_plain = statistics.median(bounds), statistics.median(plain)
+    return (
+        f"{held}: over {len(done)} settings `upriver` reaches {of_bound:.2f} of the bound at the median and "
+        f"{min(bounds):.2f} at least (goal {GOAL_BOUND}), and is {over_plain:.2f} times as fast as the plain "
+        f"way at the median, {min(plain):.2f} at least (goal {GOAL_PLAIN})."
+    )
+
+
+def report(found: Sequence[Speeds], name: str) -> str:
+    """The page."""
+    done = [one for one in found if one.counts]
+    names = (*POLICIES, PLAIN)
+    seconds, factors, bounds, moved, chosen = [], [], [], [], []
+    for one in done:
+        there = {each: one.seconds(each) for each in names}
+        seconds.append([one.setting.key, *(spread.text() if spread else "-" for spread in there.values())])
+        factors.append([one.setting.key, *(_two(one.over_plain(each)) for each in names)])
+        bounds.append([one.setting.key, *(_two(one.of_bound(each)) for each in names)])
+        moved.append([one.setting.key, *(f"{one.megabytes(n):.1f}" if s else "-" for n, s in there.items())])
+        chosen.append([one.setting.key, *(_short(one.ways[each]) for each in names)])
+    header = ("setting", *names)
+    unfinished = [f"- {one.setting.key}: {one.missing or 'no run counts'}" for one in found if not one.counts]
+    return TEMPLATE.format(
+        verdict=verdict(done) if done else "Nothing is finished yet.",
+        seconds=table(header, seconds),
+        factors=table(header, factors),
+        bounds=table(header, bounds),
+        moved=table(header, moved),
+        chosen=table(header, chosen),
+        bad="\n".join(f"- {line}" for one in found for line in _bad(one)) or "None.",
+        unfinished="\n".join(unfinished) or "None.",
+        name=name,
+        repeats=REPEATS,
+        sweep=", ".join(label.removeprefix(LOADER) for label in SWEEP),
+        tolerance=f"{LOSS_TOLERANCE:g}",
+        way=way(),
+        commits=_commits(found),
+        machine=machine(),
+        versions=versions("torch", "torchvision", "pillow"),
+    )
+
+
+def _bad(one: Speeds) -> list[str]:
+    """Runs that do not count, and why."""
+    if one.found.plan is None:
+        return []
+    labels = dict.fromkeys((one.unsplit, *SWEEP, *one.labels))
+    every = ((label, repeat) for label in labels for repeat in range(REPEATS + 1))
+    return [
+        f"{one.setting.key}, {label}, {repeat}: {why}"
+        for label, repeat in every
+        if (why := one.why_not(label, repeat))
+    ]
+
+
+def _two(number: float | None) -> str:
+    return "-" if number is None else f"{number:.2f}"
+
+
+def _short(label: str | None) -> str:
+    """A choice for a narrow column."""
+    if label is None or ":" not in label:
+        return label or "does not fit"
+    pairs = (part.split(":") for part in label.split(","))
+    return " + ".join(f"{float(share):.0%} at {cut}" for cut, share in pairs)
+
+
+def _commits(found: Sequence[Speeds]) -> str:
+    keys = {one.setting.key for one in found}
+    rows: Sequence[Mapping[str, Any]] = list(found[0].records.rows.values()) if found else []
+    return ", ".join(sorted({str(row["commit"]) for row in rows if row.get("setting") in keys})) or "-"
+
+
+TEMPLATE = """# How long an epoch takes
+
+**Claim.** On two hosts with a shaped link, an epoch by `upriver`'s plan reaches at least 0.85 of the bound
+that storage, link and compute set, and is never below 0.95 times as fast as an ordinary PyTorch loop.
+
+**{verdict}**
+
+Times as fast as the plain way, medians:
+
+{factors}
+
+Seconds of an epoch, median (lowest to highest) of {repeats} repeats in turns:
+
+{seconds}
+
+The bound over the seconds:
+
+{bounds}
+
+MB that crossed the link to the training side:
+
+{moved}
+
+What was chosen (a cut, shares of several, or the loader's workers x prefetch factor):
+
+{chosen}
+
+![Times as fast as the plain way]({name}.png)
+
+## How it was measured
+
+- Two network namespaces with a link shaped both ways; server and object store on core 0, training on core 1,
+  one thread each. Random weights; frozen as in `split_overhead.py`. JPEG files of about 110 KB; `jpegx8` has
+  8 times the pixels and bytes.
+- **Plain way**: the whole model in a loop over `DataLoader`, which reads whole batches from the same object
+  store with the same joined reads and input stages; workers x prefetch tried once each: {sweep}, the fastest
+  one repeated.
+- **Policies** choose from one measurement by the running system, and keep their plan.
+- Seconds are those of a whole epoch, from the first request to the last optimizer step. Warm: worker
+  processes, programs, tail.
+- A run of upriver counts only if its losses are bit for bit those of the run that is not split; one of the
+  plain way if each loss is within {tolerance} of it. Every micro-batch ran where the plan says.
+- **Bound**: the largest of what crossed the link at its rate and, from the measured profile, the work on each
+  side, were they never idle. A figure above 1 means that the profile was slower than the run.
+- `client0.5`: the training process, {way}.
+- Commit {commits}; {machine}. {versions}.
+
+Runs that do not count:
+
+{bad}
+
+Settings that are not finished:
+
+{unfinished}
+
+## What it does not show
+
+Accelerators; links with a long round trip; several jobs at once. In short epochs filling the pipeline weighs
+more than in long ones.
+
+Run it again: `python benchmarks/speedup.py`.
+"""
+
+
+def plot(found: Sequence[Speeds], path: Path) -> None:
+    """Speed-ups over the plain way, a group of points for each setting."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    done = [one for one in found if one.counts]
+    figure = Figure(figsize=(9, 1.5 + 0.4 * max(len(done), 1)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for mark, policy in zip("osD^v", POLICIES, strict=True):
+        points = [(row, one.over_plain(policy)) for row, one in enumerate(done)]
+        there = [(row, factor) for row, factor in points if factor is not None]
+        axes.plot([factor for _, factor in there], [row for row, _ in there], mark, label=policy, alpha=0.8)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(done)), [one.setting.key for one in done])
+    axes.set(xscale="log", xlabel="times as fast as the plain way")
+    axes.invert_yaxis()
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)

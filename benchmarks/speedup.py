@@ -1,0 +1,97 @@
+"""How long does an epoch take, by each policy's plan and the plain way, and how far is that from the bound?
+
+Run ``python benchmarks/speedup.py`` as root; it may be ended at any moment: each run is a line of
+``results/speedup.jsonl``, and the next start goes on from there. ``--minutes 20`` ends it by itself;
+``--report`` writes ``results/speedup.md`` and ``.png`` from what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from _common import RESULTS
+from _planned import Deadline, Records, Rig, Setting, TimeIsUp, facts_of, plan_key, run_once
+from _speedup_report import REPEATS, SWEEP, Speeds, plot, report
+from testbed import TestbedError
+
+QUICK = Setting(network="alexnet", mbit=20, batch_size=32, samples=64)
+"""To see that it works."""
+
+SETTINGS = (
+    *(
+        Setting(network=network, mbit=mbit, batch_size=32, samples=samples)
+        for mbit, samples in ((5, 96), (20, 192), (80, 192), (None, 192))
+        for network in ("alexnet", "resnet18")
+    ),
+    Setting(network="alexnet", mbit=20, batch_size=32, samples=192, client_speed=0.5),
+    Setting(network="resnet18", mbit=20, batch_size=32, samples=192, client_speed=0.5),
+    Setting(network="alexnet", mbit=20, batch_size=8, samples=192),
+    Setting(network="alexnet", mbit=20, batch_size=32, samples=128, stored_scale=2),
+    Setting(network="alexnet", mbit=20, batch_size=32, samples=64, stored_scale=8),
+)
+"""Over bandwidth; then the client's speed halved, a small training batch, and larger stored images."""
+
+
+def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
+    """Whatever of a setting is not there yet: the plans, the loader's sweep, and everybody's repeats.
+
+    Raises:
+        TimeIsUp: If the deadline comes first.
+    """
+    with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
+        if plan_key(setting) not in records:
+            deadline.check()
+            records.add(plan_key(setting), {**facts_of(setting), **rig.plans()})
+        for label in (Speeds(setting, records).unsplit, *SWEEP):
+            run_once(rig, records, label, 0, deadline)
+        labels = Speeds(setting, records).labels
+        for repeat in range(1, REPEATS + 1):
+            for label in labels:
+                run_once(rig, records, label, repeat, deadline)
+
+
+def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
+    """The report's two files; what the page says."""
+    found = [Speeds(setting, records) for setting in settings]
+    text = report(found, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    plot(found, folder / f"{name}.png")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, help="begin no further run after so many")
+    parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")
+    parser.add_argument("--quick", action="store_true", help="one small setting that says nothing")
+    parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
+    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
+    options = parser.parse_args()
+    settings, name = ((QUICK,), "speedup_quick") if options.quick else (SETTINGS, "speedup")
+    records = Records(options.out / f"{name}.jsonl")
+    if options.list:
+        for setting in settings:
+            print(f"{setting.key}: {Speeds(setting, records).missing or 'finished'}")
+        return
+    if not options.report:
+        deadline = Deadline(options.minutes)
+        try:
+            for setting in settings:
+                wanted = any(part in setting.key for part in options.only)
+                if wanted and Speeds(setting, records).missing:
+                    measure(setting, records, deadline)
+        except TimeIsUp:
+            print("time is up; the next start goes on from here", file=sys.stderr)
+        except TestbedError as error:
+            sys.exit(f"error: {error}")
+    print(write(settings, records, options.out, name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the report of the speed-up benchmark makes of hand-made records, and the declared settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import speedup
+from _planned import Records, Setting, plan_key, run_key
+from _speedup_report import PLAIN, POLICIES, REPEATS, SWEEP, Speeds, alike, report, verdict
+
+SETTING = Setting(network="alexnet", mbit=8, batch_size=32, samples=64)
+LOSSES = [2.0, 1.5]
+
+
+def row(seconds: float, **other: Any) -> dict[str, Any]:
+    facts = {"setting": SETTING.key, "commit": "abc", "load": 1.0, "misplaced": ""}
+    return {
+        **facts,
+        "seconds": seconds,
+        "digest": "same",
+        "losses": LOSSES,
+        "bytes_from_storage": 4e6,
+        **other,
+    }
+
+
+def cost(storage_s: float, compute_s: float) -> dict[str, float]:
+    return {"storage_s": storage_s, "network_s": 1.0, "compute_s": compute_s}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    """Every policy chooses cut 2 and takes 5 s, of which the link is busy for 4; the loader takes 10 s."""
+    made = Records(tmp_path / "records.jsonl")
+    plan = {"feasible": True, "shares": {"2": 1.0}, "predicted": cost(3.0, 2.0)}
+    facts = {"setting": SETTING.key, "commit": "abc", "load": 1.0, "cuts": [-1, 0, 1, 2], "why_not": {}}
+    plans = {name: plan for name in POLICIES}
+    made.add(plan_key(SETTING), {**facts, "plans": plans, "predicted": {"-1": cost(0.0, 8.0)}})
+    made.add(run_key(SETTING, "-1", 0), row(11.0))
+    for at, label in enumerate(SWEEP):
+        made.add(run_key(SETTING, label, 0), row(12.0 - at))
+    for repeat in range(1, REPEATS + 1):
+        made.add(run_key(SETTING, "2", repeat), row(5.0))
+        made.add(run_key(SETTING, SWEEP[-1], repeat), row(10.0, digest="rounded", losses=[2.00001, 1.5]))
+    return made
+
+
+def test_seconds_and_bounds_of_a_finished_setting(records: Records) -> None:
+    one = Speeds(SETTING, records)
+    assert one.missing == "" and one.counts
+    assert one.best_loader == SWEEP[-1] and one.labels == ["2", SWEEP[-1]]
+    assert one.bound_s("upriver") == pytest.approx(4.0)  # 4 MB at 8 Mbit/s
+    assert one.bound_s(PLAIN) == pytest.approx(8.0)
+    assert one.of_bound("upriver") == pytest.approx(0.8)
+    assert one.over_plain("upriver") == pytest.approx(2.0)
+    assert verdict([one]).startswith("Missed: over 1 settings `upriver` reaches 0.80 of the bound")
+    text = report([one, Speeds(Setting(network="resnet18", mbit=5, batch_size=32, samples=64), records)], "x")
+    assert "resnet18-jpeg-5Mbit-batch32-n64: not begun" in text and "5.00 (5.00 to 5.00)" in text
+
+
+def test_a_loader_that_learns_something_else_does_not_count(records: Records) -> None:
+    for repeat in range(1, REPEATS + 1):
+        records.add(run_key(SETTING, SWEEP[-1], repeat), row(1.0, losses=[2.1, 1.5]))
+    one = Speeds(SETTING, records)
+    assert not one.missing and not one.counts
+    assert "other losses" in report([one], "x")
+    assert alike([1.0, 2.0], [1.0, 2.0001]) and not alike([1.0], [1.0, 2.0])
+
+
+def test_a_setting_that_was_only_begun_says_how_far_it_is(tmp_path: Path, records: Records) -> None:
+    begun = Records(tmp_path / "begun.jsonl")
+    begun.add(plan_key(SETTING), records.rows[plan_key(SETTING)])
+    assert Speeds(SETTING, begun).missing == "the loader's sweep is not done"
+    for label in ("-1", *SWEEP):
+        begun.add(run_key(SETTING, label, 0), records.rows[run_key(SETTING, label, 0)])
+    assert Speeds(SETTING, begun).missing == f"0 of {2 * REPEATS} repeats run"
+    assert "Nothing is finished yet" in report([Speeds(SETTING, begun)], "x")
+
+
+def test_the_declared_settings_are_what_was_promised() -> None:
+    settings = speedup.SETTINGS
+    assert len({setting.key for setting in settings}) == len(settings)
+    assert {setting.mbit for setting in settings} >= {5, 20, 80, None}
+    assert {setting.client_speed for setting in settings} == {1.0, 0.5}
+    assert {setting.stored_scale for setting in settings} == {1, 2, 8}
+    assert min(setting.batch_size for setting in settings) < 16
