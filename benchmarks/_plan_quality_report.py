@@ -191,7 +191,7 @@ def verdict(done: Sequence[Found]) -> str:
     )
 
 
-def report(found: Sequence[Found], policies: Sequence[str]) -> str:
+def report(found: Sequence[Found], policies: Sequence[str], name: str = "plan_quality") -> str:
     """The page."""
     done = judged(found)
     open_ = [
@@ -209,6 +209,7 @@ def report(found: Sequence[Found], policies: Sequence[str]) -> str:
         unfinished="\n".join(open_) or "None.",
         bad="\n".join(bad) or "None.",
         repeats=REPEATS,
+        name=name,
         facts=_facts(found),
         way=way(),
         machine=machine(),
@@ -297,7 +298,7 @@ systems:
 *Noise*: half the range of a choice's repeats over their median, at the median over the choices: {noise}.
 A plan that is off by less cannot be told from the best.
 
-![Ratios of every setting and policy](plan_quality.png)
+![Ratios of every setting and policy]({name}.png)
 
 ## How it was measured
 
@@ -311,12 +312,14 @@ A plan that is off by less cannot be told from the best.
   last optimizer step; what warms up lies before it.
 - A run counts only if its losses are bit for bit those of the run that is not split, its samples and their
   order the same, and every micro-batch ran where the choice says.
-- `server0.5`: the near-data server, {way}. The object store beside it is not slowed.
+- `server0.5`: the near-data server, {way}.
+  The object store beside it is not slowed.
 - `cap0.5`: the compute tier's memory lies half-way between what the most frugal and the neediest cut need by
   the cost model; cuts above it are not run, but for the reference, and no policy may take them. Nothing
   enforces it while a job runs.
 - {facts}.
-- {machine}. {versions}.
+- {machine}.
+  {versions}.
 
 Runs that do not count:
 

@@ -16,7 +16,8 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -182,7 +183,8 @@ class Trainer:
         if job is not None:
             placed = [where.cut for where in job.placed[before:]]
             found["placed"] = {str(cut): placed.count(cut) for cut in sorted(set(placed))}
-            found["misplaced"] = _misplaced(job, placed, self.data.chain.start)
+            shares = {route.cut: route.share for route in job.plan.routes}
+            found["misplaced"] = misplaced(shares, placed, self.data.chain.start)
         return found
 
     def _train(self, steps: Steps) -> dict[str, Any]:
@@ -228,17 +230,26 @@ def _told(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _misplaced(job: Any, placed: list[int], start: int) -> str:
+def misplaced(shares: Mapping[int, float], placed: Sequence[int], start: int) -> str:
     """Whether micro-batches ran elsewhere than the choice says; empty when none did.
 
-    Those that do not leave this host have run their input stages when they are noted, so they stand at 0.
+    Args:
+        shares: The choice.
+        placed: Where each micro-batch left the storage host. One that comes to the other host as it is stored
+            has run its input stages when that is noted, so it stands at 0.
+        start: The cut that pushes nothing down.
     """
-    split = {route.cut for route in job.plan.routes} - {start}
-    wanted = split | ({0} if start in {route.cut for route in job.plan.routes} else set())
-    others = sorted(set(placed) - wanted)
-    if others:
-        return f"{sum(cut in others for cut in placed)} of {len(placed)} micro-batches ran at {others}"
-    return ""
+    wanted: dict[int, float] = {}
+    for cut, share in shares.items():
+        at = 0 if cut == start else cut
+        wanted[at] = wanted.get(at, 0.0) + share * len(placed)
+    counts = {cut: placed.count(cut) for cut in sorted({*wanted, *placed})}
+    # Dealt by counters, so no cut is off by a whole micro-batch for each of the others.
+    if all(abs(count - wanted.get(cut, 0.0)) < max(1, len(wanted)) for cut, count in counts.items()) and set(
+        counts
+    ) == set(wanted):
+        return ""
+    return "micro-batches by cut: " + ", ".join(f"{count} at {cut}" for cut, count in counts.items())
 
 
 def main() -> None:
@@ -246,6 +257,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints, answers stay clean
     torch.set_num_threads(1)
+    # More workers than this host has cores is part of a sweep.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
 
     def say(answer: Mapping[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")

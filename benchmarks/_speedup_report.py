@@ -252,8 +252,8 @@ What was chosen (a cut, shares of several, or the loader's workers x prefetch fa
   one thread each. Random weights; frozen as in `split_overhead.py`. JPEG files of about 110 KB; `jpegx8` has
   8 times the pixels and bytes.
 - **Plain way**: the whole model in a loop over `DataLoader`, which reads whole batches from the same object
-  store with the same joined reads and input stages; workers x prefetch tried once each: {sweep}, the fastest
-  one repeated.
+  store with the same joined reads and input stages; workers x prefetch tried once each:
+  {sweep}; the fastest one repeated.
 - **Policies** choose from one measurement by the running system, and keep their plan.
 - Seconds are those of a whole epoch, from the first request to the last optimizer step. Warm: worker
   processes, programs, tail.
@@ -262,7 +262,8 @@ What was chosen (a cut, shares of several, or the loader's workers x prefetch fa
 - **Bound**: the largest of what crossed the link at its rate and, from the measured profile, the work on each
   side, were they never idle. A figure above 1 means that the profile was slower than the run.
 - `client0.5`: the training process, {way}.
-- Commit {commits}; {machine}. {versions}.
+- Commit {commits}; {machine}.
+  {versions}.
 
 Runs that do not count:
 

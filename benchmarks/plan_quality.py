@@ -15,7 +15,7 @@ from pathlib import Path
 
 from _common import RESULTS
 from _plan_quality_report import POLICIES, REPEATS, Found, plot, report
-from _planned import Deadline, Records, Rig, Setting, TimeIsUp, facts_of, plan_key, run_once
+from _planned import Deadline, Records, Rig, RunFailed, Setting, TimeIsUp, facts_of, plan_key, run_once
 from testbed import TestbedError
 
 QUICK = Setting(network="alexnet", stored="jpeg", mbit=20, batch_size=32, samples=96)
@@ -29,7 +29,7 @@ SETTINGS = (
     Setting(network="resnet18", stored="jpeg", mbit=20, batch_size=32, samples=96),
     Setting(network="densenet121", stored="tensor", mbit=80, batch_size=32, samples=64, server_speed=0.5),
     Setting(network="alexnet", stored="jpeg", mbit=80, batch_size=64, samples=256, server_speed=0.5),
-    Setting(network="resnet18", stored="tensor", mbit=20, batch_size=64, samples=128, server_speed=0.5),
+    Setting(network="resnet18", stored="tensor", mbit=40, batch_size=64, samples=128, server_speed=0.5),
     Setting(network="densenet121", stored="tensor", mbit=None, batch_size=64, samples=128, cap_share=0.5),
     Setting(network="alexnet", stored="tensor", mbit=80, batch_size=32, samples=192, cap_share=0.5),
     Setting(network="resnet18", stored="jpeg", mbit=None, batch_size=64, samples=192),
@@ -63,7 +63,7 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
 def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
     """The report's two files; what the page says."""
     found = [Found(setting, records) for setting in settings]
-    text = report(found, POLICIES)
+    text = report(found, POLICIES, name)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     plot(found, POLICIES, folder / f"{name}.png")
@@ -94,7 +94,7 @@ def main() -> None:
                     measure(setting, records, deadline)
         except TimeIsUp:
             print("time is up; the next start goes on from here", file=sys.stderr)
-        except TestbedError as error:
+        except (TestbedError, RunFailed) as error:
             sys.exit(f"error: {error}")
     print(write(settings, records, options.out, name))
 

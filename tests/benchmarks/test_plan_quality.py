@@ -40,6 +40,7 @@ from _planned import (
     shares_from,
     why_not_valid,
 )
+from _planned_job import digest_of, misplaced
 from upriver.policies import POLICIES as ALL_POLICIES
 
 SETTING = Setting(network="alexnet", mbit=20, batch_size=32, samples=64)
@@ -143,6 +144,29 @@ def test_a_run_counts_only_with_the_reference_s_digest_and_in_its_place() -> Non
 def test_a_choice_is_had_again_from_its_name(choice: dict[int, float]) -> None:
     assert shares_from(label_of(choice)) == choice
     assert label_of(dict(reversed(choice.items()))) == label_of(choice)
+
+
+@pytest.mark.parametrize(
+    ("shares", "placed", "right"),
+    [
+        ({-4: 1.0}, [0] * 6, True),
+        ({2: 1.0}, [2] * 6, True),
+        ({2: 1.0}, [2] * 5 + [0], False),
+        ({-4: 0.5, 2: 0.5}, [0, 2, 0, 2, 0], True),
+        ({-4: 0.5, 2: 0.5}, [0, 0, 0, 0, 0, 2], False),
+        ({0: 0.2, 2: 0.8}, [2, 2, 2, 2, 0], True),
+    ],
+)
+def test_a_micro_batch_that_ran_elsewhere_is_seen(
+    shares: dict[int, float], placed: list[int], right: bool
+) -> None:
+    assert (misplaced(shares, placed, start=-4) == "") is right
+
+
+def test_a_digest_shows_every_bit_and_the_order() -> None:
+    same = digest_of([1.0, 2.0], (0, 1))
+    assert digest_of([1.0, 2.0], (0, 1)) == same
+    assert same not in (digest_of([1.0, 2.0 + 2**-51], (0, 1)), digest_of([1.0, 2.0], (1, 0)))
 
 
 # ------------------------------------------------------------------------------------------------- report
