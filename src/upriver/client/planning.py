@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from upriver.errors import UpriverError
 from upriver.pipeline import Dataset
 from upriver.policies import choose
 from upriver.profile import build_profile, cluster_from
+from upriver.profile.keep import Kept
 from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
@@ -80,8 +81,13 @@ def measure_here(
     seed: int,
     on_bad_sample: OnBadSample,
     times: int = MEASURED_MICRO_BATCHES,
+    input_bytes: Mapping[int, float] | None = None,
 ) -> LocalMeasurement:
-    """Run one micro-batch to the freeze point on this tier, some times over; the store is read once."""
+    """Run one micro-batch to the freeze point on this tier, some times over; the store is read once.
+
+    Args:
+        input_bytes: Bytes of a sample after each input stage, where they are known.
+    """
     blobs = read_samples(dataset, ids)
     names = [ref.object for ref in dataset.locate(ids)]
     timings = []
@@ -99,11 +105,9 @@ def measure_here(
         )
         features = engine.advance(batch, freeze, clock)
         timings.append(clock.timings())
-    return LocalMeasurement(
-        features=features,
-        timings=tuple(timings),
-        input_bytes=_sizes(engine, blobs, ids, names=names, seed=seed, on_bad_sample=on_bad_sample),
-    )
+    if input_bytes is None:
+        input_bytes = _sizes(engine, blobs, ids, names=names, seed=seed, on_bad_sample=on_bad_sample)
+    return LocalMeasurement(features=features, timings=tuple(timings), input_bytes=input_bytes)
 
 
 def _sizes(
@@ -193,8 +197,12 @@ def make_plan(
     workload: Workload,
     num_servers: int,
     num_ranks: int = 1,
+    kept: Kept | None = None,
 ) -> tuple[Plan, Profile, Cluster]:
     """Ask a policy, with what was measured.
+
+    Args:
+        kept: What an earlier job measured: it counts for all that follows from ``here`` and ``there``.
 
     Raises:
         NoFeasibleCut: If no cut fits the memory of both tiers.
@@ -203,19 +211,23 @@ def make_plan(
     if program is None:
         raise UpriverError("a model that runs unsplit has nothing to plan")
     micro_batch = program.micro_batch
-    profile = build_profile(
-        model=name,
-        freeze=split.freeze,
-        stages=program.stages,
-        chain=dataset.chain.stages,
-        stored_bytes=dataset.stored_bytes,
-        tensor_bytes=program.graph.input_bytes,
-        input_bytes=here.input_bytes,
-        storage=there,
-        compute=here.timings,
-        samples_per_timing=micro_batch,
-        tail=tail,
+    profile = (
+        kept.profile
+        if kept is not None
+        else build_profile(
+            model=name,
+            freeze=split.freeze,
+            stages=program.stages,
+            chain=dataset.chain.stages,
+            stored_bytes=dataset.stored_bytes,
+            tensor_bytes=program.graph.input_bytes,
+            input_bytes=here.input_bytes,
+            storage=there,
+            compute=here.timings,
+            samples_per_timing=micro_batch,
+        )
     )
+    profile = replace(profile, model=name, tail=tail)
     cluster = cluster_from(
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         rtt_s=link.rtt_s,
@@ -228,7 +240,19 @@ def make_plan(
         concurrency=num_servers,
         load=num_ranks / num_servers,  # every rank asks the same servers for as much
     )
+    if kept is not None:
+        cluster = _with_rates_of(cluster, kept.cluster)
     return choose(policy, profile, cluster, workload), profile, cluster
+
+
+def _with_rates_of(cluster: Cluster, earlier: Cluster) -> Cluster:
+    """Reading, encoding and decoding took as long a byte as earlier; the rest is of now."""
+    storage, compute = earlier.storage.seconds_per_byte, earlier.compute.seconds_per_byte
+    return replace(
+        cluster,
+        storage=replace(cluster.storage, seconds_per_byte=storage),
+        compute=replace(cluster.compute, seconds_per_byte=compute),
+    )
 
 
 def unsplit_plan(policy: str, dataset: Dataset, *, stop: int, why: str) -> Plan:

@@ -52,25 +52,37 @@ def is_proven(digest: str) -> bool:
 
 def remember(digest: str, program: Program) -> None:
     """Keep that a proof was made. A cache that cannot be written is no error: the next job proves again."""
-    path = _path(digest)
     text = json.dumps({"schema": SCHEMA, "proof": digest, "program": program.digest}) + "\n"
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all, also when two jobs write it.
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
-            raise
+        write_whole(_path(digest), text)
+
+
+def cache_folder() -> Path:
+    """Where what was found out once is remembered: ``$UPRIVER_CACHE`` or the user's cache folder."""
+    folder = os.environ.get("UPRIVER_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    base = Path(folder) if folder else Path.home() / ".cache"
+    return base if os.environ.get("UPRIVER_CACHE") else base / "upriver"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all, also when two jobs write it.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
 
 
 def _path(digest: str) -> Path:
-    folder = os.environ.get("UPRIVER_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    base = Path(folder) if folder else Path.home() / ".cache"
-    return (base if os.environ.get("UPRIVER_CACHE") else base / "upriver") / "proofs" / f"{digest}.json"
+    return cache_folder() / "proofs" / f"{digest}.json"
 
 
 def _facts(

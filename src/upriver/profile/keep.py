@@ -1,0 +1,151 @@
+"""Profiles are measured once: what a job measured is kept, and the next one like it starts from there.
+
+A profile is named by everything that it depends on: the program, the dataset (what is stored, and the stages
+before the model), the micro-batch, and for each tier the machine, its device, threads, versions and flags.
+Each is two files as ``upriver plan --profile P --cluster C`` reads them, in the folder where proofs are
+remembered, too. Losing one costs the seconds of a new measurement; so does one that cannot be read, which the
+next job replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import upriver
+from upriver.errors import ConfigError
+from upriver.profile.files import (
+    CLUSTER_SCHEMA,
+    PROFILE_SCHEMA,
+    cluster_from_json,
+    cluster_to_json,
+    profile_from_json,
+    profile_to_json,
+)
+from upriver.program.remember import cache_folder, write_whole
+from upriver.types import Cluster, Profile
+
+MAX_KEPT = 256
+"""Profiles kept; beyond, those written first go. Some hundred kB each for a network of a thousand stages."""
+
+MAX_AGE_S = 30 * 86_400.0
+"""A month: machines change in ways that no version tells, and measuring once a month costs nothing."""
+
+MAX_FILE_BYTES = 64 << 20
+"""Longest file read: a thousand times what is written."""
+
+_PARTS = ("profile", "cluster")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What decides the speed of a tier.
+
+    Attributes:
+        host: The machine's name; a server's without its port, which is another one each time for some.
+        device: Where model stages run.
+        threads: Of each process that computes.
+        workers: Processes that compute.
+        versions: The fingerprint there.
+    """
+
+    host: str
+    device: str
+    threads: int
+    versions: Mapping[str, str]
+    workers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileKey:
+    """What a profile is of: all that it depends on."""
+
+    program: str
+    dataset: str
+    micro_batch: int
+    storage: Place
+    compute: Place
+
+    @property
+    def digest(self) -> str:
+        """Names the profile."""
+        facts = [upriver.__version__, PROFILE_SCHEMA, CLUSTER_SCHEMA, asdict(self)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What an earlier job measured.
+
+    Attributes:
+        cluster: Its link and its memory are those of then.
+    """
+
+    profile: Profile
+    cluster: Cluster
+
+
+def load_profile(key: ProfileKey, *, stages: Sequence[str], input_stages: Sequence[str]) -> Kept | None:
+    """The profile that was kept, or None where there is none that can be used.
+
+    Args:
+        stages: Names of the model stages it must have.
+        input_stages: Names of the stages before the model, likewise.
+    """
+    try:
+        profile = profile_from_json(_read(_path(key, "profile")))
+        cluster = cluster_from_json(_read(_path(key, "cluster")))
+    except (OSError, ValueError, RecursionError):  # a ConfigError is a ValueError
+        return None
+    fits = (
+        [stage.name for stage in profile.stages] == list(stages)
+        and [stage.name for stage in profile.input_stages] == list(input_stages)
+        and profile.freeze == len(profile.stages)
+        and cluster.storage.micro_batch == key.micro_batch
+    )
+    return Kept(profile=profile, cluster=cluster) if fits else None
+
+
+def save_profile(key: ProfileKey, profile: Profile, cluster: Cluster) -> None:
+    """Keep what was measured. A folder that cannot be written is no error: the next job measures again."""
+    texts = {"profile": profile_to_json(profile), "cluster": cluster_to_json(cluster)}
+    with contextlib.suppress(OSError):
+        for part in _PARTS:
+            write_whole(_path(key, part), texts[part] + "\n")
+        _drop_oldest(_folder())
+
+
+def _read(path: Path) -> bytes:
+    """A file that is not too old and not too long."""
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if time.time() - found.st_mtime > MAX_AGE_S:
+            raise ConfigError(f"{path} is too old")
+        if found.st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} has {found.st_size} bytes, a profile at most {MAX_FILE_BYTES}")
+        return file.read(MAX_FILE_BYTES)
+
+
+def _drop_oldest(folder: Path) -> None:
+    written: list[tuple[float, Path]] = []
+    for path in folder.glob("*.profile.json"):
+        with contextlib.suppress(OSError):  # another job may be dropping it
+            written.append((path.stat().st_mtime, path))
+    for _, path in sorted(written)[: max(0, len(written) - MAX_KEPT)]:
+        for part in _PARTS:
+            with contextlib.suppress(OSError):
+                path.with_name(path.name.replace(".profile.", f".{part}.")).unlink()
+
+
+def _folder() -> Path:
+    return cache_folder() / "profiles"
+
+
+def _path(key: ProfileKey, part: str) -> Path:
+    return _folder() / f"{key.digest}.{part}.json"
