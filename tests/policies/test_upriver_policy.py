@@ -67,7 +67,7 @@ def grid(parts: int, steps: int) -> Iterator[tuple[int, ...]]:
 seconds = st.integers(0, 40).map(lambda n: n / 10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(busy=st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=4))
 def test_the_linear_program_against_a_fine_grid(busy: list[tuple[float, float, float]]) -> None:
     matrix = np.array(busy).T
@@ -83,7 +83,7 @@ def test_the_linear_program_against_a_fine_grid(busy: list[tuple[float, float, f
     assert (reduced >= -1e-7).all(), "no cut is worth more at these prices"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(busy=st.lists(st.tuples(seconds, seconds, seconds), min_size=2, max_size=4), slack=st.floats(0.0, 0.5))
 def test_sparing_the_storage_tier_against_a_fine_grid(
     busy: list[tuple[float, float, float]], slack: float

@@ -85,7 +85,7 @@ def distances(tensors):
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches(), st.integers(1, 5000))
 def test_round_trip(batch, chunk):
     body = wire(batch)
