@@ -491,6 +491,22 @@ def test_a_frozen_module_that_counts_in_an_attribute_stays_where_the_model_runs(
     assert "counts in its attribute 'calls'" in parts.note
 
 
+def test_a_flag_that_says_hooks_are_in_place_is_no_count() -> None:
+    class Installing(nn.Linear):
+        passes = 0
+        hooks_installed = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            type(self).passes += 1
+            self.hooks_installed = type(self).passes > 1
+            return super().forward(x)
+
+    model = frozen(nn.Sequential(nn.Linear(6, 6), Installing(6, 6), nn.Linear(6, 2)), "0", "1")
+    parts = split(model, torch.randn(4, 6))
+    assert parts.boundary == "1"
+    assert "counts" not in parts.note
+
+
 def test_a_module_that_no_program_can_hold_ends_the_prefix_before_it() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -216,7 +216,9 @@ class _Attributes:
     def counted(self) -> str:
         """A number or flag among them that is another one now; empty if there is none."""
         for name, value in vars(self.module).items():
-            if isinstance(value, int | float) and name != "training" and self.values.get(name) != value:
+            if name == "training" or _is_machinery(name) or not isinstance(value, int | float):
+                continue
+            if self.values.get(name) != value:
                 return name
         return ""
 
