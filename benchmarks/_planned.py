@@ -7,6 +7,7 @@ any moment and goes on where it was.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -15,19 +16,19 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-from _common import commit
+from _common import RESULTS, commit
 from _slowed import slowed
 from split_overhead import NETWORKS
-from testbed import Testbed
+from testbed import Testbed, TestbedError
 
 JPEG_BYTES = 110_000
 """Mean size of an image in HAPI (2022)."""
@@ -369,3 +370,50 @@ def why_not_valid(row: Mapping[str, Any], reference: str) -> str:
 def spread_of(values: Sequence[float]) -> float:
     """Half the range over the median: how far repeats of one figure lie apart."""
     return (max(values) - min(values)) / 2 / float(np.median(values))
+
+
+class Finding(Protocol):
+    """What the records say of one setting."""
+
+    @property
+    def missing(self) -> str:
+        """What has not been run yet; empty when nothing is left."""
+
+
+def command(
+    description: str | None,
+    name: str,
+    settings: Sequence[Setting],
+    quick: Setting,
+    *,
+    found: Callable[[Setting, Records], Finding],
+    measure: Callable[[Setting, Records, Deadline], None],
+    write: Callable[[Sequence[Setting], Records, Path, str], str],
+) -> None:
+    """The command line of a resumable benchmark: run what is missing, then report what is there."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--minutes", type=float, help="begin no further run after so many")
+    parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")
+    parser.add_argument("--quick", action="store_true", help="one small setting that says nothing")
+    parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
+    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
+    options = parser.parse_args()
+    settings, name = ((quick,), f"{name}_quick") if options.quick else (settings, name)
+    records = Records(options.out / f"{name}.jsonl")
+    if options.list:
+        for setting in settings:
+            print(f"{setting.key}: {found(setting, records).missing or 'finished'}")
+        return
+    if not options.report:
+        deadline = Deadline(options.minutes)
+        try:
+            for setting in settings:
+                wanted = any(part in setting.key for part in options.only)
+                if wanted and found(setting, records).missing:
+                    measure(setting, records, deadline)
+        except TimeIsUp:
+            print("time is up; the next start goes on from here", file=sys.stderr)
+        except (TestbedError, RunFailed) as error:
+            sys.exit(f"error: {error}")
+    print(write(settings, records, options.out, name))

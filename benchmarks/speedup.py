@@ -7,16 +7,12 @@ Run ``python benchmarks/speedup.py`` as root; it may be ended at any moment: eac
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from _common import RESULTS
-from _planned import Deadline, Records, Rig, RunFailed, Setting, TimeIsUp, facts_of, plan_key, run_once
+from _planned import Deadline, Records, Rig, Setting, command, facts_of, plan_key, run_once
 from _speedup_report import REPEATS, SWEEP, Speeds, plot, report
-from testbed import TestbedError
 
 QUICK = Setting(network="alexnet", mbit=20, batch_size=32, samples=64)
 """To see that it works."""
@@ -68,32 +64,7 @@ def write(settings: Sequence[Setting], records: Records, folder: Path, name: str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, help="begin no further run after so many")
-    parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")
-    parser.add_argument("--quick", action="store_true", help="one small setting that says nothing")
-    parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
-    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
-    options = parser.parse_args()
-    settings, name = ((QUICK,), "speedup_quick") if options.quick else (SETTINGS, "speedup")
-    records = Records(options.out / f"{name}.jsonl")
-    if options.list:
-        for setting in settings:
-            print(f"{setting.key}: {Speeds(setting, records).missing or 'finished'}")
-        return
-    if not options.report:
-        deadline = Deadline(options.minutes)
-        try:
-            for setting in settings:
-                wanted = any(part in setting.key for part in options.only)
-                if wanted and Speeds(setting, records).missing:
-                    measure(setting, records, deadline)
-        except TimeIsUp:
-            print("time is up; the next start goes on from here", file=sys.stderr)
-        except (TestbedError, RunFailed) as error:
-            sys.exit(f"error: {error}")
-    print(write(settings, records, options.out, name))
+    command(__doc__, "speedup", SETTINGS, QUICK, found=Speeds, measure=measure, write=write)
 
 
 if __name__ == "__main__":
