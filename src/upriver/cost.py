@@ -72,11 +72,14 @@ def candidates(profile: Profile) -> range:
 
 def route_at(profile: Profile, cut: int, *, share: float = 1.0) -> Route:
     """Storage runs the chain up to ``cut``, compute the rest; at the smallest cut compute runs it all."""
-    rest = Segment(tier=Tier.COMPUTE, start=cut, stop=len(profile.stages))
-    if cut == profile.unsplit:
-        return Route(segments=(rest,), share=share)
-    pushed = Segment(tier=Tier.STORAGE, start=profile.unsplit, stop=cut)
-    return Route(segments=(pushed, rest), share=share)
+    return route_between(profile.unsplit, cut, len(profile.stages), share=share)
+
+
+def route_between(start: int, cut: int, stop: int, *, share: float = 1.0) -> Route:
+    """The same for a chain from ``start``, the position of the stored bytes, to ``stop``."""
+    rest = Segment(tier=Tier.COMPUTE, start=cut, stop=stop)
+    pushed = Segment(tier=Tier.STORAGE, start=start, stop=cut)
+    return Route(segments=(rest,) if cut == start else (pushed, rest), share=share)
 
 
 def evaluate(routes: int | Sequence[Route], profile: Profile, cluster: Cluster, workload: Workload) -> Cost:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 import upriver
+from tests.client.conftest import Reference
 from tests.client.test_job_near import free_port, start
-from tests.client.training import BATCH, MICRO, optimizer_of, photos, run, same, train
-from tests.program.nets import Small, frozen_small
+from tests.client.training import BATCH, MICRO, optimizer_of, run, same, train
+from tests.program.nets import frozen_small
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
-
-Reference = tuple[list[torch.Tensor], Small]
 
 MIXES = {
     "here and there": {-4: 0.4, 3: 0.6},
@@ -26,23 +24,6 @@ MIXES = {
     "a single input cut": {-3: 1.0},
     "the model's input": {0: 1.0},
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return photos(tmp_path_factory.mktemp("store"), 200)
-
-
-@pytest.fixture(scope="module")
-def plain(data: Dataset) -> Reference:
-    losses, model, _ = run(upriver.connect(), data, policy="nosplit")
-    return losses, model
-
-
-@pytest.fixture(scope="module")
-def near() -> Iterator[upriver.Near]:
-    with upriver.connect(server_threads=1) as near:
-        yield near
 
 
 @pytest.mark.parametrize("name", MIXES)

@@ -5,39 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import upriver
+from tests.client.conftest import Reference
 from tests.client.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
-from tests.program.nets import Small, frozen_small
+from tests.program.nets import frozen_small
 from upriver._torchvision import ensure_torchvision
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.order import epoch_order
 from upriver.errors import BadSample
 from upriver.pipeline import Dataset
-
-Reference = tuple[list[torch.Tensor], Small]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return photos(tmp_path_factory.mktemp("store"), 200)
-
-
-@pytest.fixture(scope="module")
-def plain(data: Dataset) -> Reference:
-    losses, model, _ = run(upriver.connect(), data, policy="nosplit")
-    return losses, model
-
-
-@pytest.fixture(scope="module")
-def near() -> Iterator[upriver.Near]:
-    with upriver.connect(server_threads=1) as near:
-        yield near
 
 
 @pytest.mark.parametrize("options", [{"policy": "freeze"}, {"policy": "min"}, {"cut": 1}, {"cut": 4}])

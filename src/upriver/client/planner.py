@@ -29,7 +29,7 @@ from upriver.client.pool import Health, ServerPool
 from upriver.client.replan import Patience, Replanner
 from upriver.client.servers import Gate, Question
 from upriver.client.transport import ServerClient
-from upriver.cost import CostModel
+from upriver.cost import CostModel, route_between
 from upriver.engine.engine import Engine
 from upriver.engine.fingerprint import fingerprint
 from upriver.engine.read import read_samples
@@ -41,7 +41,7 @@ from upriver.profile.live import LiveProfile
 from upriver.program import Program
 from upriver.program.split import Split
 from upriver.protocol import Info
-from upriver.types import Plan, Profile, Route, Segment, Tier, Timings, Workload, require_finite
+from upriver.types import Plan, Profile, Timings, Workload, require_finite
 
 log = logging.getLogger("upriver")
 
@@ -305,7 +305,8 @@ class Planner:
 
     def _fixed(self, plan: Plan, shares: Mapping[int, float], *, why: str) -> Plan:
         """The same plan with other routes; what is known of their cost is kept."""
-        routes = tuple(self._route(cut, share) for cut, share in shares.items())
+        start, stop = self.dataset.chain.start, self.parts.freeze
+        routes = tuple(route_between(start, cut, stop, share=share) for cut, share in shares.items())
         return replace(
             plan,
             policy="fixed",
@@ -313,12 +314,6 @@ class Planner:
             predicted=self._model.evaluate(routes) if self._model is not None else None,
             why=why,
         )
-
-    def _route(self, cut: int, share: float) -> Route:
-        start, stop = self.dataset.chain.start, self.parts.freeze
-        rest = Segment(tier=Tier.COMPUTE, start=cut, stop=stop)
-        pushed = Segment(tier=Tier.STORAGE, start=start, stop=cut)
-        return Route(segments=(rest,) if cut == start else (pushed, rest), share=share)
 
     def _pool(self, servers: Sequence[ServerClient], gate: Gate, plan: Plan) -> ServerPool:
         gate.cuts = self._remote_cuts(plan)

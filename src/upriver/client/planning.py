@@ -11,6 +11,7 @@ from torch import nn
 
 from upriver.client.flow import Values
 from upriver.client.transport import ServerClient
+from upriver.cost import route_between
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine, OnBadSample
 from upriver.engine.read import read_samples
@@ -29,10 +30,7 @@ from upriver.types import (
     MicroBatch,
     Plan,
     Profile,
-    Route,
-    Segment,
     TailProfile,
-    Tier,
     Timings,
     Workload,
 )
@@ -257,7 +255,12 @@ def _with_rates_of(cluster: Cluster, earlier: Cluster) -> Cluster:
 
 def unsplit_plan(policy: str, dataset: Dataset, *, stop: int, why: str) -> Plan:
     """The plan when there is nothing to decide: everything on the compute tier."""
-    segment = Segment(tier=Tier.COMPUTE, start=dataset.chain.start, stop=stop)
+    start = dataset.chain.start
     return Plan(
-        policy=policy, feasible=True, routes=(Route(segments=(segment,)),), predicted=None, table=(), why=why
+        policy=policy,
+        feasible=True,
+        routes=(route_between(start, start, stop),),
+        predicted=None,
+        table=(),
+        why=why,
     )
