@@ -93,7 +93,7 @@ def main() -> None:
 
 - {REPEATS} random chains and clusters, each policy on each in turn, after one to warm up; the whole call,
   from profile and cluster to the plan with its explanation. Rows of its table are made when they are read.
-- Commit {commit()}; {machine()}; {versions("numpy", "scipy")}.
+- Commit {commit()}; {machine()}; {versions("numpy")}.
 
 Run it again: `python benchmarks/plan_time.py --write`.
 """

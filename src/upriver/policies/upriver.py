@@ -26,23 +26,14 @@ from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linprog
 
 from upriver.cost import Array, CostModel, route_at
 from upriver.policies._common import plan_with, rescue
+from upriver.policies._simplex import NOTHING, MixProgram
 from upriver.types import Cluster, Plan, Profile, Route, Workload
 
 SLACK = 0.01
 """How much longer than the shortest an epoch may be if that spares the storage tier."""
-
-SECOND_LOOK = 64
-"""Cuts that the second program looks at: those that cost least at the prices of the first."""
-
-OPTIONS = {"presolve": False}
-"""A handful of rows: looking for what could be simplified takes longer than the simplex itself."""
-
-NOTHING = 1e-9
-"""A share below which a route is not used."""
 
 
 def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
@@ -106,44 +97,11 @@ def _mixes(model: CostModel, fitting: npt.NDArray[np.intp]) -> Iterator[tuple[li
     scale = float(busy.max(axis=0).min()) if busy.size else 0.0
     if scale <= 0:
         return  # some cut keeps nothing busy: a mix has nothing to gain
-    shares, shortest, reduced = _shortest(busy / scale)
-    yield _used(fitting, shares)
-    look = np.argsort(reduced, kind="stable")[:SECOND_LOOK]
-    storage = epochs.storage_s[fitting[look]] / scale
-    sparing = _cheapest(busy[:, look] / scale, storage, (1 + SLACK) * shortest)
-    if sparing is not None:
-        yield _used(fitting[look], sparing)
-
-
-def _shortest(busy: Array) -> tuple[Array, float, Array]:
-    """The first program: shares, T, and what a share of each cut would add at the resources' prices."""
-    resources, cuts = busy.shape
-    answer = linprog(
-        np.append(np.zeros(cuts), 1.0),
-        A_ub=np.column_stack((busy, -np.ones(resources))),
-        b_ub=np.zeros(resources),
-        A_eq=np.append(np.ones(cuts), 0.0)[np.newaxis],
-        b_eq=[1.0],
-        method="highs-ds",  # ends at a vertex
-        options=OPTIONS,
-    )
-    prices = -answer.ineqlin.marginals
-    return answer.x[:-1], float(answer.fun), prices @ busy - answer.fun
-
-
-def _cheapest(busy: Array, storage: Array, most: float) -> Array | None:
-    """The second program: what spares the storage tier most within ``most`` of each resource."""
-    cuts = len(storage)
-    answer = linprog(
-        storage,
-        A_ub=busy,
-        b_ub=np.full(len(busy), most),
-        A_eq=np.ones((1, cuts)),
-        b_eq=[1.0],
-        method="highs-ds",
-        options=OPTIONS,
-    )
-    return np.asarray(answer.x) if answer.success else None
+    program = MixProgram(busy / scale)
+    shortest = program.shortest()
+    yield _used(fitting, program.shares)
+    program.cheapest(epochs.storage_s[fitting] / scale, (1 + SLACK) * shortest)
+    yield _used(fitting, program.shares)
 
 
 def _used(cuts: npt.NDArray[np.intp], shares: Array) -> tuple[list[int], list[float]]:
