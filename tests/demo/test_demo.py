@@ -15,7 +15,7 @@ from torch import nn
 
 from upriver.demo.bench import Used, same_state
 from upriver.demo.model import FREEZE_TO, build_model, freeze
-from upriver.demo.result import DemoResult, Way
+from upriver.demo.result import DemoResult, Part, Way
 from upriver.demo.settings import DemoSettings
 from upriver.errors import ConfigError
 from upriver.report.demo_plot import Curve, plot_demo
@@ -58,7 +58,7 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
     assert 20 * 320_000 < plain["bytes"] < 20 * 390_000 + 100_000
     assert set(plain["samples"]) == {"local"}
     assert sum(near["samples"].values()) == sum(plain["samples"].values()) == 30
-    assert not set(near["samples"]) & {"local"}
+    assert set(near["samples"]) - {"local"}
     for said in ("emulated, 10 Mbit/s", "random ones", "cores:"):
         assert said in done.stderr
     with Image.open(tmp_path / "demo.png") as picture:
@@ -128,14 +128,14 @@ def test_bound_is_the_busiest_resource() -> None:
         assert now.since(before).bound_s(100.0) == bound
 
 
-def _way(cut: int, seconds: float, num_bytes: int) -> Way:
+def _way(parts: dict[int, float], seconds: float, num_bytes: int) -> Way:
+    names = {-4: "as stored", 11: "layer4.0"}
     return Way(
         epoch_s=(seconds, seconds),
         epoch_bytes=(num_bytes, num_bytes),
         losses=(2.0, 1.0),
         accuracy=0.75,
-        cut=cut,
-        after="layer4.0" if cut > 0 else "as stored",
+        parts=tuple(Part(cut=cut, after=names[cut], share=share) for cut, share in parts.items()),
         why="it is the least",
         plan="the table",
         bound_s=(seconds / 2, seconds / 2),
@@ -146,8 +146,8 @@ def _way(cut: int, seconds: float, num_bytes: int) -> Way:
 
 def test_result_as_json_and_as_a_table() -> None:
     result = DemoResult(
-        plain=_way(-4, 30.0, 3_000_000),
-        near_data=_way(11, 10.0, 1_000_000),
+        plain=_way({-4: 1.0}, 30.0, 3_000_000),
+        near_data=_way({-4: 0.25, 11: 0.75}, 10.0, 1_000_000),
         identical=True,
         num_classes=10,
         conditions={"link_mbit": 20.0},
@@ -158,9 +158,11 @@ def test_result_as_json_and_as_a_table() -> None:
     assert document["speedup"] == 3.0
     assert document["near_data"]["cut"] == 11
     assert document["near_data"]["after"] == "layer4.0"
+    assert [part["share"] for part in document["near_data"]["parts"]] == [0.25, 0.75]
     assert document["plain"]["bytes"] == 6_000_000
     assert document["plain"]["bound_fraction"] == 0.5
-    assert "11 (layer4.0)" in result.table()
+    assert "25% at -4 (as stored), 75% at 11 (layer4.0)" in result.table()
+    assert result.plain.cuts == "-4 (as stored)"
     assert "3.00 times" in result.verdict()
     assert "identical" in result.verdict()
     assert (

@@ -15,7 +15,7 @@ from upriver.client.connect import Near, connect
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.job import FinetuneJob
 from upriver.client.link import LinkMeter
-from upriver.demo.result import Way
+from upriver.demo.result import Part, Way
 from upriver.demo.settings import DemoSettings, Watcher
 from upriver.pipeline import Dataset
 
@@ -87,8 +87,10 @@ class Bench:
                 epoch_bytes=report.epoch_bytes,
                 losses=tuple(loss.item() for loss in losses),
                 accuracy=accuracy,
-                cut=job.plan.cut,
-                after=names.get(job.plan.cut, "as stored"),
+                parts=tuple(
+                    Part(cut=route.cut, after=names.get(route.cut, "as stored"), share=route.share)
+                    for route in job.plan.routes
+                ),
                 why=job.plan.why,
                 plan=str(job.plan),
                 bound_s=tuple(bounds),

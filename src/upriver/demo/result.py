@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from upriver.text import aligned, bytes_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Where a share of the samples left the storage tier.
+
+    Attributes:
+        cut: The position.
+        after: Name of the stage before it.
+        share: Of the samples, as the plan has it.
+    """
+
+    cut: int
+    after: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.cut} ({self.after})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +36,7 @@ class Way:
         epoch_bytes: Bytes over the link in each epoch.
         losses: Loss of each training step.
         accuracy: Share of held-out images told right.
-        cut: Where samples left the storage tier.
-        after: Name of the stage before the cut.
+        parts: Where samples left the storage tier, at the end.
         why: The plan's reason.
         plan: The plan, printed.
         bound_s: For each epoch, the longest of: bytes over the link's rate, compute seconds of the storage
@@ -32,13 +49,24 @@ class Way:
     epoch_bytes: tuple[int, ...]
     losses: tuple[float, ...]
     accuracy: float
-    cut: int
-    after: str
+    parts: tuple[Part, ...]
     why: str
     plan: str
     bound_s: tuple[float, ...]
     samples: Mapping[str, int]
     num_workers: int
+
+    @property
+    def main(self) -> Part:
+        """The largest part."""
+        return max(self.parts, key=lambda part: part.share)
+
+    @property
+    def cuts(self) -> str:
+        """All parts in words, with their shares where there are several."""
+        if len(self.parts) == 1:
+            return str(self.main)
+        return ", ".join(f"{part.share:.0%} at {part}" for part in self.parts)
 
     @property
     def bytes(self) -> int:
@@ -57,8 +85,9 @@ class Way:
             "bytes": self.bytes,
             "losses": list(self.losses),
             "accuracy": self.accuracy,
-            "cut": self.cut,
-            "after": self.after,
+            "cut": self.main.cut,
+            "after": self.main.after,
+            "parts": [asdict(part) for part in self.parts],
             "why": self.why,
             "epoch_bytes": list(self.epoch_bytes),
             "bound_s": list(self.bound_s),
@@ -115,7 +144,7 @@ class DemoResult:
             ["first loss", *(f"{way.losses[0]:.4f}" for way in ways)],
             ["last loss", *(f"{way.losses[-1]:.4f}" for way in ways)],
             [f"held-out accuracy (chance {chance})", *(f"{way.accuracy:.1%}" for way in ways)],
-            ["cut", *(f"{way.cut} ({way.after})" for way in ways)],
+            ["cut", *(way.cuts for way in ways)],
             ["fraction of the physical bound", *(f"{way.bound_fraction:.2f}" for way in ways)],
         ]
         return aligned(["", "plain", "near-data"], rows, left=frozenset({0}))

@@ -28,6 +28,7 @@ from upriver.pipeline import (
     imagenet_eval,
     index,
 )
+from upriver.policies import DEFAULT_POLICY
 from upriver.report.demo_plot import Curve, plot_demo
 from upriver.store import Store
 
@@ -57,7 +58,7 @@ def run_demo(settings: DemoSettings, watch: Watcher) -> DemoResult:
         workers = min(trials, key=lambda number: trials[number])
         watch.say(f"plain way: {workers} loader threads were fastest ({_listed(trials)})")
         plain, plain_model, plain_losses = bench.run("plain", policy="nosplit", num_workers=workers)
-        near, near_model, near_losses = bench.run("near-data", policy="hapi", num_workers=workers)
+        near, near_model, near_losses = bench.run("near-data", policy=DEFAULT_POLICY, num_workers=workers)
     conditions = {
         "link_mbit": settings.link_mbit,
         "cores": cores,
@@ -160,6 +161,6 @@ def _plot(result: DemoResult, path: Path) -> None:
 
     title = (
         f"ResNet-18 over {result.conditions['link_mbit']:g} Mbit/s: plain, and near the data from cut "
-        f"{result.near_data.cut} ({result.near_data.after})"
+        f"{result.near_data.cuts}"
     )
     plot_demo(curve("plain", result.plain), curve("near-data", result.near_data), title=title, path=path)
