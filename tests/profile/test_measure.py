@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upriver.errors import ConfigError
-from upriver.profile.measure import fit, measure_stages
+from upriver.profile.measure import fit, measure_stages, sizes, through_first
 from upriver.program.buckets import capture_buckets
 
 
@@ -109,6 +109,27 @@ def test_no_allowed_line_is_nearer(points: list[tuple[int, float]], data: st.Dat
     for line in [other, *near]:
         if min(line) >= 0:
             assert best <= error(*line) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([(16, 10.0), (4, 4.0)], (2.0, 0.5)),
+        ([(16, 16.0), (4, 2.0)], (0.0, 1.0)),  # a negative fixed part
+        ([(4, 4.0), (16, 32.0)], (0.0, 1.0)),
+        ([(16, 3.0), (4, 5.0)], (3.0, 0.0)),  # less for more samples
+        ([(16, 0.0), (4, 5.0)], (0.0, 0.0)),
+    ],
+)
+def test_the_line_says_what_was_measured_at_the_size_that_is_meant(
+    points: list[tuple[int, float]], line: tuple[float, float]
+) -> None:
+    assert through_first(points) == pytest.approx(line)
+
+
+@pytest.mark.parametrize(("size", "other"), [(1, 4), (4, 16), (8, 2), (16, 4), (256, 64)])
+def test_the_second_size_is_four_times_off(size: int, other: int) -> None:
+    assert sizes(size) == (size, other)
 
 
 @pytest.mark.parametrize(

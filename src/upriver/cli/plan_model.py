@@ -14,14 +14,13 @@ from upriver.cli.common import working
 from upriver.cli.options import check_module
 from upriver.client.planning import measure_tail
 from upriver.errors import CaptureError, ConfigError
-from upriver.profile.measure import fit, measure_stages
-from upriver.program.capture import capture
-from upriver.program.example import Example, Inputs
+from upriver.profile.measure import fit, measure_stages, sizes
+from upriver.program.example import Example
 from upriver.program.freeze import freeze_to
 from upriver.program.names import load_model
 from upriver.program.program import Program
+from upriver.program.resized import resized
 from upriver.program.split import Split, split
-from upriver.program.stages import Granularity
 from upriver.types import (
     Cluster,
     ComputeTier,
@@ -90,14 +89,12 @@ def measured_profile(wanted: Wanted) -> Profile:
         parts = split(network, examples[0], autocast=wanted.autocast)
         if parts.program is None:
             raise CaptureError(f"the model runs unsplit, so there is no cut to plan: {parts.why_not}")
-        programs = [parts.program, *(_captured(network, each, parts, wanted) for each in examples[1:])]
+        programs = [
+            parts.program,
+            *(resized(network, parts, each, autocast=wanted.autocast) for each in examples[1:]),
+        ]
     with working("measuring its stages"):
         return _measured(wanted, network, parts, programs, examples)
-
-
-def sizes(micro_batch: int) -> tuple[int, int]:
-    """The micro-batch that is meant, and another one four times off, so that fixed costs show."""
-    return micro_batch, micro_batch // 4 if micro_batch >= 8 else 4 * micro_batch
 
 
 def _freeze(network: nn.Module, wanted: Wanted) -> None:
@@ -108,18 +105,6 @@ def _freeze(network: nn.Module, wanted: Wanted) -> None:
         raise ConfigError(
             f"nothing of {wanted.model} is frozen; name the last frozen module with --freeze-to MODULE"
         )
-
-
-def _captured(network: nn.Module, example: Inputs, parts: Split, wanted: Wanted) -> Program:
-    """The same frozen part for another micro-batch, cut at the same places."""
-    outputs = [ship.source for ship in parts.tail.values.ships]
-    names = [stage.name for stage in parts.program.stages] if parts.program else []
-    levels: tuple[Granularity, ...] = ("module", "end")
-    for level in levels:
-        program = capture(network, example, outputs=outputs, autocast=wanted.autocast, granularity=level)
-        if [stage.name for stage in program.stages] == names:
-            return program
-    raise CaptureError(f"the model has other stages for {Example.of(example).samples} samples")
 
 
 def _measured(

@@ -3,6 +3,7 @@
 A stage costs something for being called and something for each sample. One size cannot tell these apart, two
 can: each program runs some times over, the programs take turns so that a machine that slows down does so for
 all of them, the median of each stage and size counts, and a line with no negative part is laid through them.
+Of these sizes the first is the one that is meant: there the line says what was measured.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Runnable(Protocol):
         """Run stages [start, stop), telling the seconds of each once its device is done with it."""
 
 
+def sizes(micro_batch: int) -> tuple[int, int]:
+    """The micro-batch that is meant, and another one four times off, so that fixed costs show."""
+    return micro_batch, micro_batch // 4 if micro_batch >= 8 else 4 * micro_batch
+
+
 def measure_stages(
     programs: Sequence[Runnable],
     inputs: Sequence[Sequence[torch.Tensor]],
@@ -66,7 +72,7 @@ def measure_stages(
     """Measure the stages that some programs have in common, each made for another micro-batch.
 
     Args:
-        programs: The same network at two sizes of micro-batch or more.
+        programs: The same network at two sizes of micro-batch or more, the one that is meant first.
         inputs: For each of them the model's inputs, of its own micro-batch.
         repeats: Runs of each that count.
         warm_ups: Runs of each before those.
@@ -90,7 +96,7 @@ def measure_stages(
                 for seconds, of_stage in zip(took, of_stages, strict=True):
                     of_stage.append(seconds)
     return tuple(
-        fit(
+        through_first(
             [
                 (program.micro_batch, median(of_stages[position]))
                 for program, of_stages in zip(programs, spent, strict=True)
@@ -98,6 +104,21 @@ def measure_stages(
         )
         for position in range(num_stages)
     )
+
+
+def through_first(points: Sequence[tuple[int, float]]) -> Seconds:
+    """The line of :func:`fit`, stretched so that it goes through the first point.
+
+    Two points need it only where the line between them had a negative part.
+
+    Raises:
+        ConfigError: As :func:`fit`.
+    """
+    fixed, slope = fit(points)
+    samples, seconds = points[0]
+    there = fixed + slope * samples
+    factor = seconds / there if there > 0 else 0.0
+    return fixed * factor, slope * factor
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Seconds:

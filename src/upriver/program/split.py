@@ -11,6 +11,7 @@ What is tried, each only after the one before it has failed its proof:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -99,6 +100,7 @@ class Split:
         why_not: Why the model runs unsplit; empty when it does not.
         note: Why the freeze point is not later, where something but a trainable parameter ended the prefix.
         attempts: What was tried, in order.
+        capture_s: Seconds that capturing the program took.
     """
 
     program: Program | None
@@ -109,6 +111,7 @@ class Split:
     why_not: str = ""
     note: str = ""
     attempts: tuple[Attempt, ...] = ()
+    capture_s: float = 0.0
 
     @property
     def freeze(self) -> int:
@@ -212,14 +215,16 @@ class _Splitting:
             tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
             for level in _levels(granularity):
                 self.tell(f"capturing it {step}")
+                began = time.perf_counter()
                 program = self._capture(calls, point, level)
+                capture_s = time.perf_counter() - began
                 proof = proof_digest(self.model, program, point, autocast=self.autocast)
                 known = is_proven(proof)
                 if not known and not self._proven(program, tail, in_eval, f"{step}, {_LEVELS[level]}"):
                     continue
                 remember(proof, program)
                 self.attempts.append(Attempt(step=f"{step}, {_LEVELS[level]}", remembered=known))
-                return self._split(calls, point, tail, program, in_eval)
+                return self._split(calls, point, tail, program, in_eval, capture_s=capture_s)
         except CaptureError as error:  # a finer or coarser program would not help
             self.attempts.append(Attempt(step=step, why_not=str(error)))
             if error.module is not None and error.module not in self.left:
@@ -248,7 +253,14 @@ class _Splitting:
         return capture(self.model, self.example, outputs=outputs, autocast=self.autocast, granularity=level)
 
     def _split(
-        self, calls: Trace, point: FreezePoint, tail: Tail, program: Program, in_eval: EvalPlan
+        self,
+        calls: Trace,
+        point: FreezePoint,
+        tail: Tail,
+        program: Program,
+        in_eval: EvalPlan,
+        *,
+        capture_s: float,
     ) -> Split:
         paths = self._paths(calls, point)
         return Split(
@@ -261,6 +273,7 @@ class _Splitting:
             boundary=point.name,
             note=point.note,
             attempts=tuple(self.attempts),
+            capture_s=capture_s,
         )
 
     def _paths(self, calls: Trace, point: FreezePoint) -> list[str]:
