@@ -9,7 +9,15 @@ import pytest
 
 from upriver.profile import keep
 from upriver.profile.files import cluster_from_json, profile_from_json
-from upriver.profile.keep import MAX_AGE_S, Place, ProfileKey, load_profile, save_profile
+from upriver.profile.keep import (
+    MAX_AGE_S,
+    Place,
+    ProfileKey,
+    as_of_today,
+    load_profile,
+    save_profile,
+    slowdown,
+)
 from upriver.types import (
     Cluster,
     ComputeTier,
@@ -19,6 +27,8 @@ from upriver.types import (
     StageProfile,
     StorageTier,
     TailProfile,
+    Tier,
+    Timings,
 )
 
 HERE = Place(host="here", device="cpu", threads=2, versions={"torch": "2", "pillow": "11"})
@@ -189,3 +199,25 @@ def test_many_jobs_may_write_and_read_at_once(folder):
         thread.join()
     assert not missed
     assert len(list(folder.iterdir())) == 2
+
+
+def run(*seconds):
+    return Timings(stages=dict(enumerate(seconds)))  # positions 0 (decode), 1 and 2
+
+
+def test_the_fastest_run_says_how_much_slower_a_tier_is_today():
+    kept = replace(profile(), stages=(replace(stage("a"), seconds={"storage": (1.0, 0.25)}), stage("b")))
+    # decode, a and b at 8 samples: 2 + 3 + 2 seconds
+    assert slowdown(kept, Tier.STORAGE, [run(2, 3, 2)], samples=8) == 1
+    assert slowdown(kept, Tier.STORAGE, [run(40, 90, 70), run(7, 10, 4)], samples=8) == 3
+    assert slowdown(kept, Tier.STORAGE, [run(1, 1, 1.5)], samples=8) == 0.5
+    assert slowdown(profile(), Tier.COMPUTE, [run(8, 8, 8)], samples=8) == 2
+    free = replace(profile(0.0), stages=(stage("a", 0.0), stage("b", 0.0)), input_stages=())
+    assert slowdown(free, Tier.STORAGE, [run(1, 1, 1)], samples=8) == 1
+
+
+def test_a_slower_tier_is_slower_in_every_stage_and_the_other_is_not():
+    today = as_of_today(profile(), {Tier.STORAGE: 3.0})
+    for stages in (today.stages, today.input_stages):
+        assert all(stage.seconds == {"storage": (0.0, 0.75), "compute": (0.0, 0.5)} for stage in stages)
+    assert replace(today, stages=profile().stages, input_stages=profile().input_stages) == profile()

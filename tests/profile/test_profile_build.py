@@ -9,7 +9,8 @@ import pytest
 from upriver.errors import ConfigError
 from upriver.policies import POLICIES
 from upriver.profile import build_profile, cluster_from
-from upriver.types import Profile, TailProfile, Timings, Workload
+from upriver.profile.build import has_lines, with_lines
+from upriver.types import Profile, TailProfile, Tier, Timings, Workload
 
 
 @dataclass(frozen=True)
@@ -143,3 +144,20 @@ def test_what_nobody_reports_is_free_or_asked_of_this_machine() -> None:
     assert cluster.storage.seconds_per_byte == {"read": 0.0, "encode": 0.0}
     assert cluster.storage.memory_bytes == float("inf")
     assert 1e6 < cluster.compute.memory_bytes < 1e15
+
+
+def test_lines_take_the_place_of_seconds_at_one_size() -> None:
+    stages = [Captured("conv"), Captured("pool"), Captured("late")]
+    profile = build(timings(STEADY), timings(STEADY), stages=stages)
+    assert not has_lines(profile)
+    there = with_lines(profile, {Tier.STORAGE: [(1.0, 0.5), (0.0, 2.0)]})
+    assert [stage.seconds.get("storage") for stage in there.stages] == [(1.0, 0.5), (0.0, 2.0), None]
+    assert [stage.seconds.get("compute") for stage in there.stages] == [(0.0, 0.1), (0.0, 0.2), None]
+    assert there.input_stages == profile.input_stages
+    assert not has_lines(there)
+    assert has_lines(with_lines(there, {Tier.COMPUTE: [(0.0, 0.5), (1.0, 0.0)]}))
+
+
+def test_lines_of_other_stages_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 stages were to be measured on storage, got 1"):
+        with_lines(build(timings(STEADY), timings(STEADY)), {Tier.STORAGE: [(1.0, 0.5)]})

@@ -2,20 +2,22 @@
 
 Both tiers run the same few micro-batches through every stage before a job starts; what they report as
 `Timings` becomes seconds per sample here. Medians, since a machine that does other work now and then makes
-single micro-batches slow, never fast. One size of micro-batch is measured, so nothing is known of fixed
-costs: they are 0 and what a call costs is in the seconds per sample of that size, which is the size the job
-    runs at.
+single micro-batches slow, never fast. These are of one size, so nothing is known of fixed costs: they are 0
+and what a call costs is in the seconds per sample of that size, which is the size the job runs at. Where
+model stages were measured at a second size, too (`upriver.profile.measure`), `with_lines` puts that in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Protocol
 
 import psutil
 
 from upriver.errors import ConfigError
+from upriver.profile.measure import Seconds
 from upriver.types import (
     Cluster,
     ComputeTier,
@@ -140,6 +142,33 @@ def build_profile(
         tail=tail or TailProfile(),
         input_stages=tuple(inputs),
     )
+
+
+def with_lines(profile: Profile, lines: Mapping[Tier, Sequence[Seconds]]) -> Profile:
+    """The same profile, with model stages as they were measured at two sizes of micro-batch.
+
+    Args:
+        lines: For a tier (fixed per call, per sample) of each stage up to the freeze point, in order.
+
+    Raises:
+        ConfigError: If there are more or fewer of them.
+    """
+    for tier, of_tier in lines.items():
+        if len(of_tier) != profile.freeze:
+            raise ConfigError(f"{profile.freeze} stages were to be measured on {tier}, got {len(of_tier)}")
+    stages = [
+        replace(stage, seconds={**stage.seconds, **{str(tier): lines[tier][index] for tier in lines}})
+        if index < profile.freeze
+        else stage
+        for index, stage in enumerate(profile.stages)
+    ]
+    return replace(profile, stages=tuple(stages))
+
+
+def has_lines(profile: Profile) -> bool:
+    """Whether model stages were measured at two sizes on both tiers: some then cost something a call."""
+    frozen = profile.stages[: profile.freeze]
+    return all(any(stage.seconds[tier][0] > 0 for stage in frozen) for tier in (Tier.STORAGE, Tier.COMPUTE))
 
 
 def cluster_from(

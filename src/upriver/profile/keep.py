@@ -4,7 +4,8 @@ A profile is named by everything that it depends on: the program, the dataset (w
 before the model), the micro-batch, and for each tier the machine, its device, threads, versions and flags.
 Each is two files as ``upriver plan --profile P --cluster C`` reads them, in the folder where proofs are
 remembered, too. Losing one costs the seconds of a new measurement; so does one that cannot be read, which the
-next job replaces.
+next job replaces. The machines may be busier today than they were then: `slowdown` and `as_of_today` bring a
+profile up to the one micro-batch that every job runs anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import upriver
@@ -29,7 +30,7 @@ from upriver.profile.files import (
     profile_to_json,
 )
 from upriver.program.remember import cache_folder, write_whole
-from upriver.types import Cluster, Profile
+from upriver.types import Cluster, Profile, StageProfile, Tier, Timings
 
 MAX_KEPT = 256
 """Profiles kept; beyond, those written first go. Some hundred kB each for a network of a thousand stages."""
@@ -119,6 +120,44 @@ def save_profile(key: ProfileKey, profile: Profile, cluster: Cluster) -> None:
         for part in _PARTS:
             write_whole(_path(key, part), texts[part] + "\n")
         _drop_oldest(_folder())
+
+
+def slowdown(profile: Profile, tier: Tier, timings: Sequence[Timings], *, samples: int) -> float:
+    """How many times as long as kept a tier takes now for the frozen stages, by the fastest of some runs.
+
+    The fastest, since the first run pays for lazy set-up, and other work makes runs slow, never fast.
+
+    Args:
+        timings: Of at least one micro-batch, run up to the freeze point.
+        samples: In each of them.
+    """
+    lines = {position: profile.stage(position).seconds for position in _frozen(profile)}
+    kept = sum(line[tier][0] + line[tier][1] * samples for line in lines.values() if tier in line)
+    seen = min(sum(timing.stages.get(position, 0.0) for position in lines) for timing in timings)
+    return seen / kept if kept > 0 else 1.0
+
+
+def as_of_today(profile: Profile, factors: Mapping[Tier, float]) -> Profile:
+    """The same profile on tiers that take so many times as long for every frozen stage."""
+
+    def scaled(stage: StageProfile) -> StageProfile:
+        today = {
+            str(tier): (stage.seconds[tier][0] * factor, stage.seconds[tier][1] * factor)
+            for tier, factor in factors.items()
+            if tier in stage.seconds
+        }
+        return replace(stage, seconds={**stage.seconds, **today})
+
+    return replace(
+        profile,
+        stages=tuple(map(scaled, profile.stages)),
+        input_stages=tuple(map(scaled, profile.input_stages)),
+    )
+
+
+def _frozen(profile: Profile) -> range:
+    """Positions of the stages that run before the freeze point, input stages among them."""
+    return range(profile.unsplit + 1, profile.freeze + 1)
 
 
 def _read(path: Path) -> bytes:
