@@ -20,27 +20,22 @@ from torch import nn
 from upriver.client import checks
 from upriver.client.compare import Tolerance
 from upriver.client.deal import deal
-from upriver.client.flow import Values, first_micro_batch, steps
-from upriver.client.loader import LOCAL, Loader, Remote
-from upriver.client.local import LocalSource
+from upriver.client.feed import Feed
+from upriver.client.flow import steps
+from upriver.client.loader import Loader
 from upriver.client.options import Choices, JobOptions
 from upriver.client.order import EpochOrder
 from upriver.client.pool import ServerPool, ServerStatus
 from upriver.client.replan import Replanner, Switch
-from upriver.client.report import Report, Tally
+from upriver.client.report import Report
 from upriver.client.routes import Placed, Routes
-from upriver.client.servers import Question
-from upriver.client.slots import Dealt, Pin, Way, Window
 from upriver.client.wrapping import TailRunner
-from upriver.engine.clock import Clock
-from upriver.engine.engine import Engine
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset
 from upriver.program.freeze import FrozenGuard, keep_in_eval
 from upriver.program.split import Split
 from upriver.program.trace import in_eval
-from upriver.protocol import RunRequest
-from upriver.types import MicroBatch, Plan, Tier, Timings, require_type
+from upriver.types import Plan, Tier, Timings, require_type
 
 log = logging.getLogger("upriver")
 
@@ -51,9 +46,6 @@ ABSENT = {"num_ranks": 1, "autocast": None}
 
 Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 """What a job yields and takes: the value at the freeze point, or all of them where several cross."""
-
-MIN_WINDOW = 8
-"""Micro-batches in flight at least: with a mix of routes a window of 8 came to 1.03 times the bound."""
 
 
 class FinetuneJob:
@@ -104,8 +96,14 @@ class FinetuneJob:
         self._step = 0
         self._resumed = False
         self._loader: Loader | None = None
-        self._tally = Tally()
-        self._placed: list[Placed] = []
+        self._feed = Feed(
+            split,
+            options,
+            pool=pool,
+            replanner=replanner,
+            device=self._device,
+            log_level=logging.INFO if choices.exact == "numeric" else logging.DEBUG,
+        )
 
     # ------------------------------------------------------------------------------------ training
 
@@ -187,8 +185,8 @@ class FinetuneJob:
                 self._replan(time.perf_counter() - handed_out, len(targets), order)
         self._guard.check_values()
         if whole:
-            self._tally.epoch_s.append(time.perf_counter() - began)
-            self._tally.epoch_bytes.append(self._link_bytes() - bytes_before)
+            self._feed.tally.epoch_s.append(time.perf_counter() - began)
+            self._feed.tally.epoch_bytes.append(self._link_bytes() - bytes_before)
         self._epoch, self._step = self._epoch + 1, 0
 
     def _replan(self, trained_s: float, samples: int, order: EpochOrder) -> None:
@@ -223,145 +221,23 @@ class FinetuneJob:
     def _steps(self, order: EpochOrder) -> Generator[tuple[Features, torch.Tensor], None, None]:
         self.close_loader()
         pins = self._replay.pins(self._epoch)
-        with self._loading(
-            self._dataset, order, epoch=self._epoch, first=self._step, pins=pins, log_routes=True
+        with self._feed.training(
+            self._dataset, self.plan, order, epoch=self._epoch, step=self._step, pins=pins
         ) as loader:
             self._loader = loader
-            form, finish = self._split.tail.values, self._finisher(self._dataset, self._epoch)
-            for values, ids in steps(loader, order, form=form, finish=finish, first=self._step):
-                if values is None:
-                    raise DatasetError("every sample of a training batch had to be skipped")
-                yield form.one_or_all(values), self._dataset.targets[ids].to(values[0].device)
+            form, finish = self._split.tail.values, self._feed.finisher(self._dataset, self._epoch, self._saw)
+            try:
+                for values, ids in steps(loader, order, form=form, finish=finish, first=self._step):
+                    if values is None:
+                        raise DatasetError("every sample of a training batch had to be skipped")
+                    yield form.one_or_all(values), self._dataset.targets[ids].to(values[0].device)
+            finally:
+                if self._loader is loader:  # closing an old iteration must not end the new one
+                    self._loader = None
 
-    @contextlib.contextmanager
-    def _loading(
-        self,
-        dataset: Dataset,
-        order: EpochOrder,
-        *,
-        epoch: int,
-        first: int = 0,
-        pins: Mapping[int, Pin] | None = None,
-        log_routes: bool = False,
-    ) -> Iterator[Loader]:
-        """A loader for one pass over a dataset; what it delivered is added up when it ends."""
-        pins = pins or {}
-        dealt = deal(self.plan.routes, len(order.micro_batches), start=dataset.chain.start)
-        tally, placed = self._tally, self._placed  # the loader must not hold the job
-        replanner = self._replanner
-        level = logging.INFO if self._exact == "numeric" else logging.DEBUG
-
-        def note(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
-            tally.timings(source, timings)
-            if not log_routes:
-                return
-            placed.append(Placed(epoch=epoch, index=index, source=source, cut=batch.position))
-            log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, batch.position)
-            if replanner is not None:
-                tier = Tier.COMPUTE if source == LOCAL else Tier.STORAGE
-                sent_bytes = sum(tensor.nbytes for tensor in batch.tensors)
-                replanner.saw(tier, timings, sent_bytes=sent_bytes)
-
-        loader = Loader(
-            order.micro_batches,
-            local=LocalSource(
-                dataset=dataset,
-                engine=self._engine(dataset),
-                seed=self._options.seed,
-                epoch=epoch,
-                on_bad_sample=self._options.on_bad_sample,
-            ),
-            first=first_micro_batch(order, first),
-            remote=self._remote(dataset, order, epoch, pins, dealt),
-            window=self._window(),
-            num_workers=self._options.num_workers,
-            expected_bytes=self._expected_bytes(),
-            on_timings=note,
-            pins=pins,
-            dealt=dealt,
-        )
-        try:
-            yield loader
-        finally:
-            loader.close()
-            if self._loader is loader:  # an evaluation in mid-epoch has a loader of its own
-                self._loader = None
-            tally.add(loader.report)
-
-    def _finisher(self, dataset: Dataset, epoch: int) -> Callable[[MicroBatch], Values]:
-        """What runs the rest of the prefix on a micro-batch, here, up to the freeze point."""
-        engine = self._engine(dataset)
-
-        def finish(batch: MicroBatch) -> Values:
-            clock = Clock()
-            # Only input stages can find a sample bad, and name its object; as a rule they have run.
-            names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
-            done = engine.resume(
-                batch,
-                object_names=names,
-                stop=self._split.freeze,
-                seed=self._options.seed,
-                epoch=epoch,
-                on_bad_sample=self._options.on_bad_sample,
-                clock=clock,
-            )
-            self._tally.timings("finish", clock.timings())
-            if self._replanner is not None and dataset is self._dataset:
-                self._replanner.saw(Tier.COMPUTE, clock.timings())
-            return tuple(value.to(self._device) for value in done.tensors)
-
-        return finish
-
-    def _engine(self, dataset: Dataset) -> Engine:
-        program, micro_batch = self._split.program, self._options.micro_batch
-        return Engine(chain=dataset.chain, program=program, micro_batch=micro_batch)
-
-    def _remote(
-        self,
-        dataset: Dataset,
-        order: EpochOrder,
-        epoch: int,
-        pins: Mapping[int, Pin],
-        dealt: Sequence[Dealt],
-    ) -> Remote | None:
-        program = self._split.program
-        ways = (*(hand.way for hand in dealt), *(pin.way for pin in pins.values()))
-        asks = self._replanner is not None or Way.REMOTE in ways
-        if self._pool is None or program is None or not asks:
-            return None
-        question = Question(
-            dataset=dataset,
-            program=program,
-            seed=self._options.seed,
-            on_bad_sample=self._options.on_bad_sample,
-        )
-        micro_batches = order.micro_batches
-
-        def make_request(indices: Sequence[int], cut: int | None) -> RunRequest:
-            stop = 0 if cut is None else cut
-            return question.request([micro_batches[i] for i in indices], stop=stop, epoch=epoch)
-
-        return Remote(
-            pool=self._pool,
-            make_request=make_request,
-            connections=self._options.connections,
-            per_request=self._options.per_request,
-        )
-
-    def _window(self) -> Window:
-        """About two training batches, and never less than keeps every connection busy."""
-        options = self._options
-        two_batches = -(-2 * options.batch_size // options.micro_batch)
-        return Window(micro_batches=max(two_batches, MIN_WINDOW), num_bytes=options.window_bytes)
-
-    def _expected_bytes(self) -> dict[Way, int]:
-        program = self._split.program
-        if program is None:
-            return {}
-        crossing = [program.graph.input_bytes, *(stage.out_bytes for stage in program.stages)]
-        most = max(crossing[max(route.cut, 0)] for route in self.plan.routes)
-        size = self._options.micro_batch
-        return {Way.REMOTE: int(most * size), Way.LOCAL: int(program.graph.input_bytes * size)}
+    def _saw(self, timings: Timings) -> None:
+        if self._replanner is not None:
+            self._replanner.saw(Tier.COMPUTE, timings)
 
     # ------------------------------------------------------------------------------------- judging
 
@@ -392,10 +268,10 @@ class FinetuneJob:
         )
         if self._pool is not None:
             dataset.publish()
-        form, finish = self._split.tail.values, self._finisher(dataset, epoch=0)
+        form, finish = self._split.tail.values, self._feed.finisher(dataset, epoch=0)
         total, count = 0.0, 0
         with (
-            self._loading(dataset, order, epoch=0) as loader,
+            self._feed.evaluating(dataset, self.plan, order) as loader,
             torch.no_grad(),
             in_eval(self._model),
         ):
@@ -466,7 +342,7 @@ class FinetuneJob:
     def report(self) -> Report:
         """What was delivered so far, and from where."""
         running = self._loader.report if self._loader is not None else None
-        return self._tally.report(running, exact=self._exact, tolerance=self._tolerance)
+        return self._feed.tally.report(running, exact=self._exact, tolerance=self._tolerance)
 
     @property
     def placed(self) -> Sequence[Placed]:
@@ -475,7 +351,7 @@ class FinetuneJob:
         Given to a later ``finetune(..., replay=job.placed)``, each is computed there again: the same bits, in
         a ``numeric`` job too.
         """
-        return tuple(self._placed)
+        return tuple(self._feed.placed)
 
     @property
     def switches(self) -> Sequence[Switch]:

@@ -1,0 +1,225 @@
+"""What brings a job its micro-batches: a loader for each pass over a dataset, and the rest of the prefix."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from upriver.client.deal import deal
+from upriver.client.flow import Values, first_micro_batch
+from upriver.client.loader import LOCAL, Loader, Remote
+from upriver.client.local import LocalSource
+from upriver.client.options import JobOptions
+from upriver.client.order import EpochOrder
+from upriver.client.pool import ServerPool
+from upriver.client.replan import Replanner
+from upriver.client.report import Tally
+from upriver.client.routes import Placed
+from upriver.client.servers import Question
+from upriver.client.slots import Dealt, Pin, Way, Window
+from upriver.engine.clock import Clock
+from upriver.engine.engine import Engine
+from upriver.pipeline import Dataset
+from upriver.program.split import Split
+from upriver.protocol import RunRequest
+from upriver.types import MicroBatch, Plan, Tier, Timings
+
+log = logging.getLogger("upriver")
+
+MIN_WINDOW = 8
+"""Micro-batches in flight at least: with a mix of routes a window of 8 came to 1.03 times the bound."""
+
+
+class Feed:
+    """Makes loaders, and keeps what they delivered. Knows nothing of the job, which can be collected.
+
+    Args:
+        log_level: At which each micro-batch's place is logged.
+
+    Attributes:
+        tally: What passes that are over have delivered.
+        placed: Where the micro-batches of training were computed.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        options: JobOptions,
+        *,
+        pool: ServerPool | None,
+        replanner: Replanner | None,
+        device: torch.device,
+        log_level: int,
+    ) -> None:
+        self._split, self._options = split, options
+        self._pool, self._replanner = pool, replanner
+        self._device, self._log_level = device, log_level
+        self.tally = Tally()
+        self.placed: list[Placed] = []
+
+    @contextlib.contextmanager
+    def training(
+        self,
+        dataset: Dataset,
+        plan: Plan,
+        order: EpochOrder,
+        *,
+        epoch: int,
+        step: int,
+        pins: Mapping[int, Pin],
+    ) -> Iterator[Loader]:
+        """A loader for an epoch of training, from a step of it on; its places are noted.
+
+        Args:
+            pins: Micro-batches that must come from a certain place.
+        """
+        placed, replanner, level = self.placed, self._replanner, self._log_level
+
+        def note(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
+            placed.append(Placed(epoch=epoch, index=index, source=source, cut=batch.position))
+            log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, batch.position)
+            if replanner is not None:
+                tier = Tier.COMPUTE if source == LOCAL else Tier.STORAGE
+                sent_bytes = sum(tensor.nbytes for tensor in batch.tensors)
+                replanner.saw(tier, timings, sent_bytes=sent_bytes)
+
+        first = first_micro_batch(order, step)
+        with self._loading(dataset, plan, order, epoch=epoch, first=first, pins=pins, note=note) as loader:
+            yield loader
+
+    @contextlib.contextmanager
+    def evaluating(self, dataset: Dataset, plan: Plan, order: EpochOrder) -> Iterator[Loader]:
+        """A loader for one pass over a dataset of its own."""
+
+        def note(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
+            pass
+
+        with self._loading(dataset, plan, order, epoch=0, first=0, pins={}, note=note) as loader:
+            yield loader
+
+    @contextlib.contextmanager
+    def _loading(
+        self,
+        dataset: Dataset,
+        plan: Plan,
+        order: EpochOrder,
+        *,
+        epoch: int,
+        first: int,
+        pins: Mapping[int, Pin],
+        note: Callable[[int, str, MicroBatch, Timings], None],
+    ) -> Iterator[Loader]:
+        """A loader for one pass; what it delivered is added up when it ends."""
+        dealt = deal(plan.routes, len(order.micro_batches), start=dataset.chain.start)
+        tally = self.tally
+
+        def count(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
+            tally.timings(source, timings)
+            note(index, source, batch, timings)
+
+        loader = Loader(
+            order.micro_batches,
+            local=LocalSource(
+                dataset=dataset,
+                engine=self._engine(dataset),
+                seed=self._options.seed,
+                epoch=epoch,
+                on_bad_sample=self._options.on_bad_sample,
+            ),
+            first=first,
+            remote=self._remote(dataset, order, epoch, pins, dealt),
+            window=self._window(),
+            num_workers=self._options.num_workers,
+            expected_bytes=self._expected_bytes(plan),
+            on_timings=count,
+            pins=pins,
+            dealt=dealt,
+        )
+        try:
+            yield loader
+        finally:
+            loader.close()
+            tally.add(loader.report)
+
+    def finisher(
+        self, dataset: Dataset, epoch: int, saw: Callable[[Timings], None] = lambda timings: None
+    ) -> Callable[[MicroBatch], Values]:
+        """What runs the rest of the prefix on a micro-batch, here, up to the freeze point.
+
+        Args:
+            saw: Told what it took.
+        """
+        engine = self._engine(dataset)
+
+        def finish(batch: MicroBatch) -> Values:
+            clock = Clock()
+            # Only input stages can find a sample bad, and name its object; as a rule they have run.
+            names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
+            done = engine.resume(
+                batch,
+                object_names=names,
+                stop=self._split.freeze,
+                seed=self._options.seed,
+                epoch=epoch,
+                on_bad_sample=self._options.on_bad_sample,
+                clock=clock,
+            )
+            self.tally.timings("finish", clock.timings())
+            saw(clock.timings())
+            return tuple(value.to(self._device) for value in done.tensors)
+
+        return finish
+
+    def _engine(self, dataset: Dataset) -> Engine:
+        program, micro_batch = self._split.program, self._options.micro_batch
+        return Engine(chain=dataset.chain, program=program, micro_batch=micro_batch)
+
+    def _remote(
+        self,
+        dataset: Dataset,
+        order: EpochOrder,
+        epoch: int,
+        pins: Mapping[int, Pin],
+        dealt: Sequence[Dealt],
+    ) -> Remote | None:
+        program = self._split.program
+        ways = (*(hand.way for hand in dealt), *(pin.way for pin in pins.values()))
+        asks = self._replanner is not None or Way.REMOTE in ways
+        if self._pool is None or program is None or not asks:
+            return None
+        question = Question(
+            dataset=dataset,
+            program=program,
+            seed=self._options.seed,
+            on_bad_sample=self._options.on_bad_sample,
+        )
+        micro_batches = order.micro_batches
+
+        def make_request(indices: Sequence[int], cut: int | None) -> RunRequest:
+            stop = 0 if cut is None else cut
+            return question.request([micro_batches[i] for i in indices], stop=stop, epoch=epoch)
+
+        return Remote(
+            pool=self._pool,
+            make_request=make_request,
+            connections=self._options.connections,
+            per_request=self._options.per_request,
+        )
+
+    def _window(self) -> Window:
+        """About two training batches, and never less than keeps every connection busy."""
+        options = self._options
+        two_batches = -(-2 * options.batch_size // options.micro_batch)
+        return Window(micro_batches=max(two_batches, MIN_WINDOW), num_bytes=options.window_bytes)
+
+    def _expected_bytes(self, plan: Plan) -> dict[Way, int]:
+        program = self._split.program
+        if program is None:
+            return {}
+        crossing = [program.graph.input_bytes, *(stage.out_bytes for stage in program.stages)]
+        most = max(crossing[max(route.cut, 0)] for route in plan.routes)
+        size = self._options.micro_batch
+        return {Way.REMOTE: int(most * size), Way.LOCAL: int(program.graph.input_bytes * size)}
