@@ -20,6 +20,7 @@ from upriver.client.report import Tally
 from upriver.client.routes import Placed
 from upriver.client.servers import Question
 from upriver.client.slots import Dealt, Pin, Way, Window
+from upriver.client.window import told, window_for
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.pipeline import Dataset
@@ -29,14 +30,12 @@ from upriver.types import MicroBatch, Plan, Tier, Timings
 
 log = logging.getLogger("upriver")
 
-MIN_WINDOW = 8
-"""Micro-batches in flight at least: with a mix of routes a window of 8 came to 1.03 times the bound."""
-
 
 class Feed:
     """Makes loaders, and keeps what they delivered. Knows nothing of the job, which can be collected.
 
     Args:
+        start: Position of the stored bytes.
         log_level: At which each micro-batch's place is logged.
 
     Attributes:
@@ -49,12 +48,13 @@ class Feed:
         split: Split,
         options: JobOptions,
         *,
+        start: int,
         pool: ServerPool | None,
         replanner: Replanner | None,
         device: torch.device,
         log_level: int,
     ) -> None:
-        self._split, self._options = split, options
+        self._split, self._options, self._start = split, options, start
         self._pool, self._replanner = pool, replanner
         self._device, self._log_level = device, log_level
         self.tally = Tally()
@@ -86,6 +86,7 @@ class Feed:
                 sent_bytes = sum(tensor.nbytes for tensor in batch.tensors)
                 replanner.saw(tier, timings, sent_bytes=sent_bytes)
 
+        log.info("%s", told(self.window(plan)))
         first = first_micro_batch(order, step)
         with self._loading(dataset, plan, order, epoch=epoch, first=first, pins=pins, note=note) as loader:
             yield loader
@@ -131,9 +132,9 @@ class Feed:
             ),
             first=first,
             remote=self._remote(dataset, order, epoch, pins, dealt),
-            window=self._window(),
+            window=self.window(plan),
             num_workers=self._options.num_workers,
-            expected_bytes=self._expected_bytes(plan),
+            expected_bytes=self._expected_bytes(),
             on_timings=count,
             pins=pins,
             dealt=dealt,
@@ -209,17 +210,34 @@ class Feed:
             per_request=self._options.per_request,
         )
 
-    def _window(self) -> Window:
-        """About two training batches, and never less than keeps every connection busy."""
+    def window(self, plan: Plan) -> Window:
+        """How far loaders run ahead under a plan."""
         options = self._options
-        two_batches = -(-2 * options.batch_size // options.micro_batch)
-        return Window(micro_batches=max(two_batches, MIN_WINDOW), num_bytes=options.window_bytes)
+        return window_for(
+            plan,
+            start=self._start,
+            batch_size=options.batch_size,
+            micro_batch=options.micro_batch,
+            connections=options.connections,
+            num_workers=options.num_workers,
+            crossing_bytes=self._crossing_bytes,
+            num_bytes=options.window_bytes,
+        )
 
-    def _expected_bytes(self, plan: Plan) -> dict[Way, int]:
+    def _crossing_bytes(self, cut: int) -> float:
+        """What a sample weighs that arrives at a cut; among input stages at most as much as behind them."""
+        program = self._split.program
+        if program is None:
+            return 0.0
+        return program.stages[cut - 1].out_bytes if cut > 0 else program.graph.input_bytes
+
+    def _expected_bytes(self) -> dict[Way | Dealt, int]:
         program = self._split.program
         if program is None:
             return {}
-        crossing = [program.graph.input_bytes, *(stage.out_bytes for stage in program.stages)]
-        most = max(crossing[max(route.cut, 0)] for route in plan.routes)
-        size = self._options.micro_batch
-        return {Way.REMOTE: int(most * size), Way.LOCAL: int(program.graph.input_bytes * size)}
+        sizes = {
+            cut: int(self._crossing_bytes(cut) * self._options.micro_batch)
+            for cut in range(self._start + 1, program.num_stages + 1)
+        }
+        remote: dict[Way | Dealt, int] = {Dealt(way=Way.REMOTE, cut=cut): size for cut, size in sizes.items()}
+        return remote | {Way.LOCAL: sizes[0]}

@@ -29,6 +29,8 @@ from upriver.client.pool import ServerPool, ServerStatus
 from upriver.client.replan import Replanner, Switch
 from upriver.client.report import Report
 from upriver.client.routes import Placed, Routes
+from upriver.client.slots import Window
+from upriver.client.window import told
 from upriver.client.wrapping import TailRunner
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset
@@ -99,6 +101,7 @@ class FinetuneJob:
         self._feed = Feed(
             split,
             options,
+            start=dataset.chain.start,
             pool=pool,
             replanner=replanner,
             device=self._device,
@@ -200,7 +203,7 @@ class FinetuneJob:
         plan, before, after = found
         self.plan = replace(plan, measured=self.plan.measured)
         start = self._dataset.chain.start
-        loader.deal(deal(plan.routes, len(order.micro_batches), start=start))
+        loader.deal(deal(plan.routes, len(order.micro_batches), start=start), self.window)
         switch = Switch(
             epoch=self._epoch,
             step=self._step,
@@ -209,7 +212,7 @@ class FinetuneJob:
             after=after.epoch_s,
         )
         self._switches.append(switch)
-        log.info("%s", switch)
+        log.info("%s; %s", switch, told(self.window))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -352,6 +355,11 @@ class FinetuneJob:
         a ``numeric`` job too.
         """
         return tuple(self._feed.placed)
+
+    @property
+    def window(self) -> Window:
+        """How many micro-batches may be in flight under the plan, and how many bytes of them."""
+        return self._feed.window(self.plan)
 
     @property
     def switches(self) -> Sequence[Switch]:

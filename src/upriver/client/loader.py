@@ -113,7 +113,7 @@ class Loader:
         remote: Servers and how to ask them, or None to use the plain way only.
         window: How far to run ahead.
         num_workers: Threads of the plain way.
-        expected_bytes: What a micro-batch weighs in memory, by way, before any has arrived.
+        expected_bytes: What a micro-batch weighs in memory, by route or way, before any has arrived.
         on_timings: Called with index, source, the micro-batch and its timings when it is handed out.
         pins: Micro-batches that must come from a certain place, as in an earlier run: nobody else is asked
             for them, and what fails there is an error.
@@ -129,7 +129,7 @@ class Loader:
         remote: Remote | None = None,
         window: Window | None = None,
         num_workers: int = 1,
-        expected_bytes: Mapping[Way, int] | None = None,
+        expected_bytes: Mapping[Way | Dealt, int] | None = None,
         on_timings: Callable[[int, str, MicroBatch, Timings], None] | None = None,
         pins: Mapping[int, Pin] | None = None,
         dealt: Sequence[Dealt] | None = None,
@@ -138,11 +138,10 @@ class Loader:
             raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
         if remote is None and any(pin.way is Way.REMOTE for pin in (pins or {}).values()):
             raise ConfigError("micro-batches that must come from a server need servers to ask")
-        window = window or Window()
         table = SlotTable(
             len(micro_batches),
             first=first,
-            window=window,
+            window=window or Window(),
             expected_bytes=expected_bytes,
             pins=pins,
             dealt=dealt,
@@ -151,7 +150,7 @@ class Loader:
         self._on_timings = on_timings
         self._samples: dict[str, int] = {}
         self._skipped: list[int] = []
-        self._crew.start(num_workers=num_workers, window=window)
+        self._crew.start(num_workers=num_workers)
         # Joining threads is nothing for a garbage collector, which may run in one of them, with a lock held.
         weakref.finalize(self, _dispose, self._crew).atexit = False
 
@@ -190,13 +189,14 @@ class Loader:
             self._on_timings(index, delivery.source, batch, delivery.timings)
         return batch
 
-    def deal(self, dealt: Sequence[Dealt]) -> None:
+    def deal(self, dealt: Sequence[Dealt], window: Window | None = None) -> None:
         """New routes for every micro-batch that nobody works on yet; none is lost, none is made twice.
 
         Args:
             dealt: For the whole epoch.
+            window: How far to run ahead from now on, where that changes too.
         """
-        self._crew.deal(dealt)
+        self._crew.deal(dealt, window)
 
     def close(self) -> None:
         """Break everything off and wait for the threads. May be called again."""
@@ -232,14 +232,12 @@ class _Crew:
         self._answers: set[Answer] = set()
         self._threads: list[threading.Thread] = []
 
-    def start(self, *, num_workers: int, window: Window) -> None:
+    def start(self, *, num_workers: int) -> None:
         """Start the threads."""
         mains: list[Callable[[], None]] = [self._work_locally] * num_workers
         if (remote := self._remote) is not None:
             remote.pool.add_listener(self._wake)
-            # Requests as long as the window would leave nothing to send while the consumer is at work.
-            most = max(1, min(remote.per_request, window.micro_batches // (remote.connections + 1)))
-            mains += [partial(self._work_remotely, remote, most)] * remote.connections
+            mains += [partial(self._work_remotely, remote)] * remote.connections
         for i, main in enumerate(mains):
             name = f"upriver-loader-{i}"
             thread = threading.Thread(target=self._guard, args=(main,), name=name, daemon=True)
@@ -265,10 +263,10 @@ class _Crew:
             self._changed.notify_all()  # the window has moved on
         return index, delivery
 
-    def deal(self, dealt: Sequence[Dealt]) -> None:
+    def deal(self, dealt: Sequence[Dealt], window: Window | None) -> None:
         """See the loader's."""
         with self._changed:
-            self.table.deal(dealt)
+            self.table.deal(dealt, window)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -302,9 +300,9 @@ class _Crew:
 
     # --------------------------------------------------------------------------------- servers
 
-    def _work_remotely(self, remote: Remote, most: int) -> None:
+    def _work_remotely(self, remote: Remote) -> None:
         pool = remote.pool
-        while (work := self._next_request(pool, most)) is not None:
+        while (work := self._next_request(remote)) is not None:
             lease, claim = work
             try:
                 with lease:
@@ -325,11 +323,14 @@ class _Crew:
             except Exception as error:
                 self._put_error(claim, lease.client.url, error)
 
-    def _next_request(self, pool: ServerPool, most: int) -> tuple[Lease, Claim] | None:
+    def _next_request(self, remote: Remote) -> tuple[Lease, Claim] | None:
         """Wait for a run of free micro-batches and a server with room; None when it is over."""
+        pool = remote.pool
         with self._changed:
             while not self._stopped:
-                if run := self.table.find(Way.REMOTE, most):
+                # Requests as long as the window would leave nothing to send while the consumer is at work.
+                even = self.table.window.micro_batches // (remote.connections + 1)
+                if run := self.table.find(Way.REMOTE, max(1, min(remote.per_request, even))):
                     pin = self.table.pin(run[0])
                     if lease := pool.borrow(None if pin is None else pin.source):
                         return lease, self.table.claim(Way.REMOTE, run)

@@ -29,7 +29,7 @@ class Window:
     """How far fetching may run ahead of the consumer.
 
     Attributes:
-        micro_batches: At most so many in flight or ready. About two training batches keep a mix of cuts busy.
+        micro_batches: At most so many in flight or ready.
         num_bytes: At most so many bytes of them; one micro-batch is always allowed, whatever its size.
     """
 
@@ -123,6 +123,11 @@ class _Slot:
     delivery: Delivery | None = None
 
 
+def _kind(way: Way, cut: int | None) -> tuple[Way, int | None]:
+    """Micro-batches of a kind weigh the same; what is made here is always the model's input."""
+    return (way, None if way is Way.LOCAL else cut)
+
+
 class SlotTable:
     """Which of ``num_micro_batches`` are free, in flight, ready or taken. Not thread-safe: the loader locks.
 
@@ -130,7 +135,8 @@ class SlotTable:
         num_micro_batches: Of the whole epoch.
         first: Where to start; those before count as taken.
         window: How far to run ahead.
-        expected_bytes: What a micro-batch weighs, by way; corrected by what arrives.
+        expected_bytes: What a micro-batch weighs, by route or, for all others, by way; corrected by what
+            arrives.
         pins: Micro-batches that must come from a certain place; all others may come from anywhere.
         dealt: The route of each micro-batch; None lets servers make them all, up to the same cut. What
             servers cannot do is made here all the same.
@@ -142,7 +148,7 @@ class SlotTable:
         *,
         first: int,
         window: Window,
-        expected_bytes: Mapping[Way, int] | None = None,
+        expected_bytes: Mapping[Way | Dealt, int] | None = None,
         pins: Mapping[int, Pin] | None = None,
         dealt: Sequence[Dealt] | None = None,
     ) -> None:
@@ -151,9 +157,9 @@ class SlotTable:
         self.taken = first
         self.retried = 0
         self._stop = num_micro_batches
-        self._window = window
-        share = window.num_bytes // window.micro_batches  # where nothing is known
-        self._expected_bytes = {way: (expected_bytes or {}).get(way, share) for way in Way}
+        self.window = window
+        self._expected_bytes: Mapping[Way | Dealt, int] = expected_bytes or {}
+        self._largest_bytes: dict[tuple[Way, int | None], int] = {}  # that has arrived
         self._pins = dict(pins or {})
         self._num = num_micro_batches
         self._dealt: Sequence[Dealt] | None = None
@@ -211,7 +217,7 @@ class SlotTable:
 
     def _next_alike(self, index: int) -> int:
         """The next micro-batch that could go with this one; the end of the epoch where none is in reach."""
-        later = range(index + 1, min(self._stop, self._window_end + self._window.micro_batches))
+        later = range(index + 1, min(self._stop, self._window_end + self.window.micro_batches))
         return next((other for other in later if self._alike(other, index)), self._stop)
 
     def _cut(self, index: int) -> int | None:
@@ -222,10 +228,19 @@ class SlotTable:
     def claim(self, way: Way, run: Sequence[int]) -> Claim:
         """Give a run that `find` returned to one thread."""
         claim = Claim(way=way, indices=tuple(run), cut=self._cut(run[0]))
+        expected = self._expected(way, claim.cut)
         for index in claim.indices:
-            self._slots[index] = _Slot(claim, self._expected_bytes[way])
-            self._held_bytes += self._expected_bytes[way]
+            self._slots[index] = _Slot(claim, expected)
+            self._held_bytes += expected
         return claim
+
+    def _expected(self, way: Way, cut: int | None) -> int:
+        """Bytes of a micro-batch that is made this way, as far as is known before it is there."""
+        even = self.window.num_bytes // self.window.micro_batches
+        guess = self._expected_bytes.get(way, even)
+        if cut is not None:
+            guess = self._expected_bytes.get(Dealt(way=way, cut=cut), guess)
+        return max(self._largest_bytes.get(_kind(way, cut), 0), guess)
 
     def _free(self, way: Way, *, only_failed: bool) -> Iterator[int]:
         for index in range(self.taken, min(self._stop, self._window_end)):
@@ -242,12 +257,12 @@ class SlotTable:
 
     @property
     def _window_end(self) -> int:
-        return self.taken + self._window.micro_batches
+        return self.taken + self.window.micro_batches
 
     def _fits(self, index: int, found: int, way: Way) -> bool:
         """Whether one more stays within the window's bytes; the one that is due always does."""
-        expected = self._expected_bytes[way] * (found + 1)
-        return index == self.taken or self._held_bytes + expected <= self._window.num_bytes
+        expected = self._expected(way, self._cut(index)) * (found + 1)
+        return index == self.taken or self._held_bytes + expected <= self.window.num_bytes
 
     def _worth_waiting(self, run: Sequence[int], limit: int) -> bool:
         """Whether a run cut short by the window's end should wait until the window has moved on.
@@ -258,15 +273,16 @@ class SlotTable:
         if not 0 < len(run) < limit or run[0] == self.taken:
             return False
         short = self._window_end <= self._next_alike(run[-1]) < self._stop
-        near = run[-1] + 1 < self._window_end and run[0] - self.taken < self._window.micro_batches // 2
+        near = run[-1] + 1 < self._window_end and run[0] - self.taken < self.window.micro_batches // 2
         return short and not near
 
     # ------------------------------------------------------------------------------------- changes
 
-    def deal(self, dealt: Sequence[Dealt]) -> None:
-        """New routes for what is not in flight yet; what is stays what it was."""
+    def deal(self, dealt: Sequence[Dealt], window: Window | None = None) -> None:
+        """New routes, and another window, for what is not in flight yet; what is stays what it was."""
         self._check_dealt(dealt)
         self._dealt = dealt
+        self.window = window or self.window
 
     def _check_dealt(self, dealt: Sequence[Dealt]) -> None:
         if len(dealt) != self._num:
@@ -280,7 +296,8 @@ class SlotTable:
         if delivery.error is not None:
             self._stop = min(self._stop, index + 1)  # nothing after an error will be delivered
         num_bytes = delivery.num_bytes
-        self._expected_bytes[claim.way] = max(self._expected_bytes[claim.way], num_bytes)
+        kind = _kind(claim.way, claim.cut)
+        self._largest_bytes[kind] = max(self._largest_bytes.get(kind, 0), num_bytes)
         self._held_bytes += num_bytes - slot.num_bytes
         slot.num_bytes = num_bytes
         slot.delivery = delivery
