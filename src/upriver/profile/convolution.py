@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -28,23 +28,31 @@ WIDE_KERNEL = 14
 THREAD_BYTES = 64 << 10
 """What a kernel keeps for each thread, where it keeps little."""
 
+FEW_SAMPLES = (1, 15)
+"""Up to so many torch may leave a convolution to other kernels than oneDNN's: one small sample, and fewer
+than 16 samples of a pointwise one on a single thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Bytes beside arguments and results.
 
     Attributes:
-        growing: What grows with the number of samples.
-        fixed: What does not.
+        growing: What grows with the number of samples, at most.
+        fixed: What does not, at most.
+        at_once: The two together, where they are not held at one time; None where they are.
+        few: All that it takes with so few samples that torch chooses another kernel; 0 if it never does.
     """
 
     growing: int = 0
     fixed: int = 0
+    at_once: int | None = None
+    few: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Both."""
-        return self.growing + self.fixed
+        """Most bytes at one time."""
+        return self.growing + self.fixed if self.at_once is None else self.at_once
 
 
 NOTHING = Workspace()
@@ -54,11 +62,13 @@ Phase: TypeAlias = "tuple[int, int]"
 
 
 def largest(phases: Iterable[Phase]) -> Workspace:
-    """What bounds every phase, for this number of samples and any smaller one."""
+    """What the phases take, one after the other."""
     phases = list(phases)
-    fixed = max(0, *(fixed for _, fixed in phases))
-    total = max(growing + fixed for growing, fixed in phases)
-    return Workspace(max(0, total - fixed), fixed)
+    return Workspace(
+        growing=max(0, *(growing for growing, _ in phases)),
+        fixed=max(0, *(fixed for _, fixed in phases)),
+        at_once=max(0, *(growing + fixed for growing, fixed in phases)),
+    )
 
 
 def convolution(args: Sequence[Any], results: Sequence[torch.Tensor]) -> Workspace:
@@ -68,7 +78,9 @@ def convolution(args: Sequence[Any], results: Sequence[torch.Tensor]) -> Workspa
     sides = (results[0], x) if transposed else (x, results[0])
     sizes = _Sizes.of(sides[0], sides[1], w, stride=stride, groups=groups, backend=backend)
     copied = _copied(results[0], x)
-    return largest((copied + g, f) for g, f in (sizes.to_input() if transposed else sizes.to_output()))
+    taken = largest((copied + g, f) for g, f in (sizes.to_input() if transposed else sizes.to_output()))
+    call = (w, bias, stride, padding, dilation, transposed, output_padding, groups)
+    return replace(taken, few=_with_few(sizes, copied, x, *call))
 
 
 def convolution_backward(args: Sequence[Any], results: Sequence[torch.Tensor]) -> Workspace:
@@ -86,7 +98,18 @@ def convolution_backward(args: Sequence[Any], results: Sequence[torch.Tensor]) -
     if wanted[1]:
         phases += [(growing, fixed - w.nbytes) for growing, fixed in sizes.to_weights()]
     copied = _copied(x, grad, x)
-    return largest((copied + growing, fixed) for growing, fixed in phases)
+    taken = largest((copied + growing, fixed) for growing, fixed in phases)
+    call = (w, bias, stride, padding, dilation, transposed, output_padding, groups)
+    return replace(taken, few=_with_few(sizes, copied, x, *call))
+
+
+def _with_few(sizes: _Sizes, copied: int, x: torch.Tensor, *call: Any) -> int:
+    """Bytes with as many samples as leave the convolution to another kernel, at most."""
+    if not sizes.onednn and sizes.samples > max(FEW_SAMPLES):
+        return 0  # no number of samples makes oneDNN's of it
+    growing, fixed = sizes.elsewhere
+    others = [n for n in FEW_SAMPLES if "Mkldnn" not in _backend(x.new_empty(n, *x.shape[1:]), *call)]
+    return math.ceil((growing + copied) * max(others) / sizes.samples) + fixed if others else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,12 +10,30 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upriver.profile.convolution import NOTHING, Workspace
+from upriver.profile.libraries import Kept
 from upriver.profile.workspace import tensors_of, workspace
+
+
+class Moment(NamedTuple):
+    """One call of an operator.
+
+    Attributes:
+        name: The operator's.
+        live: Bytes of tensors alive, its results among them.
+        taken: What it takes beside them.
+        backward: Whether autograd called it: with data it adds up gradients in place where it can.
+    """
+
+    name: str
+    live: int
+    taken: Workspace
+    backward: bool
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -23,23 +41,39 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         live: Bytes alive now.
-        low: Most bytes of tensors alive at once so far.
-        high: The same with what operators take beside them.
-        fixed: Most bytes that one operator takes whatever the number of samples.
-        summing: Whether autograd runs: it adds up gradients in place where it can, but not without data.
+        moments: Each call so far.
+        kept: What libraries keep after them.
+        backward: Whether autograd runs; set by whoever calls it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Kept | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.low = self.high = self.fixed = 0
-        self.summing = False
+        self.live = 0
+        self.moments: list[Moment] = []
+        self.kept = kept or Kept()
+        self.backward = False
         self._watched: dict[int, weakref.ref[torch.UntypedStorage] | None] = {}
+
+    @property
+    def high(self) -> int:
+        """Most bytes at once so far, with what operators take beside tensors."""
+        return max((moment.live + moment.taken.nbytes for moment in self.moments), default=0)
+
+    @property
+    def most_live(self) -> int:
+        """Most bytes of tensors at once so far."""
+        return max((moment.live for moment in self.moments), default=0)
+
+    @property
+    def most_live_forward(self) -> int:
+        """The same before autograd ran."""
+        return max((moment.live for moment in self.moments if not moment.backward), default=0)
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made before."""
         for tensor in tensors:
             self._add(tensor, counted=True)
-        self._note(0)
+        self.moments.append(Moment("", self.live, NOTHING, False))
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never count these: weights, which are there before and after."""
@@ -58,8 +92,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in results:
             self._add(tensor, counted=True)
         taken = workspace(func, args, kwargs, results)
-        self.fixed = max(self.fixed, taken.fixed)
-        self._note(taken.nbytes, sums=self.summing and func is torch.ops.aten.add.Tensor)
+        name = func._schema.name.partition("::")[2]
+        self.kept.note(name, args, list(tensors_of([args, list(kwargs.values())])))
+        self.moments.append(Moment(name, self.live, taken, self.backward))
         return given
 
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> None:
@@ -74,8 +109,3 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gone(self, key: int, nbytes: int, _reference: object) -> None:
         del self._watched[key]
         self.live -= nbytes
-
-    def _note(self, taken: int, *, sums: bool = False) -> None:
-        if not sums:
-            self.low = max(self.low, self.live)
-        self.high = max(self.high, self.live + taken)

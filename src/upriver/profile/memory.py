@@ -12,8 +12,9 @@ and what an allocator keeps for later after tensors are gone.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +22,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from upriver.errors import ConfigError, ModelError
+from upriver.profile.convolution import FEW_SAMPLES
 from upriver.profile.ledger import Ledger
+from upriver.profile.libraries import Kept
+from upriver.profile.lines import Line, high_lines, same_calls
 from upriver.program.example import tensors_in
 from upriver.program.graph import Graph
 from upriver.program.precision import autocast_dtype, autocasting
@@ -32,16 +36,11 @@ from upriver.program.trace import no_fast_path, state_kept
 
 OptimizerFor: TypeAlias = "Callable[[list[nn.Parameter]], torch.optim.Optimizer]"
 Loss: TypeAlias = "Callable[[Any], torch.Tensor]"
+FeaturesOf: TypeAlias = "Callable[[int], Sequence[torch.Tensor]]"
 
 
-RESERVE_BYTES = 4 << 20
-"""In every high end: kernels that libraries generate, packing buffers of matrix products, pages half used.
-
-They do not depend on the tensors' sizes; ``benchmarks/memory_model.py`` shows what a process has taken beside
-them."""
-
-TRAINING_RESERVE_BYTES = 16 << 20
-"""The same for training, which uses more kernels: 14 MB were seen."""
+FEWEST = max(FEW_SAMPLES) + 1
+"""A line in the number of samples is taken from here on: below, kernels are others (see ``convolution``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,51 +49,62 @@ class MemoryEstimate:
 
     Attributes:
         samples: How many samples the run takes at once.
-        low_bytes: Tensors alone: no run takes less.
-        high_bytes: With all that operators may take beside them.
-        fixed_bytes: A bound of the part of ``high_bytes`` that does not grow with the samples.
+        low_bytes: Tensors alone: no run takes less. Of training, those that forward has made and saved, and
+            those alive in the optimizer's step: what backward adds, a run with data may partly write over.
+        high_bytes: With all that operators may take beside them, and what libraries keep.
+        fixed_bytes: With ``growing_bytes`` for each sample a bound at any number of samples.
+        growing_bytes: The same.
+        reserve_bytes: How much of ``high_bytes`` libraries keep, run after run.
     """
 
     samples: int
     low_bytes: int
     high_bytes: int
-    fixed_bytes: int = 0
+    fixed_bytes: int
+    growing_bytes: float
+    reserve_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ConfigError(f"samples must be >= 1, got {self.samples}")
-        if not 0 <= self.low_bytes <= self.high_bytes or not 0 <= self.fixed_bytes <= self.high_bytes:
+        if not 0 <= self.low_bytes <= self.high_bytes or not 0 <= self.reserve_bytes <= self.high_bytes:
             raise ConfigError(
-                "0 <= low_bytes <= high_bytes and 0 <= fixed_bytes <= high_bytes must hold, got "
-                f"{self.low_bytes}, {self.high_bytes}, {self.fixed_bytes}"
+                "0 <= low_bytes <= high_bytes and 0 <= reserve_bytes <= high_bytes must hold, got "
+                f"{self.low_bytes}, {self.high_bytes}, {self.reserve_bytes}"
             )
-
-    @property
-    def growing_bytes(self) -> float:
-        """What one more sample adds to ``high_bytes``, at most."""
-        return (self.high_bytes - self.fixed_bytes) / self.samples
+        if self.fixed_bytes < 0 or self.growing_bytes < 0 or self._line(self.samples) < self.high_bytes:
+            raise ConfigError(
+                "fixed_bytes + growing_bytes x samples must be >= high_bytes, both of them >= 0, got "
+                f"{self.fixed_bytes}, {self.growing_bytes}, {self.high_bytes} at {self.samples}"
+            )
 
     def scaled(self, samples: int) -> MemoryEstimate:
         """The same run with another number of samples.
 
-        Each moment of a run takes ``f + g x samples`` bytes. With fewer samples no moment takes more than
-        ``fixed_bytes`` and its share of the rest; with more, than its share of all.
+        It takes no more than the line of ``fixed_bytes`` and ``growing_bytes``. Where the kernels stay the
+        same ones, fewer samples take no more than these, and more no more than their share of all.
 
         Raises:
             ConfigError: If ``samples`` is not a whole number from 1 on.
         """
-        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-            raise ConfigError(f"samples must be a whole number >= 1, got {samples!r}")
-        share = samples / self.samples
-        fixed = self.fixed_bytes if share <= 1 else int(self.fixed_bytes * share)
-        high = int(fixed + self.growing_bytes * samples) + 1
-        low = max(0, int((self.low_bytes - self.fixed_bytes) * share)) if share < 1 else self.low_bytes
-        return MemoryEstimate(
-            samples=samples,
-            low_bytes=self.low_bytes if share == 1 else low,
-            high_bytes=self.high_bytes if share == 1 else high,
-            fixed_bytes=fixed,
-        )
+        _check_samples(samples)
+        if samples == self.samples:
+            return self
+        share = max(1.0, samples / self.samples)
+        fewer = max(0, self.samples - samples)
+        high = self._line(samples)
+        if min(samples, self.samples) >= FEWEST:
+            high = min(high, math.ceil(self.high_bytes * share))
+        low = max(0, math.floor(self.low_bytes - self.growing_bytes * fewer))
+        return replace(self, samples=samples, high_bytes=high, low_bytes=min(low, high))
+
+    def _line(self, samples: int) -> int:
+        return math.ceil(self.fixed_bytes + self.growing_bytes * samples)
+
+
+def _check_samples(samples: object) -> None:
+    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+        raise ConfigError(f"samples must be a whole number >= 1, got {samples!r}")
 
 
 # ------------------------------------------------------------------------------------- a stretch
@@ -109,6 +119,16 @@ def stretch_peak(program: Program, start: int, stop: int) -> MemoryEstimate:
     return StretchPeaks(program).of(start, stop)
 
 
+def stage_peaks(program: Program) -> tuple[float, ...]:
+    """Peak bytes of each stage for one sample, of which the micro-batch's multiple is never under.
+
+    The largest of a stretch's stages is at least the stretch's own peak: each has room for the largest of
+    what could have crossed a cut before it, which whoever runs the stretch still holds, and for all that
+    libraries keep after all stages. What does not grow with the samples is spread over them.
+    """
+    return StretchPeaks(program).stages()
+
+
 class StretchPeaks:
     """The peaks of all stretches of one program; what they have in common is worked out once."""
 
@@ -116,6 +136,7 @@ class StretchPeaks:
         self._graph, self._device = program.graph, program.device
         self._mode = FakeTensorMode(allow_fallback_kernels=False)
         self._live = [program.live(position) for position in range(program.num_stages + 1)]
+        self._plan, self._over = schedule(program.graph), overwritable(program.graph)
         with self._running():
             self._fixed = _fixed_values(self._graph, self._device)
 
@@ -128,23 +149,41 @@ class StretchPeaks:
         last = len(self._live) - 1
         if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop <= last):
             raise ConfigError(f"start and stop must be 0 <= start <= stop <= {last}, got {start!r}, {stop!r}")
-        over = overwritable(self._graph)
+        ledger = self._ledger(start, stop)
+        low, tensors = ledger.most_live, ledger.high
+        high = tensors + ledger.kept.nbytes
+        return MemoryEstimate(
+            samples=self._graph.micro_batch,
+            low_bytes=low,
+            high_bytes=high,
+            # A program is made for one micro-batch, so what of it does not grow is not known.
+            fixed_bytes=tensors + ledger.kept.most,
+            growing_bytes=tensors / self._graph.micro_batch,
+            reserve_bytes=ledger.kept.nbytes,
+        )
+
+    def _ledger(self, start: int, stop: int, kept: Kept | None = None) -> Ledger:
+        """What running [start, stop) makes and takes."""
         with self._running():
             given = {value.name: value.spec.empty(self._device) for value in self._live[start]}
-            values, ledger = dict(given), Ledger()
+            values, ledger = dict(given), Ledger(kept)
             ledger.ignore(self._fixed.values())
             ledger.hold(given.values())
             with ledger:
-                plan = schedule(self._graph).stages[start:stop]
+                plan = self._plan.stages[start:stop]
                 for stage, nodes in zip(self._graph.stages[start:stop], plan, strict=True):
-                    steps = bind(nodes, self._fixed, self._device, over)
+                    steps = bind(nodes, self._fixed, self._device, self._over)
                     mark_last_uses(steps, nodes, [*stage.live, *self._fixed])
                     _run(steps, values, frozenset(given))
-        return _estimate(ledger, self._graph.micro_batch)
+        return ledger
 
-    def stages(self) -> tuple[MemoryEstimate, ...]:
-        """The peak of each stage by itself."""
-        return tuple(self.of(position, position + 1) for position in range(len(self._live) - 1))
+    def stages(self) -> tuple[float, ...]:
+        """Peak bytes of each stage for one sample of the micro-batch; see :func:`stage_peaks`."""
+        kept, peaks, held = Kept(), [], 0
+        for position in range(len(self._graph.stages)):
+            peaks.append(held + self._ledger(position, position + 1, kept).high)
+            held = max(held, sum(value.spec.nbytes for value in self._live[position]))
+        return tuple((peak + kept.nbytes) / self._graph.micro_batch for peak in peaks)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -183,12 +222,16 @@ def tail_peak(
     run: Callable[[Any], Any] | None = None,
     loss: Loss | None = None,
     optimizer: OptimizerFor = torch.optim.Adam,
+    features_of: FeaturesOf | None = None,
 ) -> MemoryEstimate:
     """Peak of one iteration of training: forward, backward and step, as in every iteration but the first.
 
     Counted are the features, what backward has saved, gradients of parameters and of activations on their
     way, the optimizer's state and what its step takes. Gradients are taken to be gone when an iteration
     begins (``zero_grad()`` sets them to None unless told otherwise). Nothing of the model is changed.
+
+    Forward and backward run with two numbers of samples, so that what grows with them is known. A tail that
+    runs with ``samples`` only has ``fixed_bytes`` that are all of it.
 
     Args:
         model: Whose parameters are trained: those that require a gradient.
@@ -198,33 +241,73 @@ def tail_peak(
         run: From the features (the one tensor where there is one) to the answer; the model itself by default.
         loss: From the answer to a number; the mean of squares by default.
         optimizer: Makes the optimizer.
+        features_of: Makes the features of another number of samples; their first dimension grows by default.
 
     Raises:
         ConfigError: If no parameter requires a gradient, or ``samples`` or ``features`` are none.
         ModelError: If the tail cannot run on tensors without data, or its answer depends on no parameter.
     """
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-        raise ConfigError(f"samples must be a whole number >= 1, got {samples!r}")
+    _check_samples(samples)
     if not features or not all(isinstance(tensor, torch.Tensor) for tensor in features):
         raise ConfigError("features must be one or more tensors")
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient, so nothing is trained")
+
+    def iteration(given: Sequence[torch.Tensor]) -> Ledger:
+        with _without_data(model):
+            return _iteration(model, given, parameters, run or model, loss or _mean_square)
+
+    once = iteration(features)
     with _without_data(model):
-        stepping, kept = _step(parameters, optimizer)
-        iteration = _iteration(model, features, parameters, run or model, loss or _mean_square)
-    gradients = sum(p.nbytes for p in parameters)
-    states = kept - gradients
-    held = sum(tensor.nbytes for tensor in features)  # by whoever trains, through the step too
-    high = max(states + iteration.high, held + stepping.high) + TRAINING_RESERVE_BYTES
+        stepping, kept = _step(parameters, optimizer, once.kept)
+    of = features_of or (lambda number: _first_dimension(features, samples, number))
+    states, held = kept - _nbytes(parameters), _nbytes(features)
+    high = max(states + once.high, held + stepping.high)
+    lines = _lines(iteration, of, once, samples) or [Line(high, 0), Line(0, high / samples)]
     return MemoryEstimate(
         samples=samples,
-        low_bytes=max(states + iteration.low, held + stepping.low),
-        high_bytes=high,
-        fixed_bytes=min(
-            high, max(states + gradients + iteration.fixed, stepping.high) + TRAINING_RESERVE_BYTES
-        ),
+        low_bytes=max(states + once.most_live_forward, held + stepping.most_live),
+        high_bytes=high + once.kept.nbytes,
+        fixed_bytes=math.ceil(max(stepping.high, *(states + line.fixed for line in lines))) + once.kept.most,
+        growing_bytes=max(held / samples, *(line.growing for line in lines)),
+        reserve_bytes=once.kept.nbytes,
     )
+
+
+def _lines(
+    iteration: Callable[[Sequence[torch.Tensor]], Ledger], of: FeaturesOf, given: Ledger, samples: int
+) -> list[Line]:
+    """Of forward and backward; none if runs with other numbers of samples cannot be compared.
+
+    Args:
+        given: The run with ``samples``.
+    """
+    fewest = max(samples, FEWEST)
+    try:
+        once = given if samples == fewest else iteration(of(fewest))
+        twice = iteration(of(2 * fewest))
+    except (ModelError, RuntimeError):
+        return []
+    if not same_calls(once.moments, twice.moments):
+        return []
+    return high_lines(once.moments, twice.moments, fewest)
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _first_dimension(features: Sequence[torch.Tensor], samples: int, number: int) -> tuple[torch.Tensor, ...]:
+    """The same for another number of samples, without data; what has no rows for each of them stays."""
+    made = []
+    for tensor in features:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        grows = rows > 0 and rows % samples == 0
+        shape = (rows // samples * number, *tensor.shape[1:]) if grows else tensor.shape
+        twin = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        made.append(twin.requires_grad_(tensor.requires_grad))
+    return tuple(made)
 
 
 @contextlib.contextmanager
@@ -252,7 +335,7 @@ def _iteration(
     try:
         with ledger:
             total = loss(run(given[0] if len(given) == 1 else given))
-            ledger.summing = True
+            ledger.backward = True
             gradients = torch.autograd.grad(total, parameters, allow_unused=True)
     except Exception as error:
         raise ModelError(
@@ -262,9 +345,9 @@ def _iteration(
     return ledger
 
 
-def _step(parameters: Sequence[nn.Parameter], optimizer: OptimizerFor) -> tuple[Ledger, int]:
+def _step(parameters: Sequence[nn.Parameter], optimizer: OptimizerFor, kept: Kept) -> tuple[Ledger, int]:
     """Two steps, the first of which makes the optimizer's state; with the bytes of gradients and state."""
-    ledger = Ledger()
+    ledger = Ledger(kept)
     twins = [nn.Parameter(torch.empty_like(p)) for p in parameters]
     ledger.ignore(twins)
     stepper = optimizer(twins)
@@ -290,12 +373,3 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _mean_square(answer: Any) -> torch.Tensor:
     given = [tensor for tensor in tensors_in(answer) if tensor.requires_grad]
     return torch.stack([tensor.float().square().mean() for tensor in given]).sum()
-
-
-def _estimate(ledger: Ledger, samples: int) -> MemoryEstimate:
-    return MemoryEstimate(
-        samples=samples,
-        low_bytes=ledger.low,
-        high_bytes=ledger.high + RESERVE_BYTES,
-        fixed_bytes=min(ledger.fixed, ledger.high) + RESERVE_BYTES,
-    )

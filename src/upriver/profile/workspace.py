@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from upriver.profile.convolution import NOTHING, Workspace, convolution, convolution_backward
+from upriver.profile.libraries import PRODUCTS
 
 NUMBER = 64
 """A Python number among the operands becomes a tensor or two."""
@@ -45,7 +46,7 @@ def workspace(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results
     given = list(tensors_of([args, list(kwargs.values())]))
     if torch.Tag.pointwise in func.tags or name in _ITERATED:
         return Workspace(_casts(name, given), NUMBER)
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         return Workspace(sum(t.nbytes for t in given if not _fits_blas(t)) + _low_precision(given))
     copies = sum(t.nbytes for t in given if not t.is_contiguous())
     return Workspace(copies if name in _KNOWN else copies + sum(t.nbytes for t in results))
@@ -78,8 +79,6 @@ _ITERATED_NAMES = """
 """
 _ITERATED = frozenset(_ITERATED_NAMES.split())
 """They walk over operands of any strides, as the element-wise ones do."""
-
-_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "dot"})
 
 _KNOWN_NAMES = """
     adaptive_avg_pool2d _adaptive_avg_pool2d _adaptive_avg_pool2d_backward avg_pool2d avg_pool2d_backward

@@ -1,0 +1,101 @@
+"""What libraries keep in a process once a call was made, however large its tensors: an upper bound.
+
+It stays from run to run, beside whatever tensors are alive. Three things are counted, each measured with
+torch 2.13, oneDNN 3.12 and MKL 2024.2 (``benchmarks/memory_model.py`` shows what a process has taken):
+
+- a start: pools, tables and pages half used;
+- the code that oneDNN generates for each form of convolution, one kernel a direction;
+- the buffers into which a matrix product packs its operands. MKL keeps each that was larger than those
+  before, for each thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+START_BYTES = 2 << 20
+"""Of a process that has done next to nothing: 0.2 to 1.3 MB were seen."""
+
+KERNEL_BYTES = 112 << 10
+"""Code and descriptors of one kernel: 60 to 98 kB were seen, of 1 x 1 to 7 x 7, dense and depthwise."""
+
+KERNELS = 1024
+"""How many torch lets oneDNN keep at once."""
+
+PACKED_BYTES = 5 << 20
+"""Most that one product was seen to pack for one thread: 4.8 MiB of 16384 and fewer rows and columns."""
+
+ALL_PACKED_BYTES = 11 << 20
+"""Most that products of 60 random forms made one thread keep in all."""
+
+PACKED_START_BYTES = 256 << 10
+"""Of a thread's buffers, however small the operands."""
+
+ACCELERATOR_BYTES = 128 << 20
+"""Workspaces of matrix products on an accelerator, which torch allocates: up to 32 MiB for each of two
+libraries and for each of two threads, the one that calls and autograd's."""
+
+PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "dot"})
+"""Operators that are matrix products."""
+
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+
+
+class Kept:
+    """Which calls were made, and what libraries keep of them."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[Any, int] = {}
+        self._products: dict[Any, int] = {}
+        self._accelerated = False
+
+    def note(self, name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        """A call.
+
+        Args:
+            name: The operator's, without namespace.
+            args: As it was called.
+            tensors: Those among them.
+        """
+        if name in _CONVOLUTIONS:
+            self._kernels[_form(name, args)] = sum(args[-1][:2]) if name.endswith("backward") else 1
+        elif name in PRODUCTS:
+            self._accelerated |= tensors[0].device.type != "cpu"
+            if any(tensor.itemsize < 4 for tensor in tensors):
+                self._kernels[_form(name, args)] = 1  # oneDNN's, too
+            self._products[_form(name, args)] = 2 * sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept after these calls."""
+        threads = torch.get_num_threads()
+        packed = sum(
+            min(nbytes + threads * PACKED_START_BYTES, threads * PACKED_BYTES)
+            for nbytes in self._products.values()
+        )
+        return self._always + min(packed, threads * ALL_PACKED_BYTES)
+
+    @property
+    def most(self) -> int:
+        """The same for any number of samples."""
+        threads = torch.get_num_threads()
+        return self._always + threads * min(len(self._products) * PACKED_BYTES, ALL_PACKED_BYTES)
+
+    @property
+    def _always(self) -> int:
+        kernels = min(sum(self._kernels.values()), KERNELS)
+        return START_BYTES + kernels * KERNEL_BYTES + self._accelerated * ACCELERATOR_BYTES
+
+
+def _form(name: str, args: Sequence[Any]) -> Any:
+    """What decides on a kernel: forms of tensors, and all other arguments."""
+    return name, tuple(_part(argument) for argument in args)
+
+
+def _part(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return tuple(argument.shape), argument.stride(), argument.dtype
+    return tuple(argument) if isinstance(argument, list | tuple) else argument
