@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+import types
 
 import pytest
 
@@ -100,18 +101,85 @@ def test_overlapping_transfers_count_once():
     assert rate / 2 < observed <= rate * 1.001
 
 
-def test_observed_bandwidth_forgets():
-    meter = LinkMeter()
-    meter._busy_s, meter._checkpoints[0] = 0.0, (0.0, 0)
-    with meter.transfer():
-        for _ in range(20):
-            meter._busy_s += 1.0  # twenty slow seconds at a byte each
-            meter.account(1, "direct")
-        for _ in range(20):
-            meter._busy_s += 1.0
-            meter.account(1000, "direct")
-        observed = meter.observed_bandwidth()
-    assert observed is not None and observed > 900
+class Scripted:
+    """A meter on a clock of its own: each second that passes carries what it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=lambda seconds: None)
+        monkeypatch.setattr("upriver.client.link.time", clock)
+        self.meter = LinkMeter()
+
+    def carry(self, bytes_per_s: float, seconds: float = 1.0) -> float:
+        """One transfer, in pieces of 50 ms."""
+        with self.meter.transfer():
+            for _ in range(round(seconds * 20)):
+                self.now += 0.05
+                self.meter.account(round(bytes_per_s / 20), "direct")
+        observed = self.meter.observed_bandwidth()
+        assert observed is not None
+        return observed
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    return Scripted(monkeypatch)
+
+
+def test_observed_bandwidth_forgets(link):
+    link.carry(1000, 20)
+    assert link.carry(1300, 20) == pytest.approx(1300, rel=0.01)
+
+
+@pytest.mark.parametrize(("before", "after"), [(25e6, 2.5e6), (2.5e6, 25e6), (25e6, 14e6)])
+def test_a_link_that_changes_is_known_after_a_second(link, before, after):
+    link.carry(before, 30)
+    assert link.carry(after, 1.3) == pytest.approx(after, rel=0.1)
+    assert link.carry(after, 3) == pytest.approx(after, rel=0.05)
+
+
+def test_a_link_that_stops_carries_less_and_less(link):
+    link.carry(1e6, 20)
+    with link.meter.transfer():
+        for _ in range(50):
+            link.now += 0.1
+            observed = link.meter.observed_bandwidth()
+    assert observed is None or observed < 0.1e6
+
+
+def test_jitter_of_a_fifth_is_smoothed(link):
+    rates = (0.8e6, 1.2e6)
+    link.carry(1e6, 10)
+    for second in range(60):
+        assert 0.9e6 < link.carry(rates[second % 2]) < 1.1e6
+
+
+def test_after_a_pause_what_crosses_counts_alone(link):
+    link.carry(25e6, 20)
+    link.now += 120
+    assert link.meter.quiet_s == pytest.approx(120)
+    assert link.meter.observed_bandwidth() == pytest.approx(25e6, rel=0.01), "all that is known"
+    assert link.carry(2e5, 0.05) == pytest.approx(25e6, rel=0.01), "10 kB say nothing"
+    assert link.carry(2.5e6, 0.25) == pytest.approx(2.5e6, rel=0.2)
+    assert link.meter.quiet_s == 0
+
+
+def test_a_link_in_little_use_is_judged_by_its_last_minute(link):
+    for _ in range(100):
+        link.carry(25e6, 0.1)
+        link.now += 2
+    for _ in range(40):
+        observed = link.carry(20e6, 0.1)
+        link.now += 2
+    assert observed == pytest.approx(20e6, rel=0.01), "four busy seconds, but more than a minute"
+
+
+def test_quiet_begins_when_the_last_transfer_ends(link):
+    with link.meter.transfer():
+        link.now += 50
+        assert link.meter.quiet_s == 0, "a large object is on its way"
+    link.now += 3
+    assert link.meter.quiet_s == pytest.approx(3)
 
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])

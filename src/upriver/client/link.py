@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from upriver.errors import ConfigError
 from upriver.store import Store
@@ -35,6 +35,37 @@ frames, short enough to follow a link that changes within an epoch."""
 
 CHECKPOINT_BUSY_S = 0.05
 """Busy seconds between two points of that window: it then holds some 200 points."""
+
+WINDOW_AGE_S = 60.0
+"""Seconds on the clock after which a point is forgotten all the same: a link that carries little is busy for
+ten seconds in an hour."""
+
+QUIET_S = 5.0
+"""Seconds without a transfer after which what the link carried is old: what comes next counts alone."""
+
+RECENT_BUSY_S = 1.0
+"""Busy seconds that say what the link carries at this moment."""
+
+BEFORE_BUSY_S = 0.25
+"""Busy seconds before those that they are compared with at least. Fewer than those: a change is seen while it
+is still part of the last second, and what is left of the time before it must go, too."""
+
+CHANGED = 1.6
+"""The link has become another one if it carries more than so many times as much as before, or as little:
+jitter of a fifth both ways makes 1.5, and what came before a change only delays that it is seen."""
+
+FRESH_BYTES = 256 * 1024
+FRESH_BUSY_S = 0.15
+"""What must have crossed, the one or the other, before what comes after a pause has a figure of its own: less
+is a burst, or a head without a body."""
+
+
+class _Point(NamedTuple):
+    """Where the counters stood at some moment."""
+
+    at_s: float
+    busy_s: float
+    num_bytes: int
 
 
 class LinkMeter:
@@ -58,7 +89,9 @@ class LinkMeter:
         self._active = 0
         self._busy_s = 0.0  # seconds with at least one transfer under way, up to _busy_since
         self._busy_since = 0.0
-        self._checkpoints: deque[tuple[float, int]] = deque([(0.0, 0)])
+        self._last_at = time.monotonic()  # something crossed
+        self._checkpoints = deque([_Point(self._last_at, 0.0, 0)])
+        self._before_pause: float | None = None
 
     @property
     def bytes_by_kind(self) -> Mapping[Kind, int]:
@@ -97,7 +130,7 @@ class LinkMeter:
         """Take the link's next stretch of time for these bytes; the seconds until it is over."""
         with self._lock:
             self._bytes[kind] += num_bytes
-            now = time.monotonic()
+            self._last_at = now = time.monotonic()
             self._checkpoint(now)
             if self.rate_bytes_per_s is None:
                 return 0.0
@@ -114,23 +147,45 @@ class LinkMeter:
         with self._lock:
             now = time.monotonic()
             if self._active == 0:
-                self._busy_since = now
+                self._begin(now)
             self._active += 1
-            self._tick(now)
         try:
             yield
         finally:
             with self._lock:
-                self._tick(time.monotonic())
+                self._last_at = time.monotonic()
+                self._tick(self._last_at)
                 self._active -= 1
 
-    def observed_bandwidth(self) -> float | None:
-        """Bytes per second of the last transfers, over the time one was under way; None before any."""
+    def _begin(self, now: float) -> None:
+        """The link is in use again; after a long pause, everything before it is forgotten."""
+        if now - self._last_at >= QUIET_S:
+            self._before_pause = self._rate()
+            self._checkpoints = deque([_Point(now, self._busy_s, sum(self._bytes.values()))])
+        self._busy_since = now
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds for which nothing has crossed, or been under way."""
         with self._lock:
-            now = time.monotonic()
-            self._tick(now)
-            busy_s, num_bytes = self._checkpoints[0]
-            busy_s, num_bytes = self._busy_s - busy_s, sum(self._bytes.values()) - num_bytes
+            return 0.0 if self._active else time.monotonic() - self._last_at
+
+    def observed_bandwidth(self) -> float | None:
+        """Bytes per second of the last transfers, over the time one was under way; None before any.
+
+        Looks back on `WINDOW_BUSY_S` of transfers, on less where they are old or the link has changed. After
+        a pause it is the figure from before, until enough has crossed anew.
+        """
+        with self._lock:
+            self._checkpoint(time.monotonic())
+            return self._rate()
+
+    def _rate(self) -> float | None:
+        first = self._checkpoints[0]
+        busy_s, num_bytes = self._busy_s - first.busy_s, sum(self._bytes.values()) - first.num_bytes
+        few = num_bytes < FRESH_BYTES and busy_s < FRESH_BUSY_S
+        if self._before_pause is not None and few:
+            return self._before_pause
         return num_bytes / busy_s if num_bytes and busy_s > 0 else None
 
     def _tick(self, now: float) -> None:
@@ -140,10 +195,28 @@ class LinkMeter:
 
     def _checkpoint(self, now: float) -> None:
         self._tick(now)
-        if self._busy_s - self._checkpoints[-1][0] >= CHECKPOINT_BUSY_S:
-            self._checkpoints.append((self._busy_s, sum(self._bytes.values())))
-        while len(self._checkpoints) > 2 and self._busy_s - self._checkpoints[1][0] > WINDOW_BUSY_S:
-            self._checkpoints.popleft()
+        points = self._checkpoints
+        if self._busy_s - points[-1].busy_s >= CHECKPOINT_BUSY_S:
+            points.append(_Point(now, self._busy_s, sum(self._bytes.values())))
+            self._forget_before_change()
+        while len(points) > 2 and (
+            self._busy_s - points[1].busy_s > WINDOW_BUSY_S or self._last_at - points[1].at_s > WINDOW_AGE_S
+        ):
+            points.popleft()
+
+    def _forget_before_change(self) -> None:
+        """Where the last second carried clearly more or less than all before it, that alone counts."""
+        points, last = self._checkpoints, self._checkpoints[-1]
+        old = [i for i, point in enumerate(points) if last.busy_s - point.busy_s >= RECENT_BUSY_S]
+        if not old or points[at := old[-1]].busy_s - points[0].busy_s < BEFORE_BUSY_S:
+            return
+        recent, before = _between(points[at], last), _between(points[0], points[at])
+        if not before / CHANGED <= recent <= before * CHANGED:
+            self._checkpoints = deque(list(points)[at:])
+
+
+def _between(first: _Point, last: _Point) -> float:
+    return (last.num_bytes - first.num_bytes) / (last.busy_s - first.busy_s)
 
 
 class MeteredStore(Store):
