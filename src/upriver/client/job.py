@@ -26,10 +26,12 @@ from upriver.client.loader import Loader
 from upriver.client.options import Choices, JobOptions
 from upriver.client.order import EpochOrder
 from upriver.client.pool import ServerPool, ServerStatus
+from upriver.client.quiet import QuietLink
 from upriver.client.replan import Replanner, Switch
 from upriver.client.report import Report
 from upriver.client.routes import Placed, Routes
 from upriver.client.slots import Window
+from upriver.client.standing import Standing
 from upriver.client.window import told
 from upriver.client.wrapping import TailRunner
 from upriver.errors import ConfigError, DatasetError
@@ -55,9 +57,6 @@ class FinetuneJob:
 
     Iterate over it once an epoch; call it on the features it yields. Everything else stays the model's: its
     parameters, ``state_dict``, hooks, and the optimizer that was made for them.
-
-    Attributes:
-        plan: Where each part runs and why; print it.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class FinetuneJob:
         """Made by ``finetune``."""
         self._replanner = replanner
         self._switches: list[Switch] = []
-        self.plan = plan
+        self._plan = plan
         self._model = model
         self._dataset = dataset
         self._split = split
@@ -89,6 +88,8 @@ class FinetuneJob:
         self._replay = replay
         self._pool = pool
         self._link_bytes = link_bytes
+        self._standing = Standing(pool, start=dataset.chain.start)
+        self._quiet = QuietLink(pool, link_bytes) if pool is not None and replanner is not None else None
         self._closed = False
         self._warned = False
         self._device = next(model.parameters()).device
@@ -194,14 +195,17 @@ class FinetuneJob:
 
     def _replan(self, trained_s: float, samples: int, order: EpochOrder) -> None:
         """After a training step: ask the policy again, and go on with what it says when that lasts."""
+        self._standing.tell(self._plan)
         replanner, loader = self._replanner, self._loader
         if replanner is None or loader is None:
             return
+        if self._quiet is not None:
+            self._quiet.look()
         found = replanner.after_step(trained_s, samples)
         if found is None:
             return
         plan, before, after = found
-        self.plan = replace(plan, measured=self.plan.measured)
+        self._plan = replace(plan, measured=self._plan.measured)
         start = self._dataset.chain.start
         loader.deal(deal(plan.routes, len(order.micro_batches), start=start), self.window)
         switch = Switch(
@@ -225,7 +229,7 @@ class FinetuneJob:
         self.close_loader()
         pins = self._replay.pins(self._epoch)
         with self._feed.training(
-            self._dataset, self.plan, order, epoch=self._epoch, step=self._step, pins=pins
+            self._dataset, self._plan, order, epoch=self._epoch, step=self._step, pins=pins
         ) as loader:
             self._loader = loader
             form, finish = self._split.tail.values, self._feed.finisher(self._dataset, self._epoch, self._saw)
@@ -274,7 +278,7 @@ class FinetuneJob:
         form, finish = self._split.tail.values, self._feed.finisher(dataset, epoch=0)
         total, count = 0.0, 0
         with (
-            self._feed.evaluating(dataset, self.plan, order) as loader,
+            self._feed.evaluating(dataset, self._plan, order) as loader,
             torch.no_grad(),
             in_eval(self._model),
         ):
@@ -357,9 +361,15 @@ class FinetuneJob:
         return tuple(self._feed.placed)
 
     @property
+    def plan(self) -> Plan:
+        """Where each part runs and why; print it. While no server answers it says so, and what is done."""
+        lost = "" if self._closed else self._standing.lost(self._plan)
+        return replace(self._plan, why=f"{self._plan.why}; {lost}") if lost else self._plan
+
+    @property
     def window(self) -> Window:
         """How many micro-batches may be in flight under the plan, and how many bytes of them."""
-        return self._feed.window(self.plan)
+        return self._feed.window(self._plan)
 
     @property
     def switches(self) -> Sequence[Switch]:
@@ -383,6 +393,7 @@ class FinetuneJob:
 
     def close(self) -> None:
         """Stop fetching and let the servers go; no further iteration. May be called again."""
+        self._plan = self.plan  # as it stands: servers that are let go answer no more
         self._closed = True
         self.close_loader()
         if self._pool is not None:
