@@ -13,13 +13,14 @@ import torch
 import upriver
 from tests.client.training import photos as make_photos
 from tests.client.training import run, same
-from upriver.client import planner
+from upriver.client import measuring, planner
 from upriver.client.planning import measure_link
 from upriver.client.servers import Gate
 from upriver.errors import NotExact
 from upriver.pipeline import Dataset
 from upriver.profile import profile_from_json, profile_to_json
-from upriver.types import Profile
+from upriver.profile.keep import as_of_today, slowdown
+from upriver.types import Profile, Tier
 
 USED = "using the profile of an earlier job"
 
@@ -65,14 +66,16 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
         monkeypatch.setattr(where, name, call)
 
     watched("measure", Gate, lambda _, kwargs: seen.canaries.append(kwargs["stop"]))
-    watched("measure_here", planner, lambda found, _: seen.here.append(len(found.timings)))
+    watched("measure_here", measuring, lambda found, _: seen.here.append(len(found.timings)))
     watched("make_plan", planner, lambda found, _: seen.profiles.append(found[1]))
 
     def link(server: Any) -> Any:
         seen.links += 1
         return measure_link(server)
 
-    monkeypatch.setattr(planner, "measure_link", link)
+    monkeypatch.setattr(measuring, "measure_link", link)
+    # On a busy machine a canary may take far longer than what was kept a moment ago.
+    monkeypatch.setattr(measuring, "slowdown", lambda *args, **kwargs: 1.0)
     return seen
 
 
@@ -127,6 +130,28 @@ def test_what_was_kept_decides(data: Dataset, near: upriver.Near, seen: Seen, tm
         cuts.append(job.plan.cut)
     assert cuts[0] == first.freeze
     assert cuts[1] <= 0
+
+
+def test_a_tier_that_is_slower_than_it_was_kept_is_planned_with_as_it_is(
+    data: Dataset, near: upriver.Near, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again(near, data, seen)
+    [path] = (tmp_path / "cache" / "profiles").glob("*.profile.json")
+    first = profile_from_json(path.read_text())
+    fast = as_of_today(first, {Tier.STORAGE: 1e-3})
+    path.write_text(profile_to_json(fast))
+    monkeypatch.setattr(measuring, "slowdown", slowdown)
+    _, _, job = again(near, data, seen)
+    assert USED in seen.told
+    assert seen.canaries.count(first.freeze) == 2  # the first run may have been odd
+    [profile] = seen.profiles
+    [by] = {
+        round(now.seconds["storage"][1] / kept.seconds["storage"][1])
+        for now, kept in zip(profile.stages, fast.stages, strict=True)
+    }
+    assert by > 20
+    assert "the storage tier takes" in job.plan.why
+    assert profile_from_json(path.read_text()) == fast  # one run is no measurement
 
 
 def test_a_damaged_profile_is_measured_anew(

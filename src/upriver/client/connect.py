@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch import nn
 from upriver.client import checks
 from upriver.client.compare import Exact
 from upriver.client.embedded import EmbeddedServer
+from upriver.client.example import example_of
 from upriver.client.job import FinetuneJob
 from upriver.client.link import LinkMeter, MeteredStore
-from upriver.client.options import Choices, Granularity, JobOptions
-from upriver.client.planner import Planner, example_of
+from upriver.client.measuring import Measured
+from upriver.client.options import AUTO, Choices, Granularity, JobOptions, MicroBatchSize
+from upriver.client.planner import Planner
 from upriver.client.replan import GAIN, PATIENCE, Patience
 from upriver.client.routes import Placed
 from upriver.client.transport import ServerClient
@@ -24,7 +27,7 @@ from upriver.client.wrapping import TailRunner, Wrapped, shard_of, uncompiled, u
 from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset
-from upriver.program.split import split
+from upriver.program.split import Split, split
 from upriver.types import DEFAULT_MICRO_BATCH, require_type
 
 log = logging.getLogger("upriver")
@@ -43,6 +46,10 @@ class Near:
         server_cpus: For an embedded server: the CPUs it may use.
         server_threads: For an embedded server: threads of its compute worker. As many as torch uses
             here where not given: another number changes the bits of some networks.
+
+    Attributes:
+        measured: What the plan of the last job rests on, and how long measuring it took; None where there was
+            nothing to measure.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class Near:
             checks.whole("server_threads", server_threads, most=checks.MAX_THREADS)
         self._threads = server_threads
         self._closed = False
+        self.measured: Measured | None = None
         self._embedded: dict[tuple[str, str], EmbeddedServer] = {}
         self._jobs: list[FinetuneJob] = []
         self._lock = threading.Lock()
@@ -72,7 +80,7 @@ class Near:
         dataset: Dataset,
         *,
         batch_size: int,
-        micro_batch: int = DEFAULT_MICRO_BATCH,
+        micro_batch: MicroBatchSize = DEFAULT_MICRO_BATCH,
         policy: str = "hapi",
         cut: int | Mapping[int, float] | None = None,
         exact: Exact = "bitwise",
@@ -103,7 +111,10 @@ class Near:
                 ``torch.compile``, which then compiles the tail.
             dataset: What to train on, with its input stages.
             batch_size: Samples of a training step, on each rank.
-            micro_batch: Samples that the frozen stages see at once, on every tier.
+            micro_batch: Samples that the frozen stages see at once, on every tier. ``auto`` takes the size
+                with which an epoch is predicted to be shortest, by what is measured. The size decides the low
+                bits of features, so two such jobs may differ; ``state_dict()`` says which size it was, and
+                a job that goes on from there must be given it.
             policy: One of ``nosplit``, ``freeze``, ``min``, ``neurosurgeon``, ``hapi_bandwidth``, ``hapi``,
                 ``exhaustive``, ``upriver`` (see :mod:`upriver.policies`).
             cut: Take this cut instead of a policy's; a mapping of cuts to shares of the samples deals the
@@ -168,6 +179,8 @@ class Near:
             compile_tail=compile_tail,
             replay=replay,
         )
+        if options.chosen and choices.replay:
+            raise ConfigError(f'replay needs the micro_batch of the run that is replayed, got "{AUTO}"')
         patience = Patience(gain=replan_gain, iterations=checks.whole("replan_patience", replan_patience))
         if len(dataset) == 0:
             raise DatasetError("the dataset is empty")
@@ -189,19 +202,21 @@ class Near:
         tell: Callable[[str], None],
         patience: Patience | None,
     ) -> FinetuneJob:
-        """Split the model, plan, and put the job together."""
+        """Split the model, choose its micro-batch, plan, and put the job together."""
         model = wrapped.model
         direct = dataset.with_store(MeteredStore(dataset.store, self.meter))
-        with uncompiled(model):
-            parts = split(
+
+        def split_for(options: JobOptions) -> Split:
+            return split(
                 model,
                 example_of(model, direct, options),
                 autocast=choices.autocast,
                 granularity=choices.granularity,
                 on_progress=tell,
             )
-            run = TailRunner(parts.tail, wrapped, compile_options=choices.compile_options)
-            planner = Planner(
+
+        def planner_for(parts: Split, options: JobOptions) -> Planner:
+            return Planner(
                 self.servers,
                 model,
                 dataset,
@@ -213,7 +228,19 @@ class Near:
                 patience=patience,
                 bandwidth=self.meter.observed_bandwidth,
             )
+
+        with uncompiled(model):
+            parts = split_for(options)
+            planner = planner_for(parts, options)
+            best = replace(options, micro_batch=planner.best_size(cut)) if options.chosen else options
+            if best != options and (again := split_for(best)).program is not None:
+                tell(f"going on with micro-batches of {best.micro_batch}")
+                planner.close()
+                options, parts = best, again
+                planner = planner_for(parts, options)
+            run = TailRunner(parts.tail, wrapped, compile_options=choices.compile_options)
             plan, pool = planner.plan(cut)
+        self.measured = planner.measured
         return FinetuneJob(
             model,
             direct,

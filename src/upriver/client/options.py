@@ -18,13 +18,24 @@ from upriver.errors import ConfigError
 from upriver.policies import POLICIES
 from upriver.program.precision import autocast_dtype
 from upriver.protocol import DEFAULT_CAPS, MAX_MICRO_BATCH
+from upriver.text import printable
+from upriver.types import DEFAULT_MICRO_BATCH
 
 Granularity = Literal["module", "op"]
+
+AUTO: Literal["auto"] = "auto"
+MicroBatchSize = int | Literal["auto"]
+"""A size, or ``auto``: chosen by what is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """Which samples a job takes, in which order, and how it fetches them; see ``finetune``."""
+    """Which samples a job takes, in which order, and how it fetches them; see ``finetune``.
+
+    Attributes:
+        chosen: Whether the micro-batch is the job's own choice (``micro_batch="auto"``), the default until it
+            has been made.
+    """
 
     batch_size: int
     micro_batch: int
@@ -38,13 +49,14 @@ class JobOptions:
     window_bytes: int
     rank: int = 0
     num_ranks: int = 1
+    chosen: bool = False
 
     @classmethod
     def checked(
         cls,
         *,
         batch_size: int,
-        micro_batch: int,
+        micro_batch: MicroBatchSize,
         seed: int,
         shuffle: bool,
         drop_last: bool,
@@ -68,7 +80,8 @@ class JobOptions:
         rank, num_ranks = checks.shard(rank, num_ranks)
         return cls(
             batch_size=checks.whole("batch_size", batch_size),
-            micro_batch=checks.whole("micro_batch", micro_batch, most=MAX_MICRO_BATCH),
+            micro_batch=_micro_batch(micro_batch, num_ranks),
+            chosen=micro_batch == AUTO,
             seed=seed,
             shuffle=checks.flag("shuffle", shuffle),
             drop_last=checks.flag("drop_last", drop_last),
@@ -149,3 +162,18 @@ class Choices:
             compile_options=checks.compiling(compile_tail),
             replay=Routes(replay),
         )
+
+
+def _micro_batch(value: object, num_ranks: int) -> int:
+    """A size; the default where the job is to choose, which ranks cannot do each for itself."""
+    if value == AUTO and num_ranks > 1:
+        raise ConfigError(
+            f"micro_batch must be a whole number with {num_ranks} ranks, which must all have the same, "
+            f'got "{AUTO}"'
+        )
+    if value == AUTO:
+        return DEFAULT_MICRO_BATCH
+    if not isinstance(value, int):
+        allowed = f'a whole number in 1..{MAX_MICRO_BATCH} or "{AUTO}"'
+        raise ConfigError(f"micro_batch must be {allowed}, got {printable(repr(value), 60)}")
+    return checks.whole("micro_batch", value, most=MAX_MICRO_BATCH)

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 
 from upriver.client.compare import Tolerance, tolerance
+from upriver.client.measuring import Measured, Measuring
 from upriver.client.options import Choices, JobOptions
-from upriver.client.planning import (
-    MEASURED_MICRO_BATCHES,
-    LinkEstimate,
-    LocalMeasurement,
-    make_plan,
-    measure_here,
-    measure_link,
-    measure_tail,
-    unsplit_plan,
-)
+from upriver.client.planning import make_plan, unsplit_plan
 from upriver.client.pool import Health, ServerPool
 from upriver.client.replan import Patience, Replanner
-from upriver.client.servers import Gate, Question
+from upriver.client.servers import Gate
+from upriver.client.sizes import Judge, advice, best_size, by_policy, by_routes, predicted
 from upriver.client.transport import ServerClient
 from upriver.cost import CostModel, route_between
-from upriver.engine.engine import Engine
-from upriver.engine.fingerprint import fingerprint
-from upriver.engine.read import read_samples
-from upriver.errors import BadSample, ConfigError, DatasetError, UpriverError
+from upriver.errors import ConfigError, UpriverError
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
-from upriver.profile.keep import Kept, Place, ProfileKey, load_profile, save_profile
+from upriver.profile.build import has_lines
 from upriver.profile.live import LiveProfile
-from upriver.program import Program
 from upriver.program.split import Split
-from upriver.protocol import Info
-from upriver.types import Plan, Profile, Timings, Workload, require_finite
+from upriver.types import Plan, Route, Workload, require_finite
 
 log = logging.getLogger("upriver")
 
@@ -64,6 +50,9 @@ class Planner:
         tell: Told what is being done.
         patience: When a running job leaves its plan; None keeps it.
         bandwidth: What the link has lately carried.
+
+    Attributes:
+        measured: What the plan rests on; None where nothing was measured.
     """
 
     def __init__(
@@ -82,16 +71,31 @@ class Planner:
     ) -> None:
         self.patience, self.bandwidth = patience, bandwidth
         self.replanner: Replanner | None = None
-        self.find_servers, self.model, self.dataset, self.direct = servers, model, dataset, direct
-        self.parts, self.options, self.tell = parts, options, tell
+        self.find_servers, self.dataset = servers, dataset
+        self.parts, self.options = parts, options
         self.policy, self.replay = choices.policy, choices.replay
         self.allowed = _allowed(parts) if choices.exact == "numeric" else None
-        self.engine = Engine(chain=dataset.chain, program=parts.program, micro_batch=options.micro_batch)
-        self._here: LocalMeasurement | None = None
+        self.tell = tell
+        self.workload = Workload(
+            batch_size=options.batch_size, num_samples=len(options.order(len(dataset), 0).ids)
+        )
+        self.measured: Measured | None = None
+        self._measuring: Measuring | None = None
+        if parts.program is not None:
+            self._measuring = Measuring(
+                model,
+                dataset,
+                direct,
+                parts,
+                parts.program,
+                options,
+                allowed=self.allowed,
+                autocast=choices.autocast,
+                tell=tell,
+            )
+        self._servers: Sequence[ServerClient] | None = None
+        self._no_server = ""
         self._model: CostModel | None = None
-        self._not_used: list[str] = []
-        self._keys: dict[str, ProfileKey] = {}
-        self._kept: dict[str, Kept] = {}
 
     def plan(self, cut: int | Mapping[int, float] | None) -> tuple[Plan, ServerPool | None]:
         """Decide; the pool is None when no server is needed.
@@ -103,16 +107,55 @@ class Planner:
             ConfigError: If ``cut`` is none that training allows.
             NoFeasibleCut: If no cut fits the memory.
         """
-        start = self.dataset.chain.start
         if self.replay:
             cut = self._replayed_cut(cut)
-        shares = None if cut is None else shares_of(cut, start, self.parts.freeze)
+        shares = self._shares(cut)
         if self.parts.program is None:
             log.warning("the model runs unsplit: %s", self.parts.why_not)
             return self._unsplit(self.policy, f"the model runs unsplit: {self.parts.why_not}"), None
-        if (self.policy == "nosplit" and shares is None) or shares == {start: 1.0}:
+        if not self._asks_servers(shares):
             return self._unsplit("nosplit", "asked for: everything runs on the compute tier"), None
-        return self._with_servers(shares)
+        return self._with_servers(self._measuring_of(), shares)
+
+    def best_size(self, cut: int | Mapping[int, float] | None) -> int:
+        """The micro-batch with which an epoch is predicted to be shortest; see `upriver.client.sizes`.
+
+        A plan that is made afterwards rests on the same measurement.
+
+        Args:
+            cut: As for :meth:`plan`.
+
+        Returns:
+            The present one where no server can be used, the model runs unsplit, or nothing is known of what a
+            call costs.
+        """
+        shares = self._shares(cut)
+        if self.parts.program is None or not self._asks_servers(shares):
+            return self.options.micro_batch
+        measured = self._measure(self._measuring_of(), shares)
+        if measured is None:
+            return self.options.micro_batch
+        epochs = self._epochs(measured, shares)
+        if not has_lines(measured.profile) and self.options.micro_batch in epochs:
+            return self.options.micro_batch
+        return best_size(epochs)
+
+    def close(self) -> None:
+        """Let the servers go, where no plan follows."""
+        for server in self._servers or ():
+            server.close()
+
+    def _shares(self, cut: int | Mapping[int, float] | None) -> dict[int, float] | None:
+        return None if cut is None else shares_of(cut, self.dataset.chain.start, self.parts.freeze)
+
+    def _asks_servers(self, shares: Mapping[int, float] | None) -> bool:
+        """Whether anything but the plain way may come out."""
+        return self.policy != "nosplit" if shares is None else shares != {self.dataset.chain.start: 1.0}
+
+    def _measuring_of(self) -> Measuring:
+        if self._measuring is None:
+            raise UpriverError("a model that runs unsplit needs no servers")
+        return self._measuring
 
     def _replayed_cut(self, cut: object) -> int:
         """The cut of the run to replay: that of the largest part, where it had several."""
@@ -129,41 +172,68 @@ class Planner:
     def _unsplit(self, policy: str, why: str) -> Plan:
         return unsplit_plan(policy, self.dataset, stop=self.parts.freeze, why=why)
 
-    def _with_servers(self, shares: Mapping[int, float] | None) -> tuple[Plan, ServerPool | None]:
+    def _with_servers(
+        self, measuring: Measuring, shares: Mapping[int, float] | None
+    ) -> tuple[Plan, ServerPool | None]:
+        measured = self._measure(measuring, shares)
+        servers, gate = self._servers, measuring.gate
+        if servers is None:
+            return self._unsplit(self.policy, f"no near-data server: {self._no_server}"), None
+        self.replay = self.replay.on([server.url for server in servers])
+        if measured is None:
+            why = f"no server could be used when the job started: {'; '.join(measuring.not_used)}"
+            plan = self._fixed(self._unsplit(self.policy, why), shares or {self.parts.freeze: 1.0}, why=why)
+            return self._with_tolerance(plan, gate), self._pool(servers, gate, plan)
+        plan = self._choose(measured, shares)
+        if shares is not None:
+            asked = "is that of the run that is replayed" if self.replay else "was asked for"
+            cuts = " and ".join(map(str, shares))
+            plan = self._fixed(plan, shares, why="; ".join((f"cut {cuts} {asked}", *measured.notes)))
+        if not self._remote_cuts(plan) and not self._adapts(shares):
+            self.close()
+            return plan, None
+        admitted = self._recheck(measuring, measured.servers, plan)
+        pool = self._pool(servers, gate, plan)
+        pool.wait_joined(JOIN_S, admitted)
+        if self._adapts(shares):
+            self.replanner = self._make_replanner(plan, gate, pool, servers)
+        if measuring.not_used:
+            plan = replace(plan, why=f"{plan.why}; not used for now: {'; '.join(measuring.not_used)}")
+        return self._with_tolerance(plan, gate), pool
+
+    def _measure(self, measuring: Measuring, shares: Mapping[int, float] | None) -> Measured | None:
+        """Find servers and measure, once; None where there is none that can be used."""
+        if self._servers is not None or self._no_server:
+            return self.measured
         try:
-            servers = self.find_servers(self.dataset)
+            self._servers = self.find_servers(self.dataset)
         except ConfigError:
             raise
         except UpriverError as error:
             if self.replay:
                 raise  # the plain way might give other bits than the server that is replayed
             log.warning("no near-data server, training straight from the store: %s", error)
-            return self._unsplit(self.policy, f"no near-data server: {error}"), None
-        self.replay = self.replay.on([server.url for server in servers])
-        gate = self._gate()
-        measured = self._measure(servers, gate)
-        link = self._link(measured)
-        if link is None:
-            why = f"no server could be used when the job started: {'; '.join(self._not_used)}"
-            plan = self._fixed(self._unsplit(self.policy, why), shares or {self.parts.freeze: 1.0}, why=why)
-            return self._with_tolerance(plan, gate), self._pool(servers, gate, plan)
-        plan = self._choose(measured, link)
-        if shares is not None:
-            asked = "is that of the run that is replayed" if self.replay else "was asked for"
-            cuts = " and ".join(map(str, shares))
-            plan = self._fixed(plan, shares, why=f"cut {cuts} {asked}")
-        if not self._remote_cuts(plan) and not self._adapts(shares):
-            for server in servers:
-                server.close()
-            return plan, None
-        admitted = self._recheck([server for server, _ in measured], gate, plan)
-        pool = self._pool(servers, gate, plan)
-        pool.wait_joined(JOIN_S, admitted)
-        if self._adapts(shares):
-            self.replanner = self._make_replanner(plan, gate, pool, servers)
-        if self._not_used:
-            plan = replace(plan, why=f"{plan.why}; not used for now: {'; '.join(self._not_used)}")
-        return self._with_tolerance(plan, gate), pool
+            self._no_server = str(error)
+            return None
+        self.measured = measuring.run(self._servers, self._judge(shares))
+        return self.measured
+
+    def _judge(self, shares: Mapping[int, float] | None) -> Judge:
+        """Predicts epochs by the policy's own plan, or by the cuts that were asked for."""
+        if shares is None:
+            return by_policy(self.policy, self.workload)
+        return by_routes(self._routes(shares), self.workload)
+
+    def _epochs(self, measured: Measured, shares: Mapping[int, float] | None) -> dict[int, float]:
+        """Size of a micro-batch to the predicted seconds of an epoch."""
+        return predicted(
+            measured.profile,
+            measured.cluster,
+            self.workload,
+            self._judge(shares),
+            caps=measured.caps,
+            per_request=self.options.per_request,
+        )
 
     def _with_tolerance(self, plan: Plan, gate: Gate) -> Plan:
         """A numeric job says by how much features may differ, and by how much they did."""
@@ -175,57 +245,6 @@ class Planner:
             why=f"{plan.why}; exact='numeric': features may differ by {self.allowed}; those of the canary "
             f"differed by (of the largest) {seen or 'nothing yet'}",
         )
-
-    def _measure(
-        self, servers: Sequence[ServerClient], gate: Gate
-    ) -> list[tuple[ServerClient, list[Timings]]]:
-        """Timings of the servers that pass the canary at the freeze point."""
-        measured: list[tuple[ServerClient, list[Timings]]] = []
-        for server in servers:
-            try:
-                self.tell(f"asking {server.url}")
-                info = server.info()
-                if not measured:
-                    self.dataset.publish()
-                kept = self._look_up(server, info)
-                self.tell("using the profile of an earlier job" if kept else f"measuring {server.url}")
-                times = 1 if kept else MEASURED_MICRO_BATCHES  # the canary must pass, whatever is known
-                timings = [gate.measure(server, stop=self.parts.freeze) for _ in range(times)]
-                measured.append((server, timings))
-            except (BadSample, DatasetError):
-                raise  # the same wherever it is computed
-            except UpriverError as error:
-                self._leave_out(server, error)
-        return measured
-
-    def _look_up(self, server: ServerClient, info: Info) -> Kept | None:
-        """What an earlier job measured with this server, if it is kept."""
-        program = self.parts.program
-        if program is None:
-            return None
-        self._keys[server.url] = key = profile_key(self.dataset, program, server, info)
-        kept = load_profile(
-            key,
-            stages=[stage.name for stage in program.stages],
-            input_stages=[stage.name for stage in self.dataset.chain.stages],
-        )
-        if kept is not None:
-            self._kept[server.url] = kept
-        return kept
-
-    def _leave_out(self, server: ServerClient, error: UpriverError) -> None:
-        self._not_used.append(str(error))
-        log.warning("server %s is not used for now: %s", server.url, error)
-
-    def _link(self, measured: list[tuple[ServerClient, list[Timings]]]) -> LinkEstimate | None:
-        """The link to the first server; those that fail the probe are taken off the list."""
-        while measured:
-            self.tell("measuring the link")
-            try:
-                return measure_link(measured[0][0])
-            except UpriverError as error:
-                self._leave_out(measured.pop(0)[0], error)
-        return None
 
     def _adapts(self, shares: Mapping[int, float] | None) -> bool:
         """Whether the policy is asked again while the job runs."""
@@ -258,8 +277,9 @@ class Planner:
         cuts = {*(route.cut for route in plan.routes), *self.replay.cuts}
         return tuple(sorted(cuts - {self.dataset.chain.start}))
 
-    def _recheck(self, servers: Sequence[ServerClient], gate: Gate, plan: Plan) -> list[str]:
+    def _recheck(self, measuring: Measuring, servers: Sequence[ServerClient], plan: Plan) -> list[str]:
         """The canary at the chosen cuts, but for the one measured; addresses of those that pass."""
+        gate = measuring.gate
         gate.cuts = self._remote_cuts(plan)
         passed: list[str] = []
         for server in servers:
@@ -271,42 +291,30 @@ class Planner:
                 gate.vouch(server)
                 passed.append(server.url)
             except UpriverError as error:
-                self._leave_out(server, error)
+                measuring.leave_out(server, error)
         return passed
 
-    def _choose(self, measured: Sequence[tuple[ServerClient, list[Timings]]], link: LinkEstimate) -> Plan:
-        first, options = measured[0][0].url, self.options
-        kept = self._kept.get(first)
-        if kept is None and self._kept:
-            self._here, self._kept = None, {}  # the server that is known has gone: measure after all
-        here = self._measured_here()
-        tail = measure_tail(self.model, self.parts, here.features.tensors, samples=options.micro_batch)
-        workload = Workload(
-            batch_size=options.batch_size, num_samples=len(options.order(len(self.dataset), 0).ids)
-        )
+    def _choose(self, measured: Measured, shares: Mapping[int, float] | None) -> Plan:
+        notes = list(measured.notes)
+        if shares is None and has_lines(measured.profile) and not self.options.chosen:
+            notes += advice(self._epochs(measured, shares), self.options.micro_batch)
         plan, profile, cluster = make_plan(
             self.policy,
-            name=type(self.model).__name__,
-            dataset=self.dataset,
-            split=self.parts,
-            here=here,
-            there=measured[0][1],
-            link=link,
-            tail=tail,
-            workload=workload,
-            num_servers=len(measured),
-            num_ranks=options.num_ranks,
-            kept=kept,
+            profile=measured.profile,
+            cluster=measured.cluster,
+            workload=self.workload,
+            notes=notes,
         )
-        if kept is None:
-            save_profile(self._keys[first], profile, cluster)
-        self._model = CostModel(profile, cluster, workload)
+        self._model = CostModel(profile, cluster, self.workload)
         return plan
+
+    def _routes(self, shares: Mapping[int, float]) -> tuple[Route, ...]:
+        start, stop = self.dataset.chain.start, self.parts.freeze
+        return tuple(route_between(start, cut, stop, share=share) for cut, share in shares.items())
 
     def _fixed(self, plan: Plan, shares: Mapping[int, float], *, why: str) -> Plan:
         """The same plan with other routes; what is known of their cost is kept."""
-        start, stop = self.dataset.chain.start, self.parts.freeze
-        routes = tuple(route_between(start, cut, stop, share=share) for cut, share in shares.items())
+        routes = self._routes(shares)
         return replace(
             plan,
             policy="fixed",
@@ -318,73 +326,6 @@ class Planner:
     def _pool(self, servers: Sequence[ServerClient], gate: Gate, plan: Plan) -> ServerPool:
         gate.cuts = self._remote_cuts(plan)
         return ServerPool(servers, admit=gate.admit)
-
-    def _gate(self) -> Gate:
-        program = self.parts.program
-        if program is None:
-            raise UpriverError("a model that runs unsplit needs no servers")
-        question = Question(
-            dataset=self.dataset,
-            program=program,
-            seed=self.options.seed,
-            on_bad_sample=self.options.on_bad_sample,
-        )
-        return Gate(
-            question,
-            self.engine,
-            canary=self._canary(),
-            reference=lambda: self._measured_here().features,
-            allowed=self.allowed,
-        )
-
-    def _canary(self) -> tuple[int, ...]:
-        """The first micro-batch of the first epoch."""
-        return self.options.order(len(self.dataset), 0).micro_batches[0]
-
-    def _measured_here(self) -> LocalMeasurement:
-        if self._here is None:
-            kept = next(iter(self._kept.values()), None)
-            if kept is None:
-                self.tell("measuring this side")
-            self._here = measure_here(
-                self.engine,
-                self.direct,
-                self._canary(),
-                freeze=self.parts.freeze,
-                seed=self.options.seed,
-                on_bad_sample=self.options.on_bad_sample,
-                times=MEASURED_MICRO_BATCHES if kept is None else 1,
-                input_bytes=input_sizes(kept.profile) if kept is not None else None,
-            )
-        return self._here
-
-
-def profile_key(dataset: Dataset, program: Program, server: ServerClient, info: Info) -> ProfileKey:
-    """What names the profile of a program on this machine and a server."""
-    return ProfileKey(
-        program=program.digest,
-        dataset=dataset.digest,
-        micro_batch=program.micro_batch,
-        storage=Place(
-            host=urlsplit(server.url).hostname or "",
-            device=info.device,
-            threads=info.threads,
-            workers=info.workers,
-            versions={**info.fingerprint, "upriver": info.version},
-        ),
-        compute=Place(
-            host=platform.node(),
-            device=str(program.device),
-            threads=torch.get_num_threads(),
-            versions=fingerprint(program.device),
-        ),
-    )
-
-
-def input_sizes(profile: Profile) -> dict[int, float]:
-    """Position to the bytes of a sample there, after each input stage."""
-    stages = profile.input_stages
-    return {position: stage.out_bytes for position, stage in enumerate(stages, start=1 - len(stages))}
 
 
 def shares_of(cut: object, first: int, last: int) -> dict[int, float]:
@@ -411,38 +352,3 @@ def _allowed(parts: Split) -> Tolerance:
     crossing = {value.spec.dtype for cut in range(program.num_stages + 1) for value in program.live(cut)}
     names = crossing | {getattr(program.graph, "autocast", None) or "float32"}
     return tolerance([getattr(torch, name) for name in names])
-
-
-def example_of(model: nn.Module, dataset: Dataset, options: JobOptions) -> torch.Tensor:
-    """A micro-batch of the right form, on the model's device.
-
-    Of whole numbers it holds real samples: any others could be out of an embedding's range.
-    """
-    device = next(model.parameters(), torch.empty(0)).device
-    spec = dataset.chain.output_spec()
-    if spec is None:
-        example = _real_example(dataset, options)
-        spec = (example.dtype, tuple(example.shape[1:]))
-        if not example.is_floating_point():
-            return example.to(device)
-    dtype, shape = spec
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn((options.micro_batch, *shape), generator=generator).to(dtype).to(device)
-
-
-def _real_example(dataset: Dataset, options: JobOptions) -> torch.Tensor:
-    """The first samples of the dataset, repeated where it has fewer."""
-    ids = list(range(min(len(dataset), options.micro_batch)))
-    engine = Engine(chain=dataset.chain, program=None, micro_batch=len(ids))
-    names = [ref.object for ref in dataset.locate(ids)]
-    batch = engine.begin(
-        read_samples(dataset, ids),
-        ids,
-        object_names=names,
-        stop=0,
-        seed=options.seed,
-        epoch=0,
-        on_bad_sample=options.on_bad_sample,
-    )
-    rows = batch.tensors[0]
-    return torch.cat([rows] * -(-options.micro_batch // len(ids)))[: options.micro_batch]

@@ -15,11 +15,12 @@ from upriver.cost import route_between
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine, OnBadSample
 from upriver.engine.read import read_samples
-from upriver.errors import UpriverError
+from upriver.errors import ModelError, UpriverError
 from upriver.pipeline import Dataset
 from upriver.policies import choose
 from upriver.profile import build_profile, cluster_from
 from upriver.profile.keep import Kept
+from upriver.profile.tail import tail_memory, tail_weights
 from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
@@ -143,12 +144,17 @@ def measure_link(server: ServerClient) -> LinkEstimate:
         size *= 2
 
 
-def measure_tail(model: nn.Module, split: Split, features: Values, *, samples: int) -> TailProfile:
+def measure_tail(
+    model: nn.Module, split: Split, features: Values, *, samples: int, batch_size: int | None = None
+) -> TailProfile:
     """Forward and backward of the tail on one micro-batch; nothing of the model is changed.
+
+    Seconds are measured; memory is that of training on any number of samples, worked out without data.
 
     Args:
         features: Everything that crosses the freeze point.
         samples: How many samples that is.
+        batch_size: Of a training batch; as many by default.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     kept = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -173,17 +179,23 @@ def measure_tail(model: nn.Module, split: Split, features: Values, *, samples: i
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
-    weights = sum(p.nbytes for p in parameters)
-    return TailProfile(
-        seconds=(0.0, seconds[-1] / samples),
-        param_bytes=float(STATES_PER_WEIGHT * weights),
-        # What backward needs, and as much again for gradients of activations on their way.
-        peak_bytes=2.0 * sum(saved.values()) / samples,
-    )
+    fixed, growing = _tail_bytes(model, split, features, samples, batch_size or samples, sum(saved.values()))
+    return TailProfile(seconds=(0.0, seconds[-1] / samples), param_bytes=fixed, peak_bytes=growing)
 
 
-def make_plan(
-    policy: str,
+def _tail_bytes(
+    model: nn.Module, split: Split, features: Values, samples: int, batch_size: int, saved: int
+) -> tuple[float, float]:
+    """Bytes of training the tail, weights included: whatever the number of samples, and for each of them."""
+    try:
+        peak = tail_memory(model, split, features, samples=samples, batch_size=batch_size)
+    except ModelError:  # it looks at its data: what backward has saved, and as much again for gradients
+        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        return float(STATES_PER_WEIGHT * weights), 2.0 * saved / samples
+    return float(tail_weights(model, split) + peak.fixed_bytes), peak.growing_bytes
+
+
+def profile_and_cluster(
     *,
     name: str,
     dataset: Dataset,
@@ -192,18 +204,15 @@ def make_plan(
     there: Sequence[Timings],
     link: LinkEstimate,
     tail: TailProfile,
-    workload: Workload,
     num_servers: int,
-    num_ranks: int = 1,
+    load: float,
     kept: Kept | None = None,
-) -> tuple[Plan, Profile, Cluster]:
-    """Ask a policy, with what was measured.
+) -> tuple[Profile, Cluster]:
+    """Put together what was measured at one size of micro-batch.
 
     Args:
+        load: Factor on the servers' seconds.
         kept: What an earlier job measured: it counts for all that follows from ``here`` and ``there``.
-
-    Raises:
-        NoFeasibleCut: If no cut fits the memory of both tiers.
     """
     program = split.program
     if program is None:
@@ -225,7 +234,6 @@ def make_plan(
             samples_per_timing=micro_batch,
         )
     )
-    profile = replace(profile, model=name, tail=tail)
     cluster = cluster_from(
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         rtt_s=link.rtt_s,
@@ -236,11 +244,25 @@ def make_plan(
         storage=there,
         compute=here.timings,
         concurrency=num_servers,
-        load=num_ranks / num_servers,  # every rank asks the same servers for as much
+        load=load,
     )
     if kept is not None:
         cluster = _with_rates_of(cluster, kept.cluster)
-    return choose(policy, profile, cluster, workload), profile, cluster
+    return replace(profile, model=name, tail=tail), cluster
+
+
+def make_plan(
+    policy: str, *, profile: Profile, cluster: Cluster, workload: Workload, notes: Sequence[str] = ()
+) -> tuple[Plan, Profile, Cluster]:
+    """Ask a policy, with what was measured; the plan's ``why`` ends with the notes.
+
+    Raises:
+        NoFeasibleCut: If no cut fits the memory of both tiers.
+    """
+    plan = choose(policy, profile, cluster, workload)
+    if notes:
+        plan = replace(plan, why="; ".join((plan.why.rstrip("."), *notes)))
+    return plan, profile, cluster
 
 
 def _with_rates_of(cluster: Cluster, earlier: Cluster) -> Cluster:
