@@ -169,6 +169,34 @@ def test_interrupted_at_every_step(
     assert whole["resumed"] is False
 
 
+def test_a_run_that_goes_on_keeps_the_micro_batch_it_chose(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from upriver.cli.training import Stop
+    from upriver.client.planner import Planner
+
+    def auto(output: str) -> str:
+        path = config(folder, output=output, more="epochs = 2")
+        Path(path).write_text(Path(path).read_text().replace("micro_batch = 4", 'micro_batch = "auto"'))
+        return path
+
+    whole = trained(capsys, config(folder, output="four.st", more="epochs = 2"))
+    assert whole["micro_batch"] == 4
+    assert trained(capsys, auto("plain.st"))["micro_batch"] == 16  # no server is asked, nothing is measured
+    path = auto("parts.st")
+    with monkeypatch.context() as patch:
+        patch.setattr(Planner, "best_size", lambda self, cut: 4)
+        patch.setattr(Stop, "requested", True, raising=False)
+        patch.setattr(Stop, "__init__", lambda self: setattr(self, "_before", {}))
+        assert main(["train", path]) == 130
+    capsys.readouterr()
+    monkeypatch.setattr(Planner, "best_size", lambda self, cut: 2)
+    parts = trained(capsys, path)
+    assert (parts["resumed"], parts["micro_batch"]) == (True, 4)
+    assert losses(parts) == losses(whole)
+    assert parts["output_sha256"] == whole["output_sha256"]
+
+
 def test_a_checkpoint_of_another_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from upriver.cli.training import Stop
 
@@ -208,6 +236,7 @@ def test_bad_samples_fail_or_are_counted(folder: Path, capsys: pytest.CaptureFix
         ('classifier = "0.0"', "0.0"),
         ('path = "nothing"', "nothing"),
         ("micro_batch = 0", "micro_batch"),
+        ('micro_batch = "most"', "micro_batch"),
         ('autocast = "float8"', "autocast"),
         ("compile_tail = 1", "compile_tail"),
         ('output = "/does/not/exist/x"', "/does/not/exist"),

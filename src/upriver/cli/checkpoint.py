@@ -125,6 +125,17 @@ def load(
     )
 
 
+def job_state(path: Path) -> Mapping[str, Any]:
+    """The job's own state in a checkpoint.
+
+    Raises:
+        ConfigError: If the file is no checkpoint.
+    """
+    document, _ = _read(path)
+    state = document["job"]
+    return state if isinstance(state, dict) else {}
+
+
 @torch.no_grad()
 def _restore(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Write what differs; a job watches its frozen tensors, and would take a write of the same bits amiss."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from upriver.cli.training import Trainer
     from upriver.client.job import FinetuneJob
+    from upriver.client.options import MicroBatchSize
     from upriver.pipeline import Dataset
 
 
@@ -39,6 +40,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         stages: Input stages, as for ``upriver index``.
         classifier: Linear layer to replace when it tells another number of classes apart; the last if absent.
         servers: Addresses; an embedded server without.
+        micro_batch: ``auto`` chooses by what is measured, once: a run that goes on keeps what was chosen.
     """
 
     model: str
@@ -54,7 +56,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     image_size: int = 224
     epochs: int = 1
     batch_size: int = 32
-    micro_batch: int = 16
+    micro_batch: int | Literal["auto"] = 16
     lr: float = 1e-3
     momentum: float = 0.9
     weight_decay: float = 0.0
@@ -116,7 +118,7 @@ def train(
             model,
             dataset,
             batch_size=settings.batch_size,
-            micro_batch=settings.micro_batch,
+            micro_batch=_micro_batch(settings),
             policy=settings.policy,
             replan=settings.replan,
             exact=settings.exact,
@@ -160,8 +162,9 @@ def _checked(settings: TrainFile, on_bad_sample: str | None) -> TrainFile:
             raise ConfigError(f"--on-bad-sample must be skip or fail, got {on_bad_sample!r}")
         settings = msgspec.structs.replace(settings, on_bad_sample=on_bad_sample)
     for name in ("epochs", "batch_size", "micro_batch", "image_size"):
-        if getattr(settings, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, got {getattr(settings, name)}")
+        value = getattr(settings, name)
+        if value != "auto" and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
     for name in ("lr", "momentum", "weight_decay"):
         if not 0 <= getattr(settings, name) < float("inf"):
             raise ConfigError(f"{name} must be a finite number >= 0, got {getattr(settings, name)}")
@@ -248,6 +251,19 @@ def _checkpoint_path(settings: TrainFile) -> Path:
     return Path(f"{settings.output}.checkpoint")
 
 
+def _micro_batch(settings: TrainFile) -> MicroBatchSize:
+    """The size; that of the run before, where this one goes on with what was chosen then."""
+    from upriver.cli.checkpoint import job_state
+
+    path = _checkpoint_path(settings)
+    if settings.micro_batch != "auto" or not path.exists():
+        return settings.micro_batch
+    chosen = job_state(path).get("micro_batch")
+    if type(chosen) is not int:
+        raise ConfigError(f"{path} does not say which micro_batch was chosen; delete it to start anew")
+    return chosen
+
+
 def _interrupted(checkpoint: Path) -> str:
     if not checkpoint.exists():
         return "interrupted before the first checkpoint was written; the same command begins anew"
@@ -271,6 +287,7 @@ def _document(settings: TrainFile, job: FinetuneJob, trainer: Trainer, *, resume
     output = Path(settings.output)
     return {
         "epochs": trainer.epochs,
+        "micro_batch": job.state_dict()["micro_batch"],
         "plan": {
             "policy": plan.policy,
             "cut": plan.cut,
