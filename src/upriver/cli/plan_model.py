@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import psutil
@@ -12,9 +12,10 @@ from torch import nn
 
 from upriver.cli.common import working
 from upriver.cli.options import check_module
-from upriver.client.planning import measure_tail
+from upriver.client.planning import measure_tail, time_tail
 from upriver.errors import CaptureError, ConfigError
 from upriver.profile.measure import fit, measure_stages, sizes
+from upriver.profile.memory import stage_peaks
 from upriver.program.example import Example
 from upriver.program.freeze import freeze_to
 from upriver.program.names import load_model
@@ -132,10 +133,10 @@ def _measured(
                 out_bytes=stage.out_bytes,
                 param_bytes=stage.param_bytes,
                 flops=stage.flops,
-                peak_bytes=stage.peak_bytes,
+                peak_bytes=peak,
                 seconds={"storage": spent, "compute": spent},
             )
-            for stage, spent in zip(main.stages, seconds, strict=True)
+            for stage, spent, peak in zip(main.stages, seconds, stage_peaks(main), strict=True)
         ),
         tail=_tail(network, parts, programs, tensors),
     )
@@ -147,13 +148,11 @@ def _tail(
     programs: Sequence[Program],
     tensors: Sequence[Sequence[torch.Tensor]],
 ) -> TailProfile:
-    """Forward and backward of what trains, at the same sizes; memory as at the micro-batch that is meant."""
-    found: list[TailProfile] = []
-    points = []
-    for program, given in zip(programs, tensors, strict=True):
-        features, samples = program.run(given, 0, program.num_stages), program.micro_batch
-        tails = [measure_tail(network, parts, features, samples=samples) for _ in range(TAIL_REPEATS)]
-        spent = median(tail.seconds[0] + samples * tail.seconds[1] for tail in tails)
-        points.append((samples, spent))
-        found.append(tails[-1])
-    return TailProfile(seconds=fit(points), param_bytes=found[0].param_bytes, peak_bytes=found[0].peak_bytes)
+    """Forward and backward of what trains, at the same sizes, and its memory."""
+    points, given = [], []
+    for program, inputs in zip(programs, tensors, strict=True):
+        given.append(program.run(inputs, 0, program.num_stages))
+        spent = median(time_tail(network, parts, given[-1])[0] for _ in range(TAIL_REPEATS))
+        points.append((program.micro_batch, spent))
+    tail = measure_tail(network, parts, given[0], samples=programs[0].micro_batch)
+    return replace(tail, seconds=fit(points))

@@ -15,11 +15,12 @@ from upriver.cost import route_between
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine, OnBadSample
 from upriver.engine.read import read_samples
-from upriver.errors import UpriverError
+from upriver.errors import ModelError, UpriverError
 from upriver.pipeline import Dataset
 from upriver.policies import choose
 from upriver.profile import build_profile, cluster_from
 from upriver.profile.keep import Kept
+from upriver.profile.tail import tail_memory, tail_weights
 from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
@@ -143,13 +144,25 @@ def measure_link(server: ServerClient) -> LinkEstimate:
         size *= 2
 
 
-def measure_tail(model: nn.Module, split: Split, features: Values, *, samples: int) -> TailProfile:
+def measure_tail(
+    model: nn.Module, split: Split, features: Values, *, samples: int, batch_size: int | None = None
+) -> TailProfile:
     """Forward and backward of the tail on one micro-batch; nothing of the model is changed.
+
+    Seconds are measured; memory is that of training on any number of samples, worked out without data.
 
     Args:
         features: Everything that crosses the freeze point.
         samples: How many samples that is.
+        batch_size: Of a training batch; as many by default.
     """
+    seconds, saved = time_tail(model, split, features)
+    fixed, growing = _tail_bytes(model, split, features, samples, batch_size or samples, saved)
+    return TailProfile(seconds=(0.0, seconds / samples), param_bytes=fixed, peak_bytes=growing)
+
+
+def time_tail(model: nn.Module, split: Split, features: Values) -> tuple[float, int]:
+    """Seconds of the tail's forward and backward, warmed up, and bytes that forward saves for backward."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     kept = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
@@ -173,13 +186,19 @@ def measure_tail(model: nn.Module, split: Split, features: Values, *, samples: i
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
-    weights = sum(p.nbytes for p in parameters)
-    return TailProfile(
-        seconds=(0.0, seconds[-1] / samples),
-        param_bytes=float(STATES_PER_WEIGHT * weights),
-        # What backward needs, and as much again for gradients of activations on their way.
-        peak_bytes=2.0 * sum(saved.values()) / samples,
-    )
+    return seconds[-1], sum(saved.values())
+
+
+def _tail_bytes(
+    model: nn.Module, split: Split, features: Values, samples: int, batch_size: int, saved: int
+) -> tuple[float, float]:
+    """Bytes of training the tail, weights included: whatever the number of samples, and for each of them."""
+    try:
+        peak = tail_memory(model, split, features, samples=samples, batch_size=batch_size)
+    except ModelError:  # it looks at its data: what backward has saved, and as much again for gradients
+        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        return float(STATES_PER_WEIGHT * weights), 2.0 * saved / samples
+    return float(tail_weights(model, split) + peak.fixed_bytes), peak.growing_bytes
 
 
 def profile_and_cluster(

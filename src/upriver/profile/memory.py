@@ -122,9 +122,9 @@ def stretch_peak(program: Program, start: int, stop: int) -> MemoryEstimate:
 def stage_peaks(program: Program) -> tuple[float, ...]:
     """Peak bytes of each stage for one sample, of which the micro-batch's multiple is never under.
 
-    The largest of a stretch's stages is at least the stretch's own peak: each has room for the largest of
-    what could have crossed a cut before it, which whoever runs the stretch still holds, and for all that
-    libraries keep after all stages. What does not grow with the samples is spread over them.
+    The largest of a stretch's stages is never under the stretch's own peak: counted in are what the stretch
+    was given, which whoever runs it holds until its end, and what libraries keep after all stages. What does
+    not grow with the samples is spread over them.
     """
     return StretchPeaks(program).stages()
 
@@ -162,13 +162,13 @@ class StretchPeaks:
             reserve_bytes=ledger.kept.nbytes,
         )
 
-    def _ledger(self, start: int, stop: int, kept: Kept | None = None) -> Ledger:
-        """What running [start, stop) makes and takes."""
+    def _ledger(self, start: int, stop: int, kept: Kept | None = None, *, held: bool = True) -> Ledger:
+        """What running [start, stop) makes and takes; ``held`` if whoever runs it holds what it is given."""
         with self._running():
-            given = {value.name: value.spec.empty(self._device) for value in self._live[start]}
-            values, ledger = dict(given), Ledger(kept)
+            values = {value.name: value.spec.empty(self._device) for value in self._live[start]}
+            given, ledger = dict(values) if held else {}, Ledger(kept)
             ledger.ignore(self._fixed.values())
-            ledger.hold(given.values())
+            ledger.hold(values.values())
             with ledger:
                 plan = self._plan.stages[start:stop]
                 for stage, nodes in zip(self._graph.stages[start:stop], plan, strict=True):
@@ -179,10 +179,11 @@ class StretchPeaks:
 
     def stages(self) -> tuple[float, ...]:
         """Peak bytes of each stage for one sample of the micro-batch; see :func:`stage_peaks`."""
-        kept, peaks, held = Kept(), [], 0
-        for position in range(len(self._graph.stages)):
-            peaks.append(held + self._ledger(position, position + 1, kept).high)
-            held = max(held, sum(value.spec.nbytes for value in self._live[position]))
+        kept, stages = Kept(), range(len(self._graph.stages))
+        first = [self._ledger(k, k + 1, kept).high for k in stages]
+        later = [self._ledger(k, k + 1, kept, held=False).high for k in stages]
+        given = [sum(value.spec.nbytes for value in live) for live in self._live]
+        peaks = _covering(first, later, given)
         return tuple((peak + kept.nbytes) / self._graph.micro_batch for peak in peaks)
 
     @contextlib.contextmanager
@@ -190,6 +191,23 @@ class StretchPeaks:
         autocast = autocasting(self._device, autocast_dtype(self._graph.autocast))
         with self._mode, torch.no_grad(), no_fast_path(), autocast:
             yield
+
+
+def _covering(first: Sequence[int], later: Sequence[int], given: Sequence[int]) -> list[int]:
+    """The least that stages can be said to take for the largest of a stretch to cover the stretch.
+
+    A stretch from ``start`` takes ``first[start]`` in its first stage, and ``given[start] + later[k]`` in
+    stage ``k`` behind it. Where an earlier stage of the stretch takes as much anyway, nothing is added.
+    """
+    peaks: list[int] = []
+    for stage, peak in enumerate(first):
+        largest = 0
+        for start in reversed(range(stage)):
+            largest = max(largest, peaks[start])
+            needed = given[start] + later[stage]
+            peak = max(peak, needed) if needed > largest else peak
+        peaks.append(peak)
+    return peaks
 
 
 def _fixed_values(graph: Graph, device: torch.device) -> Values:
