@@ -17,7 +17,7 @@ from upriver.client import budget, connect, measuring, second
 from upriver.client.measuring import Measured
 from upriver.client.today import waiting
 from upriver.client.transport import ServerClient
-from upriver.errors import Busy, CaptureError, ConfigError, ProtocolError
+from upriver.errors import Busy, CaptureError, ConfigError, ProgramError, ProtocolError
 from upriver.pipeline import Dataset
 from upriver.profile.build import has_lines
 from upriver.protocol import Load, StageCosts
@@ -69,10 +69,35 @@ def test_stages_are_measured_at_two_sizes_on_both_tiers(
     assert costs.micro_batches == (MICRO, MICRO // 4)
     assert [stage.seconds["storage"] for stage in profile.stages] == [stage.seconds for stage in costs.stages]
     assert all(stage.seconds["storage"][0] == 0 for stage in profile.input_stages)
-    assert set(measured.seconds) == {"canary", "stages", "link", "tail", "second size"}
+    assert set(measured.seconds) == {"canary", "stages", "link", "tail", "memory", "second size"}
     assert measured.total_s == pytest.approx(sum(measured.seconds.values()) - measured.seconds["canary"])
     assert not measured.kept
     assert job.plan.feasible
+
+
+def test_a_profile_has_the_memory_of_stages_as_runs_without_data_show_it(
+    data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[float, ...]] = []
+
+    def peaks(program: Any) -> tuple[float, ...]:
+        seen.append(tuple(1000.0 + k for k in range(program.num_stages)))
+        return seen[-1]
+
+    monkeypatch.setattr(budget, "SHARE", 0.0)
+    monkeypatch.setattr(measuring, "stage_peaks", peaks)
+    for _ in range(2):  # measured, then kept
+        measured, _ = measured_by(near, data)
+        assert tuple(stage.peak_bytes for stage in measured.profile.stages) == seen[0]
+    assert len(seen) == 1
+
+    def fails(program: Any) -> tuple[float, ...]:
+        raise ProgramError("no such kernel without data")
+
+    monkeypatch.setattr(measuring, "stage_peaks", fails)
+    captured, _ = measured_by(near, data, micro_batch=4)
+    assert all(stage.peak_bytes > 0 for stage in captured.profile.stages)
+    assert not {stage.peak_bytes for stage in captured.profile.stages} & set(seen[0])
 
 
 def test_the_second_job_has_the_lines_of_the_first(

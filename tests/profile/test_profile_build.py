@@ -9,7 +9,7 @@ import pytest
 from upriver.errors import ConfigError
 from upriver.policies import POLICIES
 from upriver.profile import build_profile, cluster_from
-from upriver.profile.build import has_lines, with_lines
+from upriver.profile.build import has_lines, with_lines, with_peaks
 from upriver.types import Profile, TailProfile, Tier, Timings, Workload
 
 
@@ -161,3 +161,12 @@ def test_lines_take_the_place_of_seconds_at_one_size() -> None:
 def test_lines_of_other_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 stages were to be measured on storage, got 1"):
         with_lines(build(timings(STEADY), timings(STEADY)), {Tier.STORAGE: [(1.0, 0.5)]})
+
+
+def test_peaks_are_those_of_the_stages_in_order() -> None:
+    profile = build(timings(STEADY), timings(STEADY))
+    found = with_peaks(profile, [7.0, 9.0])
+    assert [stage.peak_bytes for stage in found.stages] == [7.0, 9.0]
+    assert with_peaks(found, [stage.peak_bytes for stage in profile.stages]) == profile
+    with pytest.raises(ConfigError, match="2 stages need as many peaks, got 1"):
+        with_peaks(profile, [7.0])

@@ -39,8 +39,9 @@ from upriver.engine.engine import Engine
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import BadSample, DatasetError, UpriverError
 from upriver.pipeline import Dataset
-from upriver.profile.build import has_lines, with_lines
+from upriver.profile.build import has_lines, with_lines, with_peaks
 from upriver.profile.keep import Kept, Place, ProfileKey, as_of_today, load_profile, save_profile, slowdown
+from upriver.profile.memory import stage_peaks
 from upriver.program import Program
 from upriver.program.split import Split
 from upriver.protocol import Caps, Info
@@ -62,7 +63,8 @@ class Measured:
         servers: Those that passed the canary.
         caps: What the first of them takes.
         kept: Whether its stages were measured by an earlier job.
-        seconds: What each part took: ``canary``, ``stages``, ``link``, ``tail``, ``second size``.
+        seconds: What each part took: ``canary``, ``stages``, ``link``, ``tail``, ``memory``,
+            ``second size``.
         notes: What a reader of the plan should know.
     """
 
@@ -283,8 +285,14 @@ class Measuring:
     ) -> tuple[Profile, Cluster]:
         here, options = self._measured_here(), self._options
         with self._clock.part("tail"):
-            tail = measure_tail(self._model, self._parts, here.features.tensors, samples=options.micro_batch)
-        return profile_and_cluster(
+            tail = measure_tail(
+                self._model,
+                self._parts,
+                here.features.tensors,
+                samples=options.micro_batch,
+                batch_size=options.batch_size,
+            )
+        profile, cluster = profile_and_cluster(
             name=type(self._model).__name__,
             dataset=self._dataset,
             split=self._parts,
@@ -297,6 +305,16 @@ class Measuring:
             load=options.num_ranks / len(passed) * self._waiting(passed),
             kept=kept,
         )
+        return profile if kept is not None else self._with_peaks(profile), cluster
+
+    def _with_peaks(self, profile: Profile) -> Profile:
+        """The memory of stages as runs without data show it; where they cannot run, as captured."""
+        try:
+            with self._clock.part("memory"):
+                return with_peaks(profile, stage_peaks(self._program))
+        except UpriverError as error:
+            log.info("the memory of stages is that of their tensors alone: %s", error)
+            return profile
 
     # ------------------------------------------------------------------------------ as it is today
 

@@ -165,6 +165,18 @@ def with_lines(profile: Profile, lines: Mapping[Tier, Sequence[Seconds]]) -> Pro
     return replace(profile, stages=tuple(stages))
 
 
+def with_peaks(profile: Profile, peaks: Sequence[float]) -> Profile:
+    """The same profile, with each model stage's bytes alive at once, per sample.
+
+    Raises:
+        ConfigError: If there are more or fewer of them than stages.
+    """
+    if len(peaks) != len(profile.stages):
+        raise ConfigError(f"{len(profile.stages)} stages need as many peaks, got {len(peaks)}")
+    stages = [replace(stage, peak_bytes=peak) for stage, peak in zip(profile.stages, peaks, strict=True)]
+    return replace(profile, stages=tuple(stages))
+
+
 def has_lines(profile: Profile) -> bool:
     """Whether model stages were measured at two sizes on both tiers: some then cost something a call."""
     frozen = profile.stages[: profile.freeze]
