@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.client.slots import MAX_REMOTE_ATTEMPTS, Delivery, SlotTable, Way, Window
+from upriver.client.slots import MAX_REMOTE_ATTEMPTS, Dealt, Delivery, Pin, SlotTable, Way, Window
 from upriver.errors import BadSample, ConfigError
 from upriver.types import MicroBatch
 
@@ -134,6 +134,34 @@ def test_nothing_is_begun_after_an_error():
     with pytest.raises(BadSample):
         slots.take().result()
     assert slots.done
+
+
+def test_what_cannot_be_made_here_goes_to_servers_at_a_cut_of_the_plan():
+    here, there = Dealt(way=Way.LOCAL, cut=-4), Dealt(way=Way.REMOTE, cut=2)
+    slots = SlotTable(6, first=0, window=Window(), dealt=[here, there, there, here, here, here])
+    claim = slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1))
+    assert slots.ask_servers(claim)
+    assert slots.find(Way.LOCAL, 1, only_failed=True) == ()
+    assert slots.find(Way.LOCAL, 1) == (0,), "without servers it is tried here all the same"
+    asked = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 4))
+    assert asked.indices == (0, 1, 2, 3) and asked.cut == 2
+    slots.give_up(asked, retry=False)
+    again = slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1, only_failed=True))
+    assert again.indices == (0,)
+    assert not slots.ask_servers(again), "nor do servers make it"
+    assert slots.find(Way.REMOTE, 4) == (4, 5)
+    slots.ask_servers_no_more()
+    assert slots.find(Way.REMOTE, 4) == () and slots.find(Way.LOCAL, 6) != ()
+
+
+def test_servers_are_not_asked_for_what_no_route_or_pin_allows():
+    here = Dealt(way=Way.LOCAL, cut=-4)
+    slots = SlotTable(2, first=0, window=Window(), dealt=[here, here])
+    assert not slots.ask_servers(slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1)))
+    pin = Pin(way=Way.LOCAL, source="local", cut=0)
+    dealt = [here, Dealt(way=Way.REMOTE, cut=2)]
+    slots = SlotTable(2, first=0, window=Window(), dealt=dealt, pins={0: pin})
+    assert not slots.ask_servers(slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1)))
 
 
 @pytest.mark.parametrize("first", [-1, 11])

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 import upriver
 from tests.client.conftest import Reference
 from tests.client.test_job_near import free_port, start
-from tests.client.training import BATCH, MICRO, optimizer_of, same, train
+from tests.client.training import BATCH, MICRO, STAGES, images, optimizer_of, same, train
 from tests.program.nets import frozen_small
+from upriver.client.embedded import EmbeddedServer
+from upriver.errors import StoreError
 from upriver.pipeline import Dataset
 
 pytestmark = pytest.mark.slow
@@ -63,3 +71,86 @@ def test_a_plan_that_needs_no_server_says_nothing(data: Dataset) -> None:
         server.close()
         assert len(list(job)) == len(job)
         assert "answers" not in job.plan.why
+
+
+# ------------------------------------------------------------ the store, as the training node reaches it
+
+
+@dataclass
+class Apart:
+    """A store that a server sees as files and the training node over HTTP, through processes of their own."""
+
+    near: upriver.Near
+    data: Dataset
+    objects: subprocess.Popen[str]
+    server: EmbeddedServer
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[Apart]:
+    images(tmp_path, 200)
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "object_server.py"
+    command = [sys.executable, str(script), str(tmp_path)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as objects,
+        EmbeddedServer.start({"default": tmp_path.as_uri()}, threads=1) as server,
+        upriver.connect(server.url) as near,
+    ):
+        assert objects.stdout is not None
+        url = json.loads(objects.stdout.readline())["listening"]
+        options = {"endpoint": url, "region": "none", "anonymous": "true", "max_retries": "1"}
+        store = upriver.Store.open("s3://store", options=options)
+        yield Apart(near, upriver.index(store, "photos", stages=STAGES), objects, server)
+        objects.kill()
+
+
+SMALL = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "window_bytes": 1 << 15}
+
+
+def test_a_store_that_stops_is_named_and_servers_make_all(apart: Apart, plain: Reference) -> None:
+    model, whys = frozen_small(), []
+    with apart.near.finetune(model, apart.data, cut={-4: 0.4, 2: 0.6}, **SMALL) as job:
+
+        def stop(step: int) -> None:
+            whys.append(job.plan.why)
+            if step == 4:
+                apart.objects.kill()
+
+        losses = train(job, model, optimizer_of(model), epochs=2, after_step=stop)
+        placed, report = job.placed, job.report
+    assert "store" not in whys[0]
+    assert "the store cannot be read from here now" in whys[-1]
+    late = {each.cut for each in placed if each.epoch == 1}
+    assert late == {2}, "at a cut of the plan, where servers have passed the canary"
+    assert 0 < report.samples["local"] < 100 and sum(report.samples.values()) == 400
+    assert same((losses, model), plain)
+
+
+def test_where_neither_answers_it_is_an_error(apart: Apart) -> None:
+    model = frozen_small()
+
+    def stop(step: int) -> None:
+        if step == 4:
+            apart.objects.kill()
+            os.kill(apart.server.pid, signal.SIGKILL)
+
+    with (
+        apart.near.finetune(model, apart.data, cut={-4: 0.4, 2: 0.6}, **SMALL) as job,
+        pytest.raises(StoreError, match="cannot read"),
+    ):
+        train(job, model, optimizer_of(model), epochs=2, after_step=stop)
+
+
+def test_a_plan_that_asks_no_server_has_none_to_turn_to(apart: Apart) -> None:
+    model = frozen_small()
+    with (
+        apart.near.finetune(model, apart.data, policy="nosplit", **SMALL) as job,
+        pytest.raises(StoreError, match="cannot read"),
+    ):
+        train(
+            job,
+            model,
+            optimizer_of(model),
+            epochs=2,
+            after_step=lambda step: apart.objects.kill() if step == 4 else None,
+        )

@@ -195,7 +195,7 @@ class FinetuneJob:
 
     def _replan(self, trained_s: float, samples: int, order: EpochOrder) -> None:
         """After a training step: ask the policy again, and go on with what it says when that lasts."""
-        self._standing.tell(self._plan)
+        self._standing.tell(self._plan, self._store_lost)
         replanner, loader = self._replanner, self._loader
         if replanner is None or loader is None:
             return
@@ -362,9 +362,13 @@ class FinetuneJob:
 
     @property
     def plan(self) -> Plan:
-        """Where each part runs and why; print it. While no server answers it says so, and what is done."""
-        lost = "" if self._closed else self._standing.lost(self._plan)
+        """Where each part runs and why; print it. While servers or store do not answer it says so."""
+        lost = "" if self._closed else self._standing.lost(self._plan, self._store_lost)
         return replace(self._plan, why=f"{self._plan.why}; {lost}") if lost else self._plan
+
+    @property
+    def _store_lost(self) -> str:
+        return self._loader.store_lost if self._loader is not None else ""
 
     @property
     def window(self) -> Window:

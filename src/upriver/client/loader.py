@@ -9,7 +9,9 @@ epoch ends with the same numbers however many servers are left.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +38,8 @@ from upriver.types import MicroBatch, Timings
 if TYPE_CHECKING:
     from upriver.protocol import RunRequest
 
+log = logging.getLogger("upriver")
+
 LOCAL = "local"
 """Names the plain way in reports, where a server has its URL."""
 
@@ -52,6 +56,11 @@ MakeLocally = Callable[[tuple[int, ...]], tuple[MicroBatch, Timings]]
 
 RequestMaker = Callable[[Sequence[int], "int | None"], "RunRequest"]
 """Indices of micro-batches that take the same route, and its cut where there is one, to the request."""
+
+STORE_REST_S = 30.0
+MOST_STORE_REST_S = 480.0
+"""A store that cannot be read from here is left alone for so long, each time twice as long as before: an
+attempt keeps the micro-batch waiting for as long as the store's own retries take, some 15 s."""
 
 FAILED = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, WorkerCrashed)
 """Errors that say something about a server, nothing about the samples: others can do what is missing."""
@@ -160,6 +169,11 @@ class Loader:
         return self._crew.table.taken
 
     @property
+    def store_lost(self) -> str:
+        """Why nothing is read from the store here, while servers make it all; empty when that is not so."""
+        return self._crew.store_lost
+
+    @property
     def report(self) -> LoaderReport:
         """What has been delivered so far."""
         return LoaderReport(
@@ -229,6 +243,8 @@ class _Crew:
         self._changed = threading.Condition()
         self._stopped = False
         self._failure: BaseException | None = None
+        self.store_lost = ""
+        self._store_rest_s, self._store_again_at = STORE_REST_S, 0.0
         self._answers: set[Answer] = set()
         self._threads: list[threading.Thread] = []
 
@@ -390,14 +406,38 @@ class _Crew:
             try:
                 batch, timings = self._local(tuple(self._micro_batches[index]))
             except Exception as error:
-                self._put_error(claim, LOCAL, error)
+                if not self._ask_servers(claim, error):
+                    self._put_error(claim, LOCAL, error)
             else:
+                self._store_rest_s = STORE_REST_S
                 self._put(claim, index, Delivery(source=LOCAL, batch=batch, timings=timings))
+
+    def _ask_servers(self, claim: Claim, error: Exception) -> bool:
+        """Where the store does not answer here and a server does, go on from that one; whether so."""
+        if type(error) is not StoreError:  # a missing or changed object is a fact, and stays one
+            return False
+        with self._changed:
+            servers = self._remote is not None and self._remote.pool.usable
+            if not servers or not self.table.ask_servers(claim):
+                return False
+            if not self.store_lost:
+                log.warning("the store cannot be read from here, servers make all: %s", error)
+                self._store_again_at = time.monotonic() + self._store_rest_s
+                self._store_rest_s = min(2 * self._store_rest_s, MOST_STORE_REST_S)
+            self.store_lost = str(error)
+            self._changed.notify_all()
+        return True
+
+    def _try_store_again(self) -> None:
+        if self.store_lost and time.monotonic() >= self._store_again_at:
+            self.store_lost = ""
+            self.table.ask_servers_no_more()
 
     def _next_local(self) -> Claim | None:
         """Wait for a micro-batch that is to be made here; None when it is over."""
         with self._changed:
             while not self._stopped:
+                self._try_store_again()
                 servers = self._remote is not None and self._remote.pool.usable
                 if run := self.table.find(Way.LOCAL, 1, only_failed=servers):
                     return self.table.claim(Way.LOCAL, run)

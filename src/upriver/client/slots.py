@@ -13,6 +13,7 @@ free ──claim──► in flight ──deliver──► ready ──take─�
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -162,6 +163,7 @@ class SlotTable:
         self._largest_bytes: dict[tuple[Way, int | None], int] = {}  # that has arrived
         self._pins = dict(pins or {})
         self._num = num_micro_batches
+        self._instead: Dealt | None = None
         self._dealt: Sequence[Dealt] | None = None
         if dealt is not None:
             self.deal(dealt)
@@ -212,8 +214,20 @@ class SlotTable:
 
     def _alike(self, index: int, other: int) -> bool:
         """Whether one request can be for both."""
-        same_route = self._dealt is None or self._dealt[index] == self._dealt[other]
-        return same_route and self.pin(index) == self.pin(other)
+        return self._route(index) == self._route(other) and self.pin(index) == self.pin(other)
+
+    def _route(self, index: int) -> Dealt | None:
+        """How a micro-batch is to be made now; None where that was not said."""
+        if self._dealt is None:
+            return None
+        route = self._dealt[index]
+        if route.way is Way.LOCAL and self._instead is not None and not self._failed(index):
+            return self._instead
+        return route
+
+    def _failed(self, index: int) -> bool:
+        """Whether servers have failed at it too often."""
+        return self._failures.get(index, 0) >= MAX_REMOTE_ATTEMPTS
 
     def _next_alike(self, index: int) -> int:
         """The next micro-batch that could go with this one; the end of the epoch where none is in reach."""
@@ -223,7 +237,8 @@ class SlotTable:
     def _cut(self, index: int) -> int | None:
         if (pin := self.pin(index)) is not None:
             return pin.cut
-        return self._dealt[index].cut if self._dealt is not None else None
+        route = self._route(index)
+        return route.cut if route is not None else None
 
     def claim(self, way: Way, run: Sequence[int]) -> Claim:
         """Give a run that `find` returned to one thread."""
@@ -250,9 +265,10 @@ class SlotTable:
     def _wanted(self, index: int, way: Way, *, only_failed: bool) -> bool:
         if (pin := self.pin(index)) is not None:
             return way is pin.way
-        if self._dealt is not None and self._dealt[index].way is Way.LOCAL:
+        route = self._route(index)
+        if route is not None and route.way is Way.LOCAL:
             return way is Way.LOCAL
-        failed = self._failures.get(index, 0) >= MAX_REMOTE_ATTEMPTS
+        failed = self._failed(index)
         return not failed if way is Way.REMOTE else failed or not only_failed
 
     @property
@@ -283,6 +299,22 @@ class SlotTable:
         self._check_dealt(dealt)
         self._dealt = dealt
         self.window = window or self.window
+
+    def ask_servers(self, claim: Claim) -> bool:
+        """Free what could not be made here; servers make it and all that comes, at the plan's own cut.
+
+        False, and nothing changes, where they have failed at it themselves, or no route asks them.
+        """
+        cuts = Counter(hand.cut for hand in self._dealt or () if hand.way is Way.REMOTE)
+        if not cuts or any(self._failed(i) or self.pin(i) is not None for i in claim.indices):
+            return False
+        self._instead = Dealt(way=Way.REMOTE, cut=cuts.most_common(1)[0][0])
+        self.release(claim)
+        return True
+
+    def ask_servers_no_more(self) -> None:
+        """What was dealt to be made here is made here again."""
+        self._instead = None
 
     def _check_dealt(self, dealt: Sequence[Dealt]) -> None:
         if len(dealt) != self._num:

@@ -24,8 +24,14 @@ class Standing:
         self._pool, self._start = pool, start
         self._told = ""
 
-    def lost(self, plan: Plan) -> str:
-        """What a plan needs that does not answer; empty when all is well."""
+    def lost(self, plan: Plan, store_lost: str = "") -> str:
+        """What a plan needs that does not answer; empty when all is well.
+
+        Args:
+            store_lost: Why the store is not read from here at the moment, where that is so.
+        """
+        if store_lost:
+            return f"the store cannot be read from here now ({store_lost}): servers make that share, too"
         if self._pool is None or all(route.cut <= self._start for route in plan.routes):
             return ""
         servers = self._pool.status()
@@ -34,11 +40,11 @@ class Standing:
         reasons = "; ".join(server.reason or server.health for server in servers)
         return f"no server answers now ({reasons}): all runs on the compute tier, straight from the store"
 
-    def tell(self, plan: Plan) -> None:
+    def tell(self, plan: Plan, store_lost: str = "") -> None:
         """Log it once when something stops answering, and once when it is back."""
-        lost = self.lost(plan)
+        lost = self.lost(plan, store_lost)
         if lost and not self._told:
             log.warning("the plan cannot be carried out: %s", lost)
         elif self._told and not lost:
-            log.info("servers answer again: the plan is carried out as it stands")
+            log.info("all answer again: the plan is carried out as it stands")
         self._told = lost
