@@ -5,8 +5,9 @@ import types
 
 import pytest
 
+from tests.store.s3_server import S3Server
 from upriver.client.link import PIECE_BYTES, LinkMeter, MeteredStore
-from upriver.errors import ConfigError, ObjectNotFound
+from upriver.errors import ConfigError, ObjectNotFound, StoreError
 from upriver.store import Store
 
 
@@ -212,6 +213,28 @@ def test_metered_store(tmp_path):
     with pytest.raises(ObjectNotFound, match="missing"):
         metered.get("missing")
     assert meter.total_bytes == 27
+
+
+def test_bytes_over_a_network_count_as_they_arrive():
+    body = bytes(range(256)) * 4096
+    with S3Server() as server:
+        server.objects["bucket/big"] = body
+        options = {"endpoint": server.url, "region": "none", "anonymous": "true"}
+        meter, counted = LinkMeter(), []
+        meter.account = lambda num_bytes, kind: counted.append(num_bytes)
+        far = MeteredStore(Store.open("s3://bucket", options=options), meter)
+        assert far.get("big") == body
+        assert sum(counted) == len(body) and len(counted) > 4
+        assert far.get_range("big", 100, 300_100) == body[100:300_100]
+        assert far.get_range("big", 5, 5) == b""
+        assert sum(counted) == len(body) + 300_000
+        with pytest.raises(ObjectNotFound, match="missing"):
+            far.get("missing")
+        with pytest.raises(StoreError, match="ended early"):
+            far.get_range("big", 0, len(body) + 1)
+        with pytest.raises(ConfigError, match="byte range"):
+            far.get_range("big", 3, 2)
+    assert meter.quiet_s < 60
 
 
 def test_throttled_async_reads_do_not_block_the_loop(tmp_path):

@@ -102,12 +102,39 @@ def test_a_gain_must_last() -> None:
     job = Job("upriver", 200 * MBIT, patience=Patience(gain=0.1, iterations=4))
     assert job.iterate(10) == []
     for _ in range(5):
-        job.bandwidth = 20 * MBIT
+        job.bandwidth = 130 * MBIT
         assert job.iterate(7) == []
         job.bandwidth = 200 * MBIT
         assert job.iterate(1) == []
-    job.bandwidth = 20 * MBIT
+    job.bandwidth = 130 * MBIT
     assert job.iterate(12)[0] >= 8
+
+
+def test_a_link_that_is_clearly_another_one_is_heeded_as_soon_as_patience_allows() -> None:
+    job = Job("upriver", 200 * MBIT, patience=Patience(gain=0.1, iterations=4))
+    assert job.iterate(10) == []
+    for _ in range(5):
+        job.bandwidth = 20 * MBIT
+        assert job.iterate(3) == []
+        job.bandwidth = 200 * MBIT
+        assert job.iterate(1) == []
+    job.bandwidth = 20 * MBIT
+    assert job.iterate(10) == [3]
+    assert job.replanner.plan.routes == job.fresh(20 * MBIT).routes
+
+
+@pytest.mark.parametrize("policy", ADAPTIVE)
+@pytest.mark.parametrize("planned", [0.8, 1.2])
+def test_jitter_is_no_other_link_even_where_the_plan_was_made_at_its_edge(
+    policy: str, planned: float
+) -> None:
+    """What a slow link and a fast one of the same jitter look like for less than STEADY iterations."""
+    job = Job(policy, planned * 200 * MBIT)
+    for _ in range(20):
+        job.bandwidth = (2 - planned) * 200 * MBIT
+        assert job.iterate(5) == []
+        job.bandwidth = planned * 200 * MBIT
+        assert job.iterate(1) == []
 
 
 def test_a_cut_that_servers_do_not_pass_is_never_used() -> None:

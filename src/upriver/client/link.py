@@ -13,10 +13,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+import obstore
 
 from upriver.errors import ConfigError
 from upriver.store import Store
+from upriver.store.store import _is_empty_range, _options
 from upriver.types import require_finite
 
 Kind = Literal["answers", "direct"]
@@ -222,9 +225,10 @@ def _between(first: _Point, last: _Point) -> float:
 class MeteredStore(Store):
     """A store whose reads cross the meter: what the compute tier reads by itself is on the same link.
 
-    A whole object or range arrives at once, so its bytes are accounted after the read, piece by piece, in the
-    calling thread (for an event loop, in a thread of its pool). Sizes and listings are not counted, nor are
-    writes, which go the other way.
+    Over a network the bytes are accounted as they arrive, in the calling thread: accounted at the end,
+    sixteen objects that share a thin link would be nothing for seconds, and then a burst. Other reads come at
+    once, and are accounted afterwards (for an event loop, in a thread of its pool). Sizes and listings are
+    not counted, nor are writes, which go the other way.
 
     Args:
         store: The store to read.
@@ -240,6 +244,8 @@ class MeteredStore(Store):
     def get(self, path: str, *, etag: str | None = None) -> bytes:
         """`Store.get`, accounted."""
         with self.meter.transfer():
+            if self._root is None:
+                return self._arriving(path, _options(etag))
             data = super().get(path, etag=etag)
             self.meter.account(len(data), "direct")
         return data
@@ -253,7 +259,12 @@ class MeteredStore(Store):
 
     def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
         """`Store.get_range`, accounted."""
+        if _is_empty_range(start, stop):
+            return b""
         with self.meter.transfer():
+            if self._root is None:
+                data = self._arriving(path, _options(etag, (start, stop)))
+                return self._whole(data, path, start, stop)
             data = super().get_range(path, start, stop, etag=etag)
             self.meter.account(len(data), "direct")
         return data
@@ -264,3 +275,13 @@ class MeteredStore(Store):
             data = await super().get_range_async(path, start, stop, etag=etag)
             await asyncio.to_thread(self.meter.account, len(data), "direct")
         return data
+
+    def _arriving(self, path: str, options: Any) -> bytes:
+        """What an object's request gives, accounted piece by piece as it arrives."""
+        with self._errors("read", path):
+            pieces = []
+            answer = obstore.get(self._backend, self._checked(path), options=options)
+            for piece in answer.stream(min_chunk_size=PIECE_BYTES):
+                self.meter.account(len(piece), "direct")
+                pieces.append(piece)
+            return b"".join(pieces)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from upriver.client.link import CHANGED
 from upriver.cost import CostModel
 from upriver.errors import NotExact, UpriverError
 from upriver.policies import POLICIES
@@ -35,7 +36,8 @@ PLANNING_SHARE = 0.02
 """Of a job's time goes into planning at most: steps of a few milliseconds are not all followed by it."""
 
 STEADY = 6
-"""The gain must be one at each of so many last bandwidths: jitter now and then passes any average."""
+"""The gain must be one at each of so many last bandwidths: jitter now and then passes any average. Where the
+link is clearly another one than the plan was made for, the patience alone decides."""
 
 
 Prove = Callable[[Sequence[int]], None]
@@ -124,12 +126,16 @@ class Replanner:
         profile, cluster = self._live.now()
         cluster = self._unchanged(cluster)
         fresh, now = self._compared(profile, cluster)
-        if not self._is_better(fresh, now) or not self._steadily(profile, cluster):
+        changed = steady = proved = False
+        if self._is_better(fresh, now):
+            proved = self._proved(_cuts(fresh))  # asked before it is certain: a canary takes a while
+            changed, steady = self._lasting(profile, cluster)
+        if not changed and not steady:
             self._better = 0
             return None
         self._better += 1
-        proved = self._proved(_cuts(fresh))
-        if self._better < self._patience.iterations or fresh.predicted is None or not proved:
+        enough = changed or self._better >= self._patience.iterations
+        if not enough or not proved or fresh.predicted is None:
             return None
         self.plan, self._better = fresh, 0
         self._planned_for = cluster.link.bandwidth_bytes_per_s
@@ -140,17 +146,25 @@ class Replanner:
             return False
         return now.epoch_s > (1 + self._patience.gain) * fresh.predicted.epoch_s
 
-    def _steadily(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether the policy would have left the plan at every bandwidth that was seen lately."""
+    def _lasting(self, profile: Profile, cluster: Cluster) -> tuple[bool, bool]:
+        """Whether the plan would have been left at each of the last bandwidths.
+
+        Of a link that is clearly another one than the plan was made for, as many count as the patience has
+        iterations; of one that may only jitter, more.
+        """
         recent = self._live.recent_bandwidths(STEADY)
-        if 0 < len(recent) < STEADY:
-            return False
-        for bandwidth in recent:
+        if not recent:
+            return False, True
+        changed = steady = 0
+        for bandwidth in reversed(recent):
             link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
             seen = self._unchanged(replace(cluster, link=link))
             if not self._is_better(*self._compared(profile, seen)):
-                return False
-        return True
+                break
+            apart = max(bandwidth / self._planned_for, self._planned_for / bandwidth)
+            changed += apart > CHANGED and changed == steady
+            steady += 1
+        return changed >= self._patience.iterations, steady >= STEADY
 
     def _unchanged(self, cluster: Cluster) -> Cluster:
         """The same cluster, with the link that the plan was made for if it is about as fast."""

@@ -18,6 +18,10 @@ from upriver.types import Cluster, Profile, StageProfile, Tier, Timings, require
 WINDOW = 8
 """Micro-batches, and training steps, that a figure looks back on: an odd slow one shows in none of them."""
 
+LINK_WINDOW = 5
+"""Of the bandwidths told, the median of so many counts: a meter has smoothed them already, and three that
+agree are no accident."""
+
 _Sums = deque[float]
 _Key = TypeVar("_Key")
 
@@ -120,5 +124,5 @@ class LiveProfile:
         rates |= {phase: median(seen) for (_, phase), seen in self._phases.items()}
         link = cluster.link
         if self._bandwidths:
-            link = replace(link, bandwidth_bytes_per_s=median(self._bandwidths))
+            link = replace(link, bandwidth_bytes_per_s=median(self.recent_bandwidths(LINK_WINDOW)))
         return replace(cluster, link=link, storage=replace(cluster.storage, seconds_per_byte=rates))
