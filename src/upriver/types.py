@@ -24,6 +24,9 @@ _T = TypeVar("_T")
 DEFAULT_MICRO_BATCH = 16
 """Samples a frozen stage sees at once where nothing is known (HAPI 2025, section 4.4)."""
 
+DEFAULT_POLICY = "upriver"
+"""What a job plans by where nobody says."""
+
 
 STREAMS = ("micro_batch", "request", "synchronous")
 """Ways in which answers may leave the storage tier."""

@@ -66,7 +66,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     token_file: str | None = None
     store_name: str = "default"
     store_options: dict[str, str] = {}
-    policy: str = "hapi"
+    policy: str = "upriver"
     replan: bool = True
     exact: Literal["bitwise", "numeric"] = "bitwise"
     autocast: Literal["bfloat16", "float16"] | None = None

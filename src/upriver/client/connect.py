@@ -28,7 +28,7 @@ from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset
 from upriver.program.split import Split, split
-from upriver.types import DEFAULT_MICRO_BATCH, require_type
+from upriver.types import DEFAULT_MICRO_BATCH, DEFAULT_POLICY, require_type
 
 log = logging.getLogger("upriver")
 
@@ -81,7 +81,7 @@ class Near:
         *,
         batch_size: int,
         micro_batch: MicroBatchSize = DEFAULT_MICRO_BATCH,
-        policy: str = "hapi",
+        policy: str = DEFAULT_POLICY,
         cut: int | Mapping[int, float] | None = None,
         exact: Exact = "bitwise",
         autocast: torch.dtype | str | None = None,

@@ -28,9 +28,9 @@ from upriver.pipeline import (
     imagenet_eval,
     index,
 )
-from upriver.policies import DEFAULT_POLICY
 from upriver.report.demo_plot import Curve, plot_demo
 from upriver.store import Store
+from upriver.types import DEFAULT_POLICY
 
 
 def run_demo(settings: DemoSettings, watch: Watcher) -> DemoResult:

@@ -15,7 +15,7 @@ from upriver.policies import min as min_
 from upriver.policies._common import Policy
 from upriver.types import Cluster, Plan, Profile, Workload
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "Policy", "choose"]
+__all__ = ["POLICIES", "Policy", "choose"]
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -30,9 +30,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     }
 )
 """Every policy by its name, the name of its module."""
-
-DEFAULT_POLICY = "upriver"
-"""What a job plans by when nobody says."""
 
 
 def choose(policy: str, profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
