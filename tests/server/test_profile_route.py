@@ -74,6 +74,8 @@ def test_medians_and_the_line_through_them():
     [stage] = costs([of(2, 1.4, 9.0, 1.3), of(4, 2.4, 2.4, 0.0)])
     assert stage.seconds == pytest.approx((0.4, 0.5))
     assert stage.peak_bytes == 4
+    [stage] = costs([of(16, 16.0), of(4, 2.0)])  # no line without a negative part goes through both
+    assert stage.seconds == pytest.approx((0.0, 1.0))
     [stage] = costs([of(4, 1.0, 2.0, 9.0)])
     assert stage.seconds == (0.0, 0.5)
 

@@ -9,7 +9,7 @@ from statistics import median
 
 import upriver
 from upriver.errors import Busy, ProtocolError, TooLarge
-from upriver.profile.measure import Seconds, fit
+from upriver.profile.measure import Seconds, through_first
 from upriver.protocol import ProfileRequest, StageCost, StageCosts, check_version, decode_json
 from upriver.server.config import ServerConfig
 from upriver.server.handle import ProgramFiles
@@ -122,7 +122,11 @@ def check_alike(runs: Sequence[Measured]) -> None:
 
 
 def costs(runs: Sequence[Sequence[Measured]]) -> tuple[StageCost, ...]:
-    """Of each stage, from some runs of each program: medians, and a line through them."""
+    """Of each stage, from some runs of each program: medians, and a line through them.
+
+    Args:
+        runs: Of each program, the one that is meant first: at its size the line says what was measured.
+    """
     return tuple(
         StageCost(
             position=index + 1,
@@ -140,6 +144,6 @@ def _median(runs: Sequence[Measured], index: int) -> float:
 def _line(points: Sequence[tuple[int, float]]) -> Seconds:
     """With one size nothing is known of fixed costs: what a call costs is in the seconds per sample."""
     if len(points) > 1:
-        return fit(points)
+        return through_first(points)
     [(samples, seconds)] = points
     return 0.0, seconds / samples
