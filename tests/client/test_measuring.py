@@ -75,6 +75,21 @@ def test_stages_are_measured_at_two_sizes_on_both_tiers(
     assert job.plan.feasible
 
 
+def test_measuring_leaves_no_trace(data: Dataset, near: upriver.Near) -> None:
+    model = frozen_small()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    with near.finetune(model, data, batch_size=12, micro_batch=MICRO):
+        assert near.measured is not None
+        assert "second size" in near.measured.seconds
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_a_profile_has_the_memory_of_stages_as_runs_without_data_show_it(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
