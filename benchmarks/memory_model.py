@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +31,30 @@ RESULT = RESULTS / "memory_model.md"
 NETWORKS = ("alexnet", "resnet18", "densenet121", "vit_b_16")
 BATCHES = (4, 8, 16)
 WAYS = ("forward", "training")
+SIZE = 224
+SMALL = 64
+"""Pixels across: the largest network then makes tensors of some MB, and what libraries keep shows."""
 REPEATS = 2
 GOAL = 1.15
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 """The C library gives tensors back at once, so that a process's peak is one of tensors alive."""
 
 
-def build(name: str) -> torch.nn.Module:
+def build(name: str, size: int) -> torch.nn.Module:
     """The network with random weights, all of it trained."""
     ensure_torchvision()
     from torchvision import models
 
     torch.manual_seed(0)
-    model: torch.nn.Module = getattr(models, name)(weights=None)
+    sized = {"image_size": size} if name.startswith("vit") else {}
+    model: torch.nn.Module = getattr(models, name)(weights=None, **sized)
     return model
 
 
-def measure(name: str, way: str, batch: int) -> dict[str, Any]:
+def measure(name: str, way: str, batch: int, size: int) -> dict[str, Any]:
     """One row's figures, in this process."""
-    model = build(name)
-    x = torch.randn(batch, 3, 224, 224)
+    model = build(name, size)
+    x = torch.randn(batch, 3, size, size)
     began = time.perf_counter()
     if way == "forward":
         program = capture(model.eval(), x)
@@ -58,7 +63,8 @@ def measure(name: str, way: str, batch: int) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         _warm_up()
         base, given = _begin(), x.nbytes
-        program.run((x,), 0, program.num_stages)
+        for _ in range(2):
+            program.run((x,), 0, program.num_stages)
         process = _peak() - base + given
     else:
         model.train()
@@ -76,7 +82,12 @@ def measure(name: str, way: str, batch: int) -> dict[str, Any]:
 
 
 def _row(estimate: MemoryEstimate, process: float) -> dict[str, float]:
-    return {"low": estimate.low_bytes, "high": estimate.high_bytes, "process": process}
+    return {
+        "low": estimate.low_bytes,
+        "high": estimate.high_bytes,
+        "reserve": estimate.reserve_bytes,
+        "process": process,
+    }
 
 
 def _warm_up() -> None:
@@ -103,10 +114,10 @@ def _status(field: str) -> float:
     return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def child(name: str, way: str, batch: int, *, allocator: bool) -> dict[str, Any]:
+def child(name: str, way: str, batch: int, *, allocator: bool = True, size: int = SIZE) -> dict[str, Any]:
     """The same in a process of its own."""
     environment = os.environ | (ALLOCATOR if allocator else {})
-    command = [sys.executable, __file__, "--one", name, way, str(batch)]
+    command = [sys.executable, __file__, "--one", name, way, str(batch), str(size)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -114,7 +125,23 @@ def child(name: str, way: str, batch: int, *, allocator: bool) -> dict[str, Any]
     return found
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def kept(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """What processes take beside tensors, and what is reserved for it, where tensors are small."""
+    lines = []
+    for name in names:
+        for way in WAYS:
+            runs = [child(name, way, 2, size=SMALL) for _ in range(REPEATS)]
+            beside = Spread.of((run["process"] - run["low"]) / 1e6 for run in runs)
+            run = runs[0]
+            lines.append(
+                (name, way, f"{run['low'] / 1e6:.0f}", beside.text(1), f"{(run['high'] - run['low']) / 1e6:.1f}",
+                 f"{run['reserve'] / 1e6:.1f}")
+            )  # fmt: skip
+            print(*lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def report(rows: list[dict[str, Any]], beside: list[tuple[str, ...]]) -> str:
     """The page."""
     lines, shares, under = [], {way: [] for way in WAYS}, []
     for row in rows:
@@ -136,6 +163,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         "network", "way", "batch", "low, MB", "high, MB", "measured, MB", "high / measured",
         "measured, usual allocator, MB", "high / that", "estimate, s",
     )  # fmt: skip
+    small = ("network", "way", "low, MB", "measured - low, MB", "high - low, MB", "of it for libraries, MB")
     medians = ", ".join(f"{way} {statistics.median(found):.3f}" for way, found in shares.items())
     met = all(statistics.median(found) <= GOAL for found in shares.values())
     return f"""# Predicted and measured peak memory
@@ -149,15 +177,25 @@ Under the measured peak: **{len(under)} of {len(rows)}**{": " + "; ".join(under)
 
 - Peaks are resident bytes of a process (`VmHWM`) above what it held with weights loaded and libraries warm,
   the input included; {REPEATS} processes each: median (lowest to highest), and the highest is what counts.
-  `forward` runs a captured program; `training` is forward, backward and Adam's step of the whole network,
-  twice.
+  `forward` runs a captured program; `training` is forward, backward and Adam's step of the whole network:
+  each twice, so that what libraries keep from the first run is there in the second.
 - glibc keeps freed memory below a threshold that it raises to 32 MB by itself, so what a process holds
   depends on the order of sizes. `measured` has {
         " ".join(f"{key}={value}" for key, value in ALLOCATOR.items())
     }, which gives memory back at once; `usual allocator` is one process without any of
   that, at the largest batch.
-- Not predicted: kernels that libraries generate, packing buffers of matrix products, and what an allocator
-  keeps.
+- Not predicted: what an allocator keeps. `low` is what tensors take; of training that of forward and of
+  the step alone.
+
+## What libraries keep
+
+The same networks on two images of {
+        SMALL
+    } pixels: tensors are small, and what libraries keep (code of kernels,
+packing buffers of matrix products) shows beside them. In training `high - low` holds gradients on their way
+and workspaces as well.
+
+{table(small, beside)}
 
 {machine()}; {versions("torch", "torchvision")}; commit {commit()}.
 """
@@ -168,21 +206,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        name, way, batch = arguments.one
-        print(json.dumps(measure(name, way, int(batch))))
+        name, way, batch, size = arguments.one
+        print(json.dumps(measure(name, way, int(batch), int(size))))
         return
     rows = []
     for name in arguments.networks:
         for way in WAYS:
             for batch in BATCHES:
-                runs = [child(name, way, batch, allocator=True) for _ in range(REPEATS)]
+                runs = [child(name, way, batch) for _ in range(REPEATS)]
                 usual = child(name, way, batch, allocator=False) if batch == max(BATCHES) else None
                 rows.append({"network": name, "way": way, "batch": batch, "runs": runs, "usual": usual})
                 print(name, way, batch, runs, usual, file=sys.stderr, flush=True)
-    page = report(rows)
+    page = report(rows, kept(arguments.networks))
     if arguments.write:
         RESULT.write_text(page, encoding="utf-8")
     print(page)
