@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import struct
 import sys
 import time
@@ -30,12 +31,13 @@ import upriver
 from _planned import Setting, label_of
 from _planned_loader import Loop
 from split_overhead import build
-from upriver.client import planner, planning
+from upriver.client.measuring import Measured
 from upriver.client.order import epoch_order
 from upriver.cost import CostModel
 from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize
 from upriver.policies import POLICIES
-from upriver.types import DEFAULT_MICRO_BATCH, Cluster, Plan, Profile, Tier, Workload
+from upriver.program.remember import cache_folder
+from upriver.types import DEFAULT_MICRO_BATCH, Plan, Tier, Workload
 
 MOST_JOBS = 16
 """Kept for another turn."""
@@ -101,7 +103,9 @@ class Trainer:
 
     def plan(self) -> dict[str, Any]:
         """Every policy's choice, and what the cost model says of every cut, from one measurement."""
-        profile, cluster, workload = self._measured()
+        measured = self._measured()
+        profile, cluster = measured.profile, measured.cluster
+        workload = Workload(batch_size=self.setting.batch_size, num_samples=len(self.data))
         model = CostModel(profile, cluster, workload)
         if self.setting.cap_share is not None:
             needs = model.needs[Tier.COMPUTE]
@@ -110,6 +114,7 @@ class Trainer:
             model = CostModel(profile, cluster, workload)
         plans = {name: _told(policy(profile, cluster, workload)) for name, policy in POLICIES.items()}
         return {
+            "measuring_s": dict(measured.seconds),
             "cuts": list(model.cuts),
             "names": {str(row.cut): row.name for row in model.table()},
             "why_not": {str(cut): why for cut in model.cuts if (why := model.why_not(cut))},
@@ -119,24 +124,13 @@ class Trainer:
             "plans": plans,
         }
 
-    def _measured(self) -> tuple[Profile, Cluster, Workload]:
-        """What a job measures before its first iteration; taken from it on its way to the policy."""
-        found: list[tuple[Profile, Cluster, Workload]] = []
-
-        def keep(policy: str, **given: Any) -> tuple[Plan, Profile, Cluster]:
-            plan, profile, cluster = planning.make_plan(policy, **given)
-            found.append((profile, cluster, given["workload"]))
-            return plan, profile, cluster
-
-        original = planner.make_plan
-        planner.make_plan = keep
-        try:
-            self.finetune(policy="freeze").close()
-        finally:
-            planner.make_plan = original
-        if not found:
+    def _measured(self) -> Measured:
+        """What a job measures before its first iteration, as if there had been no job before."""
+        shutil.rmtree(cache_folder() / "profiles", ignore_errors=True)
+        self.finetune(policy="freeze").close()
+        if self.near.measured is None:
             raise RuntimeError("the job did not measure: no server was found")
-        return found[0]
+        return self.near.measured
 
     def prepare_run(self, shares: Mapping[int, float]) -> dict[str, Any]:
         """A job with that choice, up to its first iteration."""
