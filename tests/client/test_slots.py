@@ -140,7 +140,8 @@ def test_what_cannot_be_made_here_goes_to_servers_at_a_cut_of_the_plan():
     here, there = Dealt(way=Way.LOCAL, cut=-4), Dealt(way=Way.REMOTE, cut=2)
     slots = SlotTable(6, first=0, window=Window(), dealt=[here, there, there, here, here, here])
     claim = slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1))
-    assert slots.ask_servers(claim)
+    assert slots.common_cut == 2
+    assert slots.ask_servers(claim, 2)
     assert slots.find(Way.LOCAL, 1, only_failed=True) == ()
     assert slots.find(Way.LOCAL, 1) == (0,), "without servers it is tried here all the same"
     asked = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 4))
@@ -148,7 +149,7 @@ def test_what_cannot_be_made_here_goes_to_servers_at_a_cut_of_the_plan():
     slots.give_up(asked, retry=False)
     again = slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1, only_failed=True))
     assert again.indices == (0,)
-    assert not slots.ask_servers(again), "nor do servers make it"
+    assert not slots.ask_servers(again, 2), "nor do servers make it"
     assert slots.find(Way.REMOTE, 4) == (4, 5)
     slots.ask_servers_no_more()
     assert slots.find(Way.REMOTE, 4) == () and slots.find(Way.LOCAL, 6) != ()
@@ -156,12 +157,11 @@ def test_what_cannot_be_made_here_goes_to_servers_at_a_cut_of_the_plan():
 
 def test_servers_are_not_asked_for_what_no_route_or_pin_allows():
     here = Dealt(way=Way.LOCAL, cut=-4)
-    slots = SlotTable(2, first=0, window=Window(), dealt=[here, here])
-    assert not slots.ask_servers(slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1)))
+    assert SlotTable(2, first=0, window=Window(), dealt=[here, here]).common_cut is None
     pin = Pin(way=Way.LOCAL, source="local", cut=0)
     dealt = [here, Dealt(way=Way.REMOTE, cut=2)]
     slots = SlotTable(2, first=0, window=Window(), dealt=dealt, pins={0: pin})
-    assert not slots.ask_servers(slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1)))
+    assert not slots.ask_servers(slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1)), 2)
 
 
 @pytest.mark.parametrize("first", [-1, 11])

@@ -21,6 +21,7 @@ from tests.program.nets import frozen_small
 from upriver.client.embedded import EmbeddedServer
 from upriver.errors import StoreError
 from upriver.pipeline import Dataset
+from upriver.policies import POLICIES
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +124,27 @@ def test_a_store_that_stops_is_named_and_servers_make_all(apart: Apart, plain: R
     late = {each.cut for each in placed if each.epoch == 1}
     assert late == {2}, "at a cut of the plan, where servers have passed the canary"
     assert 0 < report.samples["local"] < 100 and sum(report.samples.values()) == 400
+    assert same((losses, model), plain)
+
+
+def test_a_plan_of_no_servers_turns_to_them_once_they_pass_the_canary(
+    apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsplit = {**POLICIES, "hapi": POLICIES["nosplit"]}
+    for module in ("upriver.policies", "upriver.client.replan"):
+        monkeypatch.setattr(f"{module}.POLICIES", unsplit)
+    model = frozen_small()
+    with apart.near.finetune(model, apart.data, policy="hapi", **SMALL) as job:
+        losses = train(
+            job,
+            model,
+            optimizer_of(model),
+            epochs=2,
+            after_step=lambda step: apart.objects.kill() if step == 4 else None,
+        )
+        early = {each.source for each in job.placed[:4]}
+        late = {each.cut for each in job.placed if each.epoch == 1}
+    assert early == {"local"} and late == {6}
     assert same((losses, model), plain)
 
 

@@ -208,7 +208,13 @@ class Feed:
             make_request=make_request,
             connections=self._options.connections,
             per_request=self._options.per_request,
+            open_cut=self._open_cut,
         )
+
+    def _open_cut(self) -> int | None:
+        """The freeze point, if servers pass the canary there: for a plan that asked none, and must now."""
+        replanner, freeze = self._replanner, self._split.freeze
+        return freeze if replanner is not None and replanner.opened(freeze) else None
 
     def window(self, plan: Plan) -> Window:
         """How far loaders run ahead under a plan."""

@@ -96,12 +96,15 @@ class Remote:
         make_request: Called in the threads that send.
         connections: Requests in flight at once.
         per_request: Micro-batches in a request at most; fewer where the window is small.
+        open_cut: Where no micro-batch is dealt to servers: has them pass the canary at some cut, and gives
+            it; None if they do not. Takes as long as a canary does.
     """
 
     pool: ServerPool
     make_request: RequestMaker
     connections: int = CONNECTIONS
     per_request: int = PER_REQUEST
+    open_cut: Callable[[], int | None] = lambda: None
 
     def __post_init__(self) -> None:
         for name in ("connections", "per_request"):
@@ -416,9 +419,9 @@ class _Crew:
         """Where the store does not answer here and a server does, go on from that one; whether so."""
         if type(error) is not StoreError:  # a missing or changed object is a fact, and stays one
             return False
+        cut = self._cut_for_all()
         with self._changed:
-            servers = self._remote is not None and self._remote.pool.usable
-            if not servers or not self.table.ask_servers(claim):
+            if cut is None or not self.table.ask_servers(claim, cut):
                 return False
             if not self.store_lost:
                 log.warning("the store cannot be read from here, servers make all: %s", error)
@@ -427,6 +430,15 @@ class _Crew:
             self.store_lost = str(error)
             self._changed.notify_all()
         return True
+
+    def _cut_for_all(self) -> int | None:
+        """A cut at which servers can be asked now for what was to be made here."""
+        remote = self._remote
+        if remote is None or not remote.pool.usable:
+            return None
+        with self._changed:
+            cut = self.table.common_cut
+        return remote.open_cut() if cut is None else cut
 
     def _try_store_again(self) -> None:
         if self.store_lost and time.monotonic() >= self._store_again_at:

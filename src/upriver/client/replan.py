@@ -97,7 +97,7 @@ class Replanner:
     ) -> None:
         self.plan = plan
         self._policy, self._live, self._workload = policy, live, workload
-        self._patience, self._prove, self._bandwidth = patience, prove, bandwidth
+        self._patience, self._prove, self._bandwidth = patience, _in_turn(prove), bandwidth
         self._better, self._again_at = 0, 0.0
         self._planned_for = live.now()[1].link.bandwidth_bytes_per_s
         self._proof: _Proof | None = None
@@ -140,6 +140,17 @@ class Replanner:
         self.plan, self._better = fresh, 0
         self._planned_for = cluster.link.bandwidth_bytes_per_s
         return fresh, now, fresh.predicted
+
+    def opened(self, cut: int) -> bool:
+        """Whether servers pass the canary at a cut, which takes a while; from any thread."""
+        if cut in self._refused:
+            return False
+        try:
+            self._prove([cut])
+        except UpriverError as error:
+            log.info("servers cannot be asked at cut %d: %s", cut, error)
+            return False
+        return True
 
     def _is_better(self, fresh: Plan, now: Cost) -> bool:
         if fresh.predicted is None or _cuts(fresh) & self._refused:
@@ -215,3 +226,14 @@ class _Proof:
 
 def _cuts(plan: Plan) -> frozenset[int]:
     return frozenset(route.cut for route in plan.routes)
+
+
+def _in_turn(prove: Prove) -> Prove:
+    """One canary after the other: a cut that does not pass must not close one that passes meanwhile."""
+    lock = threading.Lock()
+
+    def proved(cuts: Sequence[int]) -> None:
+        with lock:
+            prove(cuts)
+
+    return proved

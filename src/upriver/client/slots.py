@@ -300,15 +300,20 @@ class SlotTable:
         self._dealt = dealt
         self.window = window or self.window
 
-    def ask_servers(self, claim: Claim) -> bool:
-        """Free what could not be made here; servers make it and all that comes, at the plan's own cut.
-
-        False, and nothing changes, where they have failed at it themselves, or no route asks them.
-        """
+    @property
+    def common_cut(self) -> int | None:
+        """The cut at which servers are asked for most of the epoch; None where they are asked for nothing."""
         cuts = Counter(hand.cut for hand in self._dealt or () if hand.way is Way.REMOTE)
-        if not cuts or any(self._failed(i) or self.pin(i) is not None for i in claim.indices):
+        return cuts.most_common(1)[0][0] if cuts else None
+
+    def ask_servers(self, claim: Claim, cut: int) -> bool:
+        """Free what could not be made here; servers make it, and all that was to be made here, up to a cut.
+
+        False, and nothing changes, where servers have failed at it themselves, or it may come from here only.
+        """
+        if any(self._failed(index) or self.pin(index) is not None for index in claim.indices):
             return False
-        self._instead = Dealt(way=Way.REMOTE, cut=cuts.most_common(1)[0][0])
+        self._instead = Dealt(way=Way.REMOTE, cut=cut)
         self.release(claim)
         return True
 
