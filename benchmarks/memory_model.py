@@ -134,9 +134,15 @@ def kept(names: Sequence[str]) -> list[tuple[str, ...]]:
             beside = Spread.of((run["process"] - run["low"]) / 1e6 for run in runs)
             run = runs[0]
             lines.append(
-                (name, way, f"{run['low'] / 1e6:.0f}", beside.text(1), f"{(run['high'] - run['low']) / 1e6:.1f}",
-                 f"{run['reserve'] / 1e6:.1f}")
-            )  # fmt: skip
+                (
+                    name,
+                    way,
+                    f"{run['low'] / 1e6:.0f}",
+                    beside.text(1),
+                    f"{(run['high'] - run['low']) / 1e6:.1f}",
+                    f"{run['reserve'] / 1e6:.1f}",
+                )
+            )
             print(*lines[-1], file=sys.stderr, flush=True)
     return lines
 

@@ -52,7 +52,7 @@ class Kept:
 
     def __init__(self) -> None:
         self._kernels: dict[Any, int] = {}
-        self._products: dict[Any, int] = {}
+        self._products: set[tuple[int, bool, bool]] = set()
         self._accelerated = False
 
     def note(self, name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
@@ -69,20 +69,19 @@ class Kept:
             self._accelerated |= tensors[0].device.type != "cpu"
             if any(tensor.itemsize < 4 for tensor in tensors):
                 self._kernels[_form(name, args)] = 1  # oneDNN's, too
-            self._products[_form(name, args)] = _packed(*tensors[-2:])
+            self._products.add((_packed(*tensors[-2:]), _by_rows(tensors[-2]), _by_rows(tensors[-1])))
 
     @property
     def nbytes(self) -> int:
         """Bytes kept after these calls."""
         threads = torch.get_num_threads()
-        packed = sum(set(self._products.values()))  # of one size there is one buffer
+        packed = sum(each for each, *_ in self._products)  # of one size and layout there is one buffer
         return self._always + threads * min(packed, ALL_PACKED_BYTES)
 
     @property
     def most(self) -> int:
         """The same for any number of samples."""
-        threads, each = torch.get_num_threads(), PACKED_BYTES + PACKED_START_BYTES
-        return self._always + threads * min(len(self._products) * each, ALL_PACKED_BYTES)
+        return self._always + torch.get_num_threads() * ALL_PACKED_BYTES * bool(self._products)
 
     @property
     def _always(self) -> int:
@@ -97,6 +96,10 @@ def _packed(left: torch.Tensor, right: torch.Tensor) -> int:
     """
     depth, outer = min(left.shape[-1], PACKED_DEPTH), sum(left.shape[-2:-1]) + right.shape[-1]
     return min(4 * depth * outer, PACKED_BYTES) + PACKED_START_BYTES
+
+
+def _by_rows(tensor: torch.Tensor) -> bool:
+    return tensor.stride()[-1:] == (1,)
 
 
 def _form(name: str, args: Sequence[Any]) -> Any:
