@@ -123,6 +123,20 @@ def test_a_link_that_is_clearly_another_one_is_heeded_as_soon_as_patience_allows
     assert job.replanner.plan.routes == job.fresh(20 * MBIT).routes
 
 
+@pytest.mark.parametrize("policy", ["upriver", "exhaustive"])
+@pytest.mark.parametrize(("before", "after"), [(200, 20), (20, 200)])
+def test_what_a_meter_shows_while_a_link_changes_makes_no_plan(
+    policy: str, before: float, after: float
+) -> None:
+    job, left = Job(policy, before * MBIT), 0
+    assert job.iterate(10) == []
+    for mbit in (0.6 * before + 0.4 * after, 0.4 * before + 0.6 * after, *[after] * 8):
+        job.bandwidth = mbit * MBIT
+        left += len(job.iterate(1))
+    assert left <= 1
+    assert job.replanner.plan.routes == job.fresh(after * MBIT).routes
+
+
 @pytest.mark.parametrize("policy", ADAPTIVE)
 @pytest.mark.parametrize("planned", [0.8, 1.2])
 def test_jitter_is_no_other_link_even_where_the_plan_was_made_at_its_edge(

@@ -161,7 +161,7 @@ class Replanner:
         """Whether the plan would have been left at each of the last bandwidths.
 
         Of a link that is clearly another one than the plan was made for, as many count as the patience has
-        iterations; of one that may only jitter, more.
+        iterations, once they agree; of one that may only jitter, more.
         """
         recent = self._live.recent_bandwidths(STEADY)
         if not recent:
@@ -172,8 +172,9 @@ class Replanner:
             seen = self._unchanged(replace(cluster, link=link))
             if not self._is_better(*self._compared(profile, seen)):
                 break
-            apart = max(bandwidth / self._planned_for, self._planned_for / bandwidth)
-            changed += apart > CHANGED and changed == steady
+            another = max(bandwidth / self._planned_for, self._planned_for / bandwidth) > CHANGED
+            settled = abs(bandwidth - recent[-1]) <= DEAD_BAND * recent[-1]
+            changed += another and settled and changed == steady
             steady += 1
         return changed >= self._patience.iterations, steady >= STEADY
 
