@@ -25,6 +25,9 @@ FEW_CHANNELS = 3
 WIDE_KERNEL = 14
 """oneDNN's own kernels for gradients of weights are narrower; wider ones are unfolded."""
 
+NAMELESS = "???"
+"""The name of oneDNN's transposed convolution, the one library on a CPU that torch has none for in Python."""
+
 THREAD_BYTES = 64 << 10
 """What a kernel keeps for each thread, where it keeps little."""
 
@@ -72,7 +75,11 @@ def largest(phases: Iterable[Phase]) -> Workspace:
 
 
 def convolution(args: Sequence[Any], results: Sequence[torch.Tensor]) -> Workspace:
-    """Of ``aten.convolution``, transposed or not."""
+    """Of ``aten.convolution``.
+
+    A transposed one is the gradient of the input of the convolution that it transposes: the same kernels,
+    with the sides swapped.
+    """
     x, w, bias, stride, padding, dilation, transposed, output_padding, groups = args
     backend = _backend(x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
     sides = (results[0], x) if transposed else (x, results[0])
@@ -270,4 +277,5 @@ def _backend(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *rest:
         output_padding=output_padding,
         groups=groups,
     )
-    return str(chosen)
+    name = str(chosen)
+    return "MkldnnTranspose" if name.endswith(NAMELESS) else name
