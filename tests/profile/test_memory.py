@@ -55,9 +55,9 @@ def forward_peak(program: Program, start: int, stop: int) -> int:
     return peak + sum(tensor.nbytes for tensor in values)
 
 
-def training_peak(model: nn.Module, x: torch.Tensor) -> int:
+def training_peak(model: nn.Module, x: torch.Tensor, **options: bool) -> int:
     """Of an iteration of Adam after the first, optimizer's state and input counted in."""
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), **options)
 
     def iteration() -> None:
         model(x).float().square().mean().backward()
@@ -180,6 +180,14 @@ def test_training_of_a_transformer_layer_is_met_closely() -> None:
     x = torch.randn(8, 50, 64)
     exact, estimate = training_peak(model, x), tail_peak(model, [x], samples=8)
     assert exact <= estimate.high_bytes - estimate.reserve_bytes <= 1.1 * exact
+
+
+def test_steps_by_lists_of_parameters_take_more_and_are_met_closely() -> None:
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(8, 64)
+    listed = tail_peak(model, [x], samples=8, optimizer=lambda given: torch.optim.Adam(given, foreach=True))
+    one_by_one, exact = tail_peak(model, [x], samples=8), training_peak(model, x, foreach=True)
+    assert listed.low_bytes <= exact <= listed.high_bytes - listed.reserve_bytes <= 1.05 * exact
+    assert one_by_one.high_bytes < listed.high_bytes
 
 
 def test_nothing_of_the_model_is_changed() -> None:

@@ -53,7 +53,7 @@ def test_forward_takes_no_more_than_the_high_end() -> None:
 def test_training_takes_no_more_than_the_high_end() -> None:
     model, x = network(), torch.randn(BATCH, 3, 64, 64, device="cuda")
     estimate = tail_peak(model, [x], samples=BATCH)
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    optimizer = torch.optim.Adam(model.parameters())
 
     def iterate() -> None:
         for _ in range(2):

@@ -4,9 +4,9 @@ The very steps of the program, or the user's own tail with its backward and the 
 tensors without data while every storage is watched (see ``ledger``); rules add what operators take beside
 their results (see ``workspace`` and ``convolution``). Nothing is known of any model.
 
-What an estimate covers: tensors that a run makes or is given, the workspaces of its kernels, and a reserve
-for what libraries keep however large the tensors are. What it does not: weights, which are loaded before,
-and what an allocator keeps for later after tensors are gone.
+What an estimate covers: tensors that a run makes or is given, the workspaces of its kernels, and what
+libraries keep however large the tensors are (see ``libraries``). What it does not: weights, which are loaded
+before, and what an allocator keeps for later after tensors are gone.
 """
 
 from __future__ import annotations
@@ -369,12 +369,25 @@ def _step(parameters: Sequence[nn.Parameter], optimizer: OptimizerFor, kept: Kep
     twins = [nn.Parameter(torch.empty_like(p)) for p in parameters]
     ledger.ignore(twins)
     stepper = optimizer(twins)
+    _as_with_data(stepper, twins[0].device)
     with ledger:
         for twin in twins:
             twin.grad = torch.empty_like(twin)
         for _ in range(2):
             stepper.step()
     return ledger, ledger.live
+
+
+def _as_with_data(stepper: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let an optimizer that was not told how step by lists, as torch's do with data on an accelerator."""
+    for group in stepper.param_groups:
+        if (
+            device.type != "cpu"
+            and "foreach" in group
+            and group["foreach"] is None
+            and not group.get("fused")
+        ):
+            group["foreach"] = True
 
 
 def _without_data_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

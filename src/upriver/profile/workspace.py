@@ -44,7 +44,7 @@ def workspace(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results
     if func.is_view or name in _WITHOUT:
         return NOTHING
     given = list(tensors_of([args, list(kwargs.values())]))
-    if torch.Tag.pointwise in func.tags or name in _ITERATED:
+    if torch.Tag.pointwise in func.tags or name in _ITERATED or name.startswith("_foreach_"):
         return Workspace(_casts(name, given), NUMBER)
     if name in PRODUCTS:
         return Workspace(sum(t.nbytes for t in given if not _fits_blas(t)) + _low_precision(given))
@@ -75,7 +75,7 @@ _WITHOUT = frozenset(_WITHOUT_NAMES.split())
 
 _ITERATED_NAMES = """
     _to_copy sum mean amax amin any all cumsum native_dropout native_dropout_backward bernoulli
-    _foreach_add_ _prelu_kernel_backward
+    _prelu_kernel_backward
 """
 _ITERATED = frozenset(_ITERATED_NAMES.split())
 """They walk over operands of any strides, as the element-wise ones do."""
