@@ -265,14 +265,6 @@ def test_a_fixed_size_is_told_and_kept(data: Dataset, near: upriver.Near) -> Non
     assert "it changes low bits, so it is not done by itself" in job.plan.why
 
 
-def test_where_calls_cost_nothing_the_default_is_chosen(
-    data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(second.SecondSize, "measure", lines(1e-9))
-    _, job = measured_by(near, data, micro_batch="auto", batch_size=64)
-    assert job.state_dict()["micro_batch"] == 16
-
-
 def test_where_nothing_is_known_of_calls_the_default_is_chosen(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from upriver.errors import (
     NotAuthorized,
     ObjectChanged,
     Overloaded,
+    ProgramNotFound,
     ProtocolError,
     ServerUnavailable,
     UpriverError,
@@ -349,7 +350,8 @@ def test_short_questions_and_headers():
     assert seen[3][:2] == ("HEAD", "/base/v1/programs/a")
 
 
-def test_put_program_sends_length_graph_weights():
+@pytest.mark.parametrize("there", [False, True])
+def test_put_program_sends_length_graph_and_weights_that_are_not_there(there):
     class Files:
         digest = "d" * 64
         graph_bytes = b'{"graph": 1}'
@@ -359,14 +361,18 @@ def test_put_program_sends_length_graph_weights():
 
     def respond(exchange: Exchange) -> None:
         seen.append((exchange.method, exchange.path, exchange.body))
-        exchange.plain(201)
+        if there or len(seen) == 2:
+            exchange.plain(201)
+        else:
+            exchange.plain(404, json.dumps(error_body(ProgramNotFound("no weights"))).encode())
 
     meter = LinkMeter()
     with scripted(respond) as url, ServerClient(url, meter=meter) as client:
         client.put_program(Files())
     graph = Files.graph_bytes
-    body = len(graph).to_bytes(8, "big") + graph + bytes(Files.weights_bytes)
-    assert seen == [("PUT", f"/v1/programs/{'d' * 64}", body)]
+    alone = len(graph).to_bytes(8, "big") + graph
+    bodies = [alone] if there else [alone, alone + bytes(Files.weights_bytes)]
+    assert seen == [("PUT", f"/v1/programs/{'d' * 64}", body) for body in bodies]
     assert meter.total_bytes == 0  # the other way: from compute to storage
 
 
@@ -522,8 +528,8 @@ def test_refusal_of_a_large_body_is_heard():
 
         class Files:
             digest = "d" * 64
-            graph_bytes = b"{}"
-            weights_bytes = memoryview(bytes(30 << 20))
+            graph_bytes = bytes(30 << 20)
+            weights_bytes = memoryview(b"")
 
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with ServerClient(url) as client, pytest.raises(NotAuthorized, match="no token"):

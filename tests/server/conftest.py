@@ -76,9 +76,9 @@ def make_world(root, count=10):
     return World(store=dataset.store, dataset=dataset, program=make_program(0))
 
 
-def make_program(seed):
+def make_program(seed, micro_batch=MICRO_BATCH):
     torch.manual_seed(seed)
-    return capture(Small().eval(), (torch.zeros(MICRO_BATCH, 3, 16, 16),), outputs=[Source(path="block3")])
+    return capture(Small().eval(), (torch.zeros(micro_batch, 3, 16, 16),), outputs=[Source(path="block3")])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,6 @@
 """The routes, over real HTTP: what is right is answered to the bit, what is wrong is named."""
 
+import hashlib
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -304,12 +305,30 @@ def test_head_after_put(server, world):
     assert world.store.get(graph_path(".upriver", program.digest)) == program.graph_bytes
 
 
+def alone(graph: bytes) -> bytes:
+    """An upload without weights."""
+    return program_head(len(graph)) + graph
+
+
+def test_weights_that_came_with_another_program_are_not_needed_again(server, world):
+    first, second = (make_program(4, micro_batch=size) for size in (4, 2))
+    assert first.digest != second.digest
+    assert ask(server, "PUT", f"/v1/programs/{first.digest}", upload(first))[0] == 201
+    path = f"/v1/programs/{second.digest}"
+    assert ask(server, "PUT", path, alone(second.graph_bytes))[0] == 201
+    sent = MicroBatch(ids=(0, 1), position=0, tensors=(torch.randn(2, 3, 16, 16),))
+    request = RunRequest(micro_batches=((0, 1),), start=0, stop=2, micro_batch=2, program=second.digest)
+    (got,) = run(server, request, [sent])
+    assert torch.equal(got.tensors[0], second.run(sent.tensors, 0, 2)[0])
+
+
 def test_nothing_wrong_is_stored(server, world):
     program, before = make_program(2), stored(world)
     path, good = f"/v1/programs/{program.digest}", upload(program)
     flipped = bytearray(good)
     flipped[-1] ^= 1
     not_a_program = b'{"weights_digest": "' + b"0" * 64 + b'"}'
+    path_of_none = f"/v1/programs/{hashlib.sha256(not_a_program).hexdigest()}"
     for target, body, code in (
         (f"/v1/programs/{'0' * 64}", good, "bad_program"),
         (path, bytes(flipped), "bad_program"),
@@ -317,13 +336,19 @@ def test_nothing_wrong_is_stored(server, world):
         (path, good + b"x", "bad_program"),
         (path, b"", "protocol"),
         (path, b"\xff" * 8 + good[8:], "protocol"),
-        (path, program_head(len(not_a_program)) + not_a_program, "bad_program"),
+        (
+            f"/v1/programs/{hashlib.sha256(not_a_program).hexdigest()}",
+            alone(not_a_program),
+            "program_not_found",
+        ),
+        (path, alone(not_a_program), "bad_program"),
+        (path, alone(program.graph_bytes), "program_not_found"),
         ("/v1/programs/ABC", good, "protocol"),
         (path, b"\0" * (2 << 20), "too_large"),
     ):
         status, error = refused(server, body, target, "PUT")
         assert error["code"] == code, error
-        assert status == (413 if code == "too_large" else 400)
+        assert status == {"too_large": 413, "program_not_found": 404}.get(code, 400)
     assert ask(server, "HEAD", path)[0] == 404
     assert stored(world) == before
 

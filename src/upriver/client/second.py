@@ -49,8 +49,8 @@ class SecondSize:
         self._own, self.size = sizes(options.micro_batch)
 
     def once_s(self, cluster: Cluster) -> float:
-        """Seconds to capture the model once more and to send it, weights and all."""
-        num_bytes = len(self._program.graph_bytes) + self._program.weight_nbytes
+        """Seconds to capture the model once more and to send its graph; the weights are there."""
+        num_bytes = len(self._program.graph_bytes)
         return self._parts.capture_s + num_bytes / cluster.link.bandwidth_bytes_per_s
 
     def turn_s(self, profile: Profile) -> float:

@@ -31,7 +31,7 @@ from upriver.client.connection import (
 )
 from upriver.client.link import LinkMeter
 from upriver.client.reading import Crossing, FrameReader, Source
-from upriver.errors import ProtocolError, ServerUnavailable, UpriverError
+from upriver.errors import ProgramNotFound, ProtocolError, ServerUnavailable, UpriverError
 from upriver.protocol import (
     DEFAULT_CAPS,
     Caps,
@@ -222,13 +222,25 @@ class ServerClient:
     def put_program(self, program: ProgramFiles) -> None:
         """Give the server a program, which it puts into its store.
 
+        Weights that came with another program, the same network at another size, are not sent again.
+
         Raises:
             UpriverError: As for `info`; `ProgramError` if the server does not accept the program.
         """
-        graph, weights = program.graph_bytes, program.weights_bytes
-        body: list[bytes | memoryview] = [program_head(len(graph)), graph, weights]
-        total_s = PUT_S + len(weights) / PUT_BYTES_PER_S
-        with self._question("PUT", f"/v1/programs/{program.digest}", body, total_s=total_s) as response:
+        try:
+            self._put_program(program, ())
+        except ProgramNotFound:
+            self._put_program(program, (program.weights_bytes,))
+
+    def _put_program(self, program: ProgramFiles, weights: Sequence[bytes | memoryview]) -> None:
+        graph = program.graph_bytes
+        total_s = PUT_S + sum(map(len, weights)) / PUT_BYTES_PER_S
+        with self._question(
+            "PUT",
+            f"/v1/programs/{program.digest}",
+            [program_head(len(graph)), graph, *weights],
+            total_s=total_s,
+        ) as response:
             self._expect_ok(response)
 
     def probe(self, num_bytes: int) -> Probe:

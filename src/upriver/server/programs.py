@@ -145,13 +145,27 @@ class Programs:
     async def _read(self, store: Store, digest: str, graph: bytes) -> ProgramFiles:
         builder = ProgramBuilder(digest)
         builder.add_graph(graph)
+        await self._add_stored_weights(store, builder)
+        return builder.finish()
+
+    async def _add_stored_weights(self, store: Store, builder: ProgramBuilder) -> None:
         info = await store.head_async(weights_path(self._prefix, builder.weights_digest))
-        self._check_size(len(graph) + info.size)
+        self._check_size(builder.graph_nbytes + info.size)
         for start in range(0, info.size, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, info.size)
             piece = await store.get_range_async(info.path, start, stop, etag=info.etag or None)
             await asyncio.to_thread(builder.add_weights, piece)
-        return builder.finish()
+
+    async def _add_weights_of_another(self, builder: ProgramBuilder) -> None:
+        """Those that came with another program: the same network captured at another size, as a rule."""
+        for store in self._stores.values():
+            try:
+                return await self._add_stored_weights(store, builder)
+            except ObjectNotFound:
+                continue
+        raise ProgramNotFound(
+            f"weights {builder.weights_digest} are not in {', '.join(self._stores)}; send them, too"
+        )
 
     def _check_size(self, nbytes: int) -> None:
         most = min(self._caps.program_bytes, self._budget_bytes)
@@ -161,7 +175,10 @@ class Programs:
     async def receive(self, digest: str, chunks: AsyncIterator[bytes], *, body_nbytes: int) -> ProgramFiles:
         """Take an upload into memory: nothing reaches a store before all of it is there and checked.
 
+        A graph without weights takes those that are stored already.
+
         Raises:
+            ProgramNotFound: If none are.
             ProtocolError: If the body is not a program's.
             ProgramError: If it is another program's, or none.
             TooLarge: If it is larger than allowed.
@@ -191,6 +208,8 @@ class Programs:
                 builder.add_weights(rest)
         if got != body_nbytes or graph_nbytes < 0:
             raise ProtocolError(f"the body has {got} bytes, {body_nbytes} were announced")
+        if not builder.weights_nbytes:
+            await self._add_weights_of_another(builder)
         return builder.finish()
 
 
@@ -207,6 +226,7 @@ class ProgramBuilder:
         self._weights = SealedFile()
         self._hash = hashlib.sha256()
         self.weights_digest = ""
+        self.graph_nbytes = self.weights_nbytes = 0
 
     def add_graph(self, graph: bytes) -> None:
         """All of ``graph.json``.
@@ -221,11 +241,13 @@ class ProgramBuilder:
             raise ProgramError(f"graph.json has digest {got}, not {self._digest}")
         self.weights_digest = weights_digest_of(graph)
         self._graph.append(graph)
+        self.graph_nbytes = len(graph)
 
     def add_weights(self, piece: bytes | memoryview) -> None:
         """The next bytes of the weights file."""
         self._hash.update(piece)
         self._weights.append(piece)
+        self.weights_nbytes += len(piece)
 
     def finish(self) -> ProgramFiles:
         """The program, sealed.
