@@ -13,7 +13,7 @@ from torch import nn
 from upriver.cli.common import working
 from upriver.cli.options import check_module
 from upriver.client.planning import measure_tail, time_tail
-from upriver.errors import CaptureError, ConfigError
+from upriver.errors import CaptureError, ConfigError, UpriverError
 from upriver.profile.measure import fit, measure_stages, sizes
 from upriver.profile.memory import stage_peaks
 from upriver.program.example import Example
@@ -136,10 +136,18 @@ def _measured(
                 peak_bytes=peak,
                 seconds={"storage": spent, "compute": spent},
             )
-            for stage, spent, peak in zip(main.stages, seconds, stage_peaks(main), strict=True)
+            for stage, spent, peak in zip(main.stages, seconds, _peaks(main), strict=True)
         ),
         tail=_tail(network, parts, programs, tensors),
     )
+
+
+def _peaks(program: Program) -> Sequence[float]:
+    """The memory of stages as runs without data show it; where they cannot run, as captured."""
+    try:
+        return stage_peaks(program)
+    except UpriverError:
+        return [stage.peak_bytes for stage in program.stages]
 
 
 def _tail(
