@@ -153,10 +153,11 @@ def test_no_run_of_a_random_network_takes_more_than_the_high_end_or_less_than_th
     model = network([name for name, _ in steps], skips)
     x = torch.randn(4, 3, 12, 12)
     program = capture(model.eval(), x, granularity="op")
-    middle = program.num_stages // 2
+    middle, stages = program.num_stages // 2, stage_peaks(program)
     for start, stop in ((0, program.num_stages), (0, middle), (middle, program.num_stages)):
         estimate, exact = stretch_peak(program, start, stop), forward_peak(program, start, stop)
         assert estimate.low_bytes <= exact <= estimate.high_bytes - estimate.reserve_bytes
+        assert max(stages[start:stop]) * program.micro_batch >= estimate.high_bytes
 
 
 def trained(steps: list[tuple[str, bool]]) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +46,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         backward: Whether autograd runs; set by whoever calls it.
     """
 
-    def __init__(self, kept: Kept | None = None) -> None:
+    def __init__(self, kept: Kept | None = None, known: Container[int] = ()) -> None:
+        """Begin with nothing.
+
+        Args:
+            kept: Goes on counting what libraries keep.
+            known: Storages never to count, as :func:`storages` names them.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self._known = known
         self.live = 0
         self.moments: list[Moment] = []
         self.kept = kept or Kept()
@@ -100,7 +107,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._watched:
+        if key in self._watched or key in self._known:
             return
         nbytes = storage.nbytes() if counted else 0
         self.live += nbytes
@@ -109,3 +116,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gone(self, key: int, nbytes: int, _reference: object) -> None:
         del self._watched[key]
         self.live -= nbytes
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Names of the storages of tensors, as long as these live."""
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)

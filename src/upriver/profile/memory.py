@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from upriver.errors import ConfigError, ModelError
 from upriver.profile.convolution import FEW_SAMPLES
-from upriver.profile.ledger import Ledger
+from upriver.profile.ledger import Ledger, storages
 from upriver.profile.libraries import Kept
 from upriver.profile.lines import Line, high_lines, same_calls
 from upriver.program.example import tensors_in
@@ -139,6 +139,7 @@ class StretchPeaks:
         self._plan, self._over = schedule(program.graph), overwritable(program.graph)
         with self._running():
             self._fixed = _fixed_values(self._graph, self._device)
+        self._known = storages(self._fixed.values())
 
     def of(self, start: int, stop: int) -> MemoryEstimate:
         """The peak of [start, stop).
@@ -166,8 +167,7 @@ class StretchPeaks:
         """What running [start, stop) makes and takes; ``held`` if whoever runs it holds what it is given."""
         with self._running():
             values = {value.name: value.spec.empty(self._device) for value in self._live[start]}
-            given, ledger = dict(values) if held else {}, Ledger(kept)
-            ledger.ignore(self._fixed.values())
+            given, ledger = dict(values) if held else {}, Ledger(kept, self._known)
             ledger.hold(values.values())
             with ledger:
                 plan = self._plan.stages[start:stop]
@@ -180,9 +180,13 @@ class StretchPeaks:
     def stages(self) -> tuple[float, ...]:
         """Peak bytes of each stage for one sample of the micro-batch; see :func:`stage_peaks`."""
         kept, stages = Kept(), range(len(self._graph.stages))
-        first = [self._ledger(k, k + 1, kept).high for k in stages]
-        later = [self._ledger(k, k + 1, kept, held=False).high for k in stages]
         given = [sum(value.spec.nbytes for value in live) for live in self._live]
+        first = [self._ledger(k, k + 1, kept).high for k in stages]
+        added = _covering(first, first, given)
+        later = [
+            first[k] if added[k] == first[k] else self._ledger(k, k + 1, kept, held=False).high
+            for k in stages
+        ]
         peaks = _covering(first, later, given)
         return tuple((peak + kept.nbytes) / self._graph.micro_batch for peak in peaks)
 
