@@ -13,7 +13,8 @@ import torch
 import upriver
 from tests.client.training import photos as make_photos
 from tests.client.training import run, same
-from upriver.client import measuring, planner
+from upriver.client import budget, measuring, planner
+from upriver.client.canary import LocalCanary
 from upriver.client.planning import measure_link
 from upriver.client.servers import Gate
 from upriver.errors import NotExact
@@ -42,7 +43,7 @@ class Seen:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.canaries: list[int] = []
-        self.here: list[int] = []
+        self.here: list[str] = []
         self.links = 0
         self.profiles: list[Profile] = []
 
@@ -66,7 +67,8 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
         monkeypatch.setattr(where, name, call)
 
     watched("measure", Gate, lambda _, kwargs: seen.canaries.append(kwargs["stop"]))
-    watched("measure_here", measuring, lambda found, _: seen.here.append(len(found.timings)))
+    for name in ("run", "run_in_steps"):
+        watched(name, LocalCanary, lambda *_, name=name: seen.here.append(name))
     watched("make_plan", planner, lambda found, _: seen.profiles.append(found[1]))
 
     def link(server: Any) -> Any:
@@ -74,6 +76,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
         return measure_link(server)
 
     monkeypatch.setattr(measuring, "measure_link", link)
+    monkeypatch.setattr(budget, "SHARE", 0.0)  # else a later job may afford the second size
     # On a busy machine a canary may take far longer than what was kept a moment ago.
     monkeypatch.setattr(measuring, "slowdown", lambda *args, **kwargs: 1.0)
     return seen
@@ -93,7 +96,7 @@ def test_the_second_job_does_not_measure_stages(data: Dataset, near: upriver.Nea
     losses, model, job = again(near, data, seen)
     assert USED not in seen.told
     assert "measuring this side" in seen.told
-    assert seen.here == [2]
+    assert seen.here == ["run", "run_in_steps"]
     freeze = job.plan.table[-1].cut
     assert seen.canaries.count(freeze) >= 2
     [measured] = seen.profiles
@@ -101,7 +104,7 @@ def test_the_second_job_does_not_measure_stages(data: Dataset, near: upriver.Nea
     second_losses, second_model, second = again(near, data, seen)
     assert seen.told.count(USED) == 1
     assert not [text for text in seen.told if text.startswith("measuring") and text != "measuring the link"]
-    assert seen.here == [1]  # the canary's other half
+    assert seen.here == ["run"]  # the canary's other half
     assert seen.canaries.count(freeze) == 1
     assert seen.links == 1
     assert stage_seconds(seen.profiles[0]) == stage_seconds(measured)
@@ -196,4 +199,4 @@ def test_with_no_cache_every_job_measures(
     for _ in range(2):
         again(near, data, seen)
         assert USED not in seen.told
-        assert seen.here == [2]
+        assert seen.here == ["run", "run_in_steps"]

@@ -337,7 +337,7 @@ def test_nothing_wrong_is_stored(server, world):
         (path, b"", "protocol"),
         (path, b"\xff" * 8 + good[8:], "protocol"),
         (
-            f"/v1/programs/{hashlib.sha256(not_a_program).hexdigest()}",
+            path_of_none,
             alone(not_a_program),
             "program_not_found",
         ),

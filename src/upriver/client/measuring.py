@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import mean, median
 from urllib.parse import urlsplit
 
@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from upriver.client.budget import Stopwatch, affordable_repeats, allowed_s
+from upriver.client.canary import LocalCanary
 from upriver.client.compare import Tolerance
 from upriver.client.options import JobOptions
 from upriver.client.planning import (
     MEASURED_MICRO_BATCHES,
     LinkEstimate,
     LocalMeasurement,
-    measure_here,
     measure_link,
     measure_tail,
     profile_and_cluster,
@@ -253,32 +253,30 @@ class Measuring:
             kept = next(iter(self._kept.values()), None)
             if kept is None:
                 self._tell("measuring this side")
-            with self._clock.part("stages"):
-                self._here = self._run_here(kept)
+            self._here = self._run_here(kept)
         return self._here
 
     def _run_here(self, kept: Kept | None) -> LocalMeasurement:
-        """The canary on this side: as often as on a server."""
-        found = self._canary_here(
-            times=MEASURED_MICRO_BATCHES if kept is None else 1,
-            input_bytes=None if kept is None else input_sizes(kept.profile),
-        )
-        if kept is None or self._slowdown(kept, Tier.COMPUTE, found.timings) <= UNCHANGED:
-            return found
-        more = self._canary_here(times=1, input_bytes=found.input_bytes)
-        return replace(found, timings=(*found.timings, *more.timings))
-
-    def _canary_here(self, *, times: int, input_bytes: Mapping[int, float] | None) -> LocalMeasurement:
-        return measure_here(
-            self._engine,
-            self._direct,
-            self._canary,
+        """The canary on this side, as often as on a server; the first time counts as the canary's."""
+        canary = LocalCanary(
+            engine=self._engine,
+            dataset=self._direct,
+            ids=self._canary,
             freeze=self._parts.freeze,
             seed=self._options.seed,
             on_bad_sample=self._options.on_bad_sample,
-            times=times,
-            input_bytes=input_bytes,
         )
+        with self._clock.part(CANARY):
+            features, first = canary.run()
+        with self._clock.part("stages"):
+            if kept is None:
+                again, input_bytes = canary.run_in_steps()
+                return LocalMeasurement(features=features, timings=(first, again), input_bytes=input_bytes)
+            timings = [first]
+            if self._slowdown(kept, Tier.COMPUTE, timings) > UNCHANGED:
+                timings.append(canary.run()[1])
+        known = input_sizes(kept.profile)
+        return LocalMeasurement(features=features, timings=tuple(timings), input_bytes=known)
 
     def _put_together(
         self, passed: Sequence[_Passed], link: LinkEstimate, kept: Kept | None

@@ -12,9 +12,6 @@ from torch import nn
 from upriver.client.flow import Values
 from upriver.client.transport import ServerClient
 from upriver.cost import route_between
-from upriver.engine.clock import Clock
-from upriver.engine.engine import Engine, OnBadSample
-from upriver.engine.read import read_samples
 from upriver.errors import ModelError, UpriverError
 from upriver.pipeline import Dataset
 from upriver.policies import choose
@@ -44,8 +41,11 @@ STATES_PER_WEIGHT = 4
 
 PROBE_FIRST_BYTES = 64 << 10
 PROBE_MOST_BYTES = 16 << 20
-PROBE_SECONDS = 0.25
-"""A probe doubles until it took this long: below it, start-up and bursts decide."""
+PROBE_SECONDS = 0.15
+"""A probe grows until it took this long: below it, start-up and bursts decide."""
+
+PROBE_GROWTH = 8
+"""From one probe to the next at most: what a burst let through says little about the link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,77 +71,17 @@ class LocalMeasurement:
     input_bytes: Mapping[int, float]
 
 
-def measure_here(
-    engine: Engine,
-    dataset: Dataset,
-    ids: tuple[int, ...],
-    *,
-    freeze: int,
-    seed: int,
-    on_bad_sample: OnBadSample,
-    times: int = MEASURED_MICRO_BATCHES,
-    input_bytes: Mapping[int, float] | None = None,
-) -> LocalMeasurement:
-    """Run one micro-batch to the freeze point on this tier, some times over; the store is read once.
-
-    Args:
-        input_bytes: Bytes of a sample after each input stage, where they are known.
-    """
-    blobs = read_samples(dataset, ids)
-    names = [ref.object for ref in dataset.locate(ids)]
-    timings = []
-    for _ in range(times):
-        clock = Clock()
-        batch = engine.begin(
-            blobs,
-            ids,
-            object_names=names,
-            stop=0,
-            seed=seed,
-            epoch=0,
-            on_bad_sample=on_bad_sample,
-            clock=clock,
-        )
-        features = engine.advance(batch, freeze, clock)
-        timings.append(clock.timings())
-    if input_bytes is None:
-        input_bytes = _sizes(engine, blobs, ids, names=names, seed=seed, on_bad_sample=on_bad_sample)
-    return LocalMeasurement(features=features, timings=tuple(timings), input_bytes=input_bytes)
-
-
-def _sizes(
-    engine: Engine,
-    blobs: Sequence[bytes | memoryview],
-    ids: tuple[int, ...],
-    *,
-    names: Sequence[str],
-    seed: int,
-    on_bad_sample: OnBadSample,
-) -> dict[int, float]:
-    """Mean bytes of a sample after each input stage: pixels decoded are often the smallest form of all."""
-    start = engine.chain.start if engine.chain is not None else 0
-    batch = engine.begin(
-        blobs, ids, object_names=names, stop=start, seed=seed, epoch=0, on_bad_sample=on_bad_sample
-    )
-    sizes = {}
-    for position in range(start + 1, 1):
-        batch = engine.resume(
-            batch, object_names=names, stop=position, seed=seed, epoch=0, on_bad_sample=on_bad_sample
-        )
-        samples = len(ids) - len(batch.skipped) if position < 0 else engine.micro_batch
-        sizes[position] = sum(tensor.nbytes for tensor in batch.tensors) / max(samples, 1)
-    return sizes
-
-
 def measure_link(server: ServerClient) -> LinkEstimate:
     """Bandwidth and round trip from probes that grow until they take long enough to mean something."""
     size = PROBE_FIRST_BYTES
     rtt = min(server.probe(1).first_byte_s for _ in range(3))
     while True:
         probe = server.probe(size)
+        bandwidth = probe.num_bytes / max(probe.seconds, 1e-6)
         if probe.seconds >= PROBE_SECONDS or size >= PROBE_MOST_BYTES:
-            return LinkEstimate(bandwidth_bytes_per_s=probe.num_bytes / max(probe.seconds, 1e-6), rtt_s=rtt)
-        size *= 2
+            return LinkEstimate(bandwidth_bytes_per_s=bandwidth, rtt_s=rtt)
+        enough = int(1.25 * PROBE_SECONDS * bandwidth)
+        size = min(max(2 * size, min(enough, PROBE_GROWTH * size)), PROBE_MOST_BYTES)
 
 
 def measure_tail(

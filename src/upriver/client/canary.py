@@ -1,0 +1,80 @@
+"""The canary on this side: what servers must answer bit for bit, and what stages take here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from upriver.engine.clock import Clock
+from upriver.engine.engine import Engine, OnBadSample
+from upriver.engine.read import read_samples
+from upriver.pipeline import Dataset
+from upriver.types import MicroBatch, Timings
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCanary:
+    """A real micro-batch of a job, run to the freeze point; the store is read once.
+
+    Attributes:
+        dataset: Read over the metered link.
+        ids: Its samples.
+        freeze: The freeze point.
+    """
+
+    engine: Engine
+    dataset: Dataset
+    ids: tuple[int, ...]
+    freeze: int
+    seed: int
+    on_bad_sample: OnBadSample
+
+    def run(self) -> tuple[MicroBatch, Timings]:
+        """The features, and what each stage took."""
+        clock = Clock()
+        batch = self._resume(self._stored(), 0, clock)
+        return self.engine.advance(batch, self.freeze, clock), clock.timings()
+
+    def run_in_steps(self) -> tuple[Timings, dict[int, float]]:
+        """What each stage took, and the mean bytes of a sample after each input stage.
+
+        Pixels that are decoded and cropped are often the smallest form of all.
+        """
+        clock, batch, sizes = Clock(), self._stored(), {}
+        for position in range(batch.position + 1, 1):
+            batch = self._resume(batch, position, clock)
+            samples = len(self.ids) - len(batch.skipped) if position < 0 else self.engine.micro_batch
+            sizes[position] = sum(tensor.nbytes for tensor in batch.tensors) / max(samples, 1)
+        self.engine.advance(batch, self.freeze, clock)
+        return clock.timings(), sizes
+
+    @cached_property
+    def _blobs(self) -> Sequence[bytes | memoryview]:
+        return read_samples(self.dataset, self.ids)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [ref.object for ref in self.dataset.locate(self.ids)]
+
+    def _stored(self) -> MicroBatch:
+        return self.engine.begin(
+            self._blobs,
+            self.ids,
+            object_names=self._names,
+            stop=self.dataset.chain.start,
+            seed=self.seed,
+            epoch=0,
+            on_bad_sample=self.on_bad_sample,
+        )
+
+    def _resume(self, batch: MicroBatch, stop: int, clock: Clock) -> MicroBatch:
+        return self.engine.resume(
+            batch,
+            object_names=self._names,
+            stop=stop,
+            seed=self.seed,
+            epoch=0,
+            on_bad_sample=self.on_bad_sample,
+            clock=clock,
+        )
