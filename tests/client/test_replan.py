@@ -123,6 +123,15 @@ def test_a_link_that_is_clearly_another_one_is_heeded_as_soon_as_patience_allows
     assert job.replanner.plan.routes == job.fresh(20 * MBIT).routes
 
 
+def test_a_plan_that_was_about_to_be_left_is_not_left_for_the_link_of_before() -> None:
+    job = Job("upriver", 200 * MBIT)
+    job.bandwidth = 130 * MBIT  # worth a change, were it to last
+    assert job.iterate(7) == []
+    job.bandwidth = 20 * MBIT
+    assert job.iterate(10) == [2]
+    assert job.replanner.plan.routes == job.fresh(20 * MBIT).routes
+
+
 @pytest.mark.parametrize("policy", ["upriver", "exhaustive"])
 @pytest.mark.parametrize(("before", "after"), [(200, 20), (20, 200)])
 def test_what_a_meter_shows_while_a_link_changes_makes_no_plan(

@@ -59,8 +59,8 @@ jitter of a fifth both ways makes 1.5, and what came before a change only delays
 
 FRESH_BYTES = 256 * 1024
 FRESH_BUSY_S = 0.15
-"""What must have crossed, the one or the other, before what comes after a pause has a figure of its own: less
-is a burst, or a head without a body."""
+"""What must have crossed, the one or the other, before there is a figure, at first and after a pause: less is
+a burst, or a head without a body."""
 
 
 class _Point(NamedTuple):
@@ -174,7 +174,7 @@ class LinkMeter:
             return 0.0 if self._active else time.monotonic() - self._last_at
 
     def observed_bandwidth(self) -> float | None:
-        """Bytes per second of the last transfers, over the time one was under way; None before any.
+        """Bytes per second of the last transfers, while one was under way; None before enough has crossed.
 
         Looks back on `WINDOW_BUSY_S` of transfers, on less where they are old or the link has changed. After
         a pause it is the figure from before, until enough has crossed anew.
@@ -187,7 +187,7 @@ class LinkMeter:
         first = self._checkpoints[0]
         busy_s, num_bytes = self._busy_s - first.busy_s, sum(self._bytes.values()) - first.num_bytes
         few = num_bytes < FRESH_BYTES and busy_s < FRESH_BUSY_S
-        if self._before_pause is not None and few:
+        if few:
             return self._before_pause
         return num_bytes / busy_s if num_bytes and busy_s > 0 else None
 

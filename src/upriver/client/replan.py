@@ -126,14 +126,12 @@ class Replanner:
         profile, cluster = self._live.now()
         cluster = self._unchanged(cluster)
         fresh, now = self._compared(profile, cluster)
-        changed = steady = proved = False
-        if self._is_better(fresh, now):
-            proved = self._proved(_cuts(fresh))  # asked before it is certain: a canary takes a while
-            changed, steady = self._lasting(profile, cluster)
+        changed, steady = self._lasting(profile, cluster) if self._is_better(fresh, now) else (False, False)
         if not changed and not steady:
             self._better = 0
             return None
         self._better += 1
+        proved = self._proved(_cuts(fresh))
         enough = changed or self._better >= self._patience.iterations
         if not enough or not proved or fresh.predicted is None:
             return None
@@ -161,18 +159,19 @@ class Replanner:
         """Whether the plan would have been left at each of the last bandwidths.
 
         Of a link that is clearly another one than the plan was made for, as many count as the patience has
-        iterations, once they agree; of one that may only jitter, more.
+        iterations, once they agree; of one that may only jitter, more. While it is changing, nothing counts:
+        the plan would be one for a link that is no more.
         """
         recent = self._live.recent_bandwidths(STEADY)
-        if not recent:
-            return False, True
+        if not recent or _another(recent[-1], cluster.link.bandwidth_bytes_per_s):
+            return False, False
         changed = steady = 0
         for bandwidth in reversed(recent):
             link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
             seen = self._unchanged(replace(cluster, link=link))
             if not self._is_better(*self._compared(profile, seen)):
                 break
-            another = max(bandwidth / self._planned_for, self._planned_for / bandwidth) > CHANGED
+            another = _another(bandwidth, self._planned_for)
             settled = abs(bandwidth - recent[-1]) <= DEAD_BAND * recent[-1]
             changed += another and settled and changed == steady
             steady += 1
@@ -223,6 +222,11 @@ class _Proof:
             log.info("cuts %s are not used for now: %s", sorted(self.cuts), error)
         finally:
             self.done = True
+
+
+def _another(bandwidth: float, before: float) -> bool:
+    """Whether a link that carries so much is clearly another one than it was."""
+    return max(bandwidth / before, before / bandwidth) > CHANGED
 
 
 def _cuts(plan: Plan) -> frozenset[int]:
