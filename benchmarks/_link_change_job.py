@@ -7,6 +7,7 @@ would cost over a link, beside what a fresh plan would.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import _planned_job
 from _planned_job import LEARNING_RATE, Trainer
 from upriver.cost import CostModel, CutTable, route_between
 from upriver.policies import POLICIES
+from upriver.program.remember import cache_folder
 from upriver.types import Plan, Route
 
 POLICY = "upriver"
@@ -50,6 +52,7 @@ class Follower(Trainer):
         """A new job from the first weights, planned over the link as it is."""
         if self._job is not None:
             self._job.close()
+        _forget_profiles()
         self._job = self.near.finetune(
             self.model, self.data, batch_size=self.setting.batch_size, policy=POLICY, replan=replan
         )
@@ -97,6 +100,7 @@ class Follower(Trainer):
         link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
         live = CostModel(profile, replace(cluster, link=link), self._job._replanner._workload)
         found = {"live": self._judged(live, plans)}
+        _forget_profiles()
         with self.near.finetune(
             self.model, self.data, batch_size=self.setting.batch_size, policy=POLICY, replan=False
         ) as job:
@@ -119,6 +123,11 @@ class Follower(Trainer):
             "fresh_s": model.evaluate(fresh.routes).epoch_s,
             "plans_s": [model.evaluate(routes(shares)).epoch_s for shares in plans],
         }
+
+
+def _forget_profiles() -> None:
+    """Let the next job measure as if there had been none before it."""
+    shutil.rmtree(cache_folder() / "profiles", ignore_errors=True)
 
 
 def told(plan: Plan) -> dict[str, float]:

@@ -24,7 +24,7 @@ from typing import Any
 from _common import RESULTS
 from _link_change_report import Change, Jitter, report
 from _netns import PAYLOAD_SHARE
-from _planned import RUN_LIMIT_S, START_LIMIT_S, Rig, RunFailed, Setting, make_data
+from _planned import CACHE, RUN_LIMIT_S, START_LIMIT_S, Rig, RunFailed, Setting, make_data
 from testbed import Testbed, TestbedError
 
 AFTER_MBIT = 20.0
@@ -77,6 +77,7 @@ class LinkRig(Rig):
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                env={"UPRIVER_CACHE": str(CACHE)},
             )
             self._rest = b""
             stack.callback(self._end_child)
