@@ -124,6 +124,8 @@ class Replanner:
         if bandwidth is not None:
             self._live.carried(bandwidth)
         profile, cluster = self._live.now()
+        if bandwidth is not None and _another(bandwidth, self._planned_for):
+            self._prepare(profile, cluster, bandwidth)
         cluster = self._unchanged(cluster)
         fresh, now = self._compared(profile, cluster)
         changed, steady = self._lasting(profile, cluster) if self._is_better(fresh, now) else (False, False)
@@ -138,6 +140,16 @@ class Replanner:
         self.plan, self._better = fresh, 0
         self._planned_for = cluster.link.bandwidth_bytes_per_s
         return fresh, now, fresh.predicted
+
+    def _prepare(self, profile: Profile, cluster: Cluster, bandwidth: float) -> None:
+        """Have servers asked for the canary that a plan for this link would need.
+
+        It is early, but over a link that has become thin the canary waits behind all that is in flight.
+        """
+        link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
+        fresh, now = self._compared(profile, replace(cluster, link=link))
+        if self._is_better(fresh, now):
+            self._proved(_cuts(fresh))
 
     def opened(self, cut: int) -> bool:
         """Whether servers pass the canary at a cut, which takes a while; from any thread."""
