@@ -106,7 +106,7 @@ class Follower(Trainer):
         ) as job:
             table = job.plan.table
             assert isinstance(table, CutTable), "a job that found a server has a table"
-            found["new"] = self._judged(table._model, plans)
+            found["new"] = self._judged(table.model, plans)
         return found
 
     def _judged(self, model: CostModel, plans: Sequence[Mapping[int, float]]) -> dict[str, Any]:

@@ -438,13 +438,17 @@ class CostModel:
 
 
 class CutTable(Sequence[CutRow]):
-    """The rows of a plan's table, made when somebody looks."""
+    """The rows of a plan's table, made when somebody looks.
+
+    Attributes:
+        model: Which makes them.
+    """
 
     def __init__(self, model: CostModel) -> None:
-        self._model = model
+        self.model = model
 
     def __len__(self) -> int:
-        return len(self._model.cuts)
+        return len(self.model.cuts)
 
     @overload
     def __getitem__(self, index: int) -> CutRow: ...
@@ -454,11 +458,11 @@ class CutTable(Sequence[CutRow]):
 
     def __getitem__(self, index: int | slice) -> CutRow | tuple[CutRow, ...]:
         if isinstance(index, slice):
-            return tuple(self._model.row(cut) for cut in self._model.cuts[index])
-        return self._model.row(self._model.cuts[index])
+            return tuple(self.model.row(cut) for cut in self.model.cuts[index])
+        return self.model.row(self.model.cuts[index])
 
     def __iter__(self) -> Iterator[CutRow]:
-        return (self._model.row(cut) for cut in self._model.cuts)
+        return (self.model.row(cut) for cut in self.model.cuts)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):

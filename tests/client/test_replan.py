@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from upriver.client.replan import Patience, Replanner
 from upriver.errors import ConfigError, NotExact
 from upriver.policies import POLICIES
 from upriver.profile.live import LiveProfile
-from upriver.types import Cluster, Plan, Profile, Workload
+from upriver.types import Cluster, Cost, Plan, Profile, Workload
 
 MBIT = 1e6 / 8
 WORK = Workload(batch_size=128, num_samples=12_800)
@@ -237,3 +238,18 @@ def test_a_link_that_becomes_thin_changes_the_plan_and_no_bit(
     assert indices == sorted(set(indices)), "each micro-batch once and in order"
     for switch in switches:
         assert switch.after * 1.1 < switch.before
+
+
+def test_what_was_noted_at_the_start_stays_when_the_plan_changes(
+    tmp_path_factory: pytest.TempPathFactory, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fresh(replanner: Replanner, trained_s: float, samples: int) -> tuple[Plan, Cost, Cost] | None:
+        plan = replace(replanner.plan, why="it is shorter")
+        return None if plan.predicted is None else (plan, plan.predicted, plan.predicted)
+
+    monkeypatch.setattr(Replanner, "after_step", fresh)
+    data, model = photos(tmp_path_factory.mktemp("store"), 24), frozen_small()
+    with near.finetune(model, data, batch_size=BATCH, micro_batch=MICRO, exact="numeric") as job:
+        train(job, model, optimizer_of(model), epochs=1)
+        assert job.switches
+        assert job.plan.why.startswith("it is shorter; ") and "exact='numeric'" in job.plan.why

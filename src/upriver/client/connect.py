@@ -254,6 +254,7 @@ class Near:
             tolerance=planner.allowed,
             replay=planner.replay,
             replanner=planner.replanner,
+            notes=planner.notes,
         )
 
     def servers(self, dataset: Dataset) -> list[ServerClient]:

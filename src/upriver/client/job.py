@@ -74,9 +74,10 @@ class FinetuneJob:
         tolerance: Tolerance | None,
         replay: Routes,
         replanner: Replanner | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         """Made by ``finetune``."""
-        self._replanner = replanner
+        self._replanner, self._notes = replanner, notes
         self._switches: list[Switch] = []
         self._plan = plan
         self._model = model
@@ -205,7 +206,7 @@ class FinetuneJob:
         if found is None:
             return
         plan, before, after = found
-        self._plan = replace(plan, measured=self._plan.measured)
+        self._plan = replace(plan, measured=self._plan.measured, why="; ".join((plan.why, *self._notes)))
         start = self._dataset.chain.start
         loader.deal(deal(plan.routes, len(order.micro_batches), start=start), self.window)
         switch = Switch(

@@ -53,6 +53,7 @@ class Planner:
 
     Attributes:
         measured: What the plan rests on; None where nothing was measured.
+        notes: What a plan's reason ends with, whatever policy and plan.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Planner:
             batch_size=options.batch_size, num_samples=len(options.order(len(dataset), 0).ids)
         )
         self.measured: Measured | None = None
+        self.notes: list[str] = []
         self._measuring: Measuring | None = None
         if parts.program is not None:
             self._measuring = Measuring(
@@ -198,7 +200,7 @@ class Planner:
         if self._adapts(shares):
             self.replanner = self._make_replanner(plan, gate, pool, servers)
         if measuring.not_used:
-            plan = replace(plan, why=f"{plan.why}; not used for now: {'; '.join(measuring.not_used)}")
+            plan = self._noted(plan, f"not used for now: {'; '.join(measuring.not_used)}")
         return self._with_tolerance(plan, gate), pool
 
     def _measure(self, measuring: Measuring, shares: Mapping[int, float] | None) -> Measured | None:
@@ -240,11 +242,16 @@ class Planner:
         if self.allowed is None:
             return plan
         seen = ", ".join(f"{apart:.2g} at {url}" for url, apart in gate.distances.items())
-        return replace(
+        return self._noted(
             plan,
-            why=f"{plan.why}; exact='numeric': features may differ by {self.allowed}; those of the canary "
-            f"differed by (of the largest) {seen or 'nothing yet'}",
+            f"exact='numeric': features may differ by {self.allowed}; those of the canary differed by (of "
+            f"the largest) {seen or 'nothing yet'}",
         )
+
+    def _noted(self, plan: Plan, note: str) -> Plan:
+        """The plan with a note, which stays when the job goes over to another plan."""
+        self.notes.append(note)
+        return replace(plan, why=f"{plan.why}; {note}")
 
     def _adapts(self, shares: Mapping[int, float] | None) -> bool:
         """Whether the policy is asked again while the job runs."""
@@ -295,15 +302,15 @@ class Planner:
         return passed
 
     def _choose(self, measured: Measured, shares: Mapping[int, float] | None) -> Plan:
-        notes = list(measured.notes)
+        self.notes = list(measured.notes)
         if shares is None and has_lines(measured.profile) and not self.options.chosen:
-            notes += advice(self._epochs(measured, shares), self.options.micro_batch)
+            self.notes += advice(self._epochs(measured, shares), self.options.micro_batch)
         plan, profile, cluster = make_plan(
             self.policy,
             profile=measured.profile,
             cluster=measured.cluster,
             workload=self.workload,
-            notes=notes,
+            notes=self.notes,
         )
         self._model = CostModel(profile, cluster, self.workload)
         return plan

@@ -65,7 +65,7 @@ def spare_bytes(plan: Plan) -> float:
     """Memory of the compute tier that the plan leaves free; infinite where no memory is known."""
     if not isinstance(plan.table, CutTable):
         return math.inf
-    model = plan.table._model
+    model = plan.table.model
     needs = model.needs[Tier.COMPUTE]
     needed = max(float(needs[model.index(route.cut)]) for route in plan.routes)
     return model.cluster.compute.memory_bytes - needed
