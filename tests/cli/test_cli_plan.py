@@ -423,3 +423,28 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(run: Run) -> None
         run, "--model", "plan_models:whole", "--input-shape", "6", "--freeze-to", "0", "--bandwidth", "1Mbit"
     )
     assert "the model runs unsplit" in line
+
+
+ROOT = Path(__file__).parents[2]
+SHOWN = [
+    line.split()[2:]
+    for line in (ROOT / "docs" / "planning.md").read_text().splitlines()
+    if line.startswith("upriver plan --profile ")
+]
+
+
+@pytest.mark.parametrize("arguments", SHOWN, ids=" ".join)
+def test_the_commands_that_the_page_shows(
+    arguments: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    status, out, err = run(*arguments)
+    assert status == 0, err
+    assert "a mix" in out or len(json.loads(out)["routes"]) > 1
+    for name in {"plan.html", "plan.png"} & set(arguments):
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_the_page_shows_some() -> None:
+    assert len(SHOWN) == 3

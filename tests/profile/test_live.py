@@ -8,7 +8,7 @@ import pytest
 
 from tests.planning import alexnet, cluster
 from upriver.errors import ConfigError
-from upriver.profile.live import WINDOW, LiveProfile
+from upriver.profile.live import ENOUGH, STEPS, WINDOW, LiveProfile
 from upriver.types import Tier, Timings
 
 
@@ -26,7 +26,9 @@ def test_untouched_it_is_what_was_measured() -> None:
 
 def test_the_median_of_the_window_counts() -> None:
     live = LiveProfile(alexnet(), cluster(), samples=10)
-    for took in (1.0, 1.0, 50.0):
+    before = seconds(live, "storage", 3)
+    for count, took in enumerate((1.0, 1.0, 50.0, 1.0, 1.0)):
+        assert seconds(live, "storage", 3) == (before if count < ENOUGH else pytest.approx(0.1))
         live.saw(Tier.STORAGE, Timings(stages={3: took}))
     assert seconds(live, "storage", 3) == pytest.approx(0.1)
     for _ in range(WINDOW):
@@ -36,7 +38,8 @@ def test_the_median_of_the_window_counts() -> None:
 
 def test_a_stage_that_is_not_seen_slows_with_those_beside_it() -> None:
     live = LiveProfile(alexnet(storage_s=1e-3), cluster(), samples=10)
-    live.saw(Tier.STORAGE, Timings(stages={1: 0.02, 2: 0.04}))
+    for _ in range(ENOUGH):
+        live.saw(Tier.STORAGE, Timings(stages={1: 0.02, 2: 0.04}))
     assert seconds(live, "storage", 1) == pytest.approx(2e-3)
     assert seconds(live, "storage", 17) == pytest.approx(3e-3), "1 + 1 ms became 2 + 4 ms"
     assert seconds(live, "compute", 17) == pytest.approx(2e-5), "the other tier has not been seen"
@@ -46,7 +49,7 @@ def test_a_stage_that_is_not_seen_slows_with_those_beside_it() -> None:
 
 def test_steps_count_once_there_are_enough() -> None:
     live = LiveProfile(alexnet(), cluster(), samples=16)
-    for step in range(WINDOW):
+    for step in range(STEPS):
         assert live.now()[0].tail == alexnet().tail
         live.trained(0.5 if step else 9.0, 100)
     assert live.now()[0].tail.seconds == (0.0, 0.005)

@@ -15,8 +15,15 @@ from typing import TypeVar
 
 from upriver.types import Cluster, Profile, StageProfile, Tier, Timings, require_finite
 
-WINDOW = 8
-"""Micro-batches, and training steps, that a figure looks back on: an odd slow one shows in none of them."""
+WINDOW = 24
+"""Micro-batches that a stage's seconds look back on: on a machine that others use, too, a processor may be a
+fifth slower for seconds, and a plan that follows that changes all the time."""
+
+ENOUGH = 4
+"""Micro-batches before what a stage takes in the job counts for more than what was measured before it."""
+
+STEPS = 8
+"""Training steps that a figure looks back on: an odd slow one shows in none of them."""
 
 LINK_WINDOW = 5
 """Of the bandwidths told, the median of so many counts: a meter has smoothed them already, and three that
@@ -42,7 +49,7 @@ class LiveProfile:
         self._samples, self._window = samples, window
         self._stages: dict[tuple[Tier, int], _Sums] = {}
         self._phases: dict[tuple[Tier, str], _Sums] = {}
-        self._steps: _Sums = deque(maxlen=window)
+        self._steps: _Sums = deque(maxlen=STEPS)
         self._bandwidths: _Sums = deque(maxlen=window)
 
     def saw(self, tier: Tier, timings: Timings, *, sent_bytes: float = 0.0) -> None:
@@ -77,7 +84,7 @@ class LiveProfile:
     def now(self) -> tuple[Profile, Cluster]:
         """The profile and the cluster as they are now."""
         tail = self._profile.tail
-        if len(self._steps) == self._window:  # the first steps warm up
+        if len(self._steps) == STEPS:  # the first steps warm up
             tail = replace(tail, seconds=(0.0, median(self._steps)))
         profile = replace(
             self._profile,
@@ -102,17 +109,22 @@ class LiveProfile:
     ) -> dict[str, tuple[float, float]]:
         seconds = dict(stage.seconds)
         for tier, factor in factors.items():
-            seen = self._stages.get((tier, position))
+            seen = self._seen(tier, position)
             if tier in seconds:
                 fixed, each = seconds[tier]
                 seconds[tier] = (0.0, median(seen)) if seen else (fixed * factor, each * factor)
         return seconds
 
+    def _seen(self, tier: Tier, position: int) -> _Sums | None:
+        """What a stage took, once that says more than what was measured."""
+        seen = self._stages.get((tier, position))
+        return seen if seen is not None and len(seen) >= min(ENOUGH, self._window) else None
+
     def _factor(self, tier: Tier, stages: Iterable[StageProfile], first: int, last: int) -> float:
         """How much slower the stages that were seen on a tier have become."""
         was = now = 0.0
         for position, stage in enumerate(stages, start=first):
-            seen = self._stages.get((tier, position))
+            seen = self._seen(tier, position)
             if position <= last and seen and tier in stage.seconds:
                 fixed, each = stage.seconds[tier]
                 was, now = was + fixed / self._samples + each, now + median(seen)
