@@ -132,7 +132,7 @@ class Testbed(Hosts):
         self.rate = _checked_rate(rate)
         self.measured: Rates | None = None
         self._burst = _checked_burst(burst)
-        self._most_segments = 1
+        self._largest_burst = 0
         self._check = check
         self._ports = itertools.count(FIRST_PORT)
 
@@ -164,8 +164,9 @@ class Testbed(Hosts):
     def set_rate(self, rate: float | None, *, burst: int | None = None) -> None:
         """Change the link, both ways, while it is in use; it is not checked, since others are using it.
 
-        What waits at the old rate's end goes on at the new one. A link that was faster keeps as large a burst
-        as one of those who wait may need: 12 KB after 200 Mbit/s, 64 KB after 1 Gbit/s.
+        What waits at the old rate's end goes on at the new one. A link that was faster keeps its burst, as
+        one of those who wait may need all of it: a connection that was opened while packets could be large
+        goes on making large ones, whatever the link has become.
 
         Args:
             rate: In bytes per second on the wire; None for no shape.
@@ -173,10 +174,10 @@ class Testbed(Hosts):
         """
         self.rate, self._burst = _checked_rate(rate), _checked_burst(burst)
         segments = _netns.segments_for(self._burst_bytes)
-        self._most_segments = max(self._most_segments, segments if self.rate is not None else 1)
-        most_bytes = max(self._burst_bytes, self._most_segments * FRAME_BYTES)
+        if self.rate is not None:
+            self._largest_burst = max(self._largest_burst, self._burst_bytes)
         for name in self.namespaces:
-            _netns.shape(name, self.rate, burst_bytes=most_bytes, segments=segments)
+            _netns.shape(name, self.rate, burst_bytes=self._largest_burst, segments=segments)
 
     def check(self) -> Rates:
         """Measure the link with one bounded transfer each way; again, if that is not what was asked for.
@@ -234,7 +235,7 @@ class Testbed(Hosts):
         """Payload bytes per second of one TCP stream."""
         payload = CHECK_BYTES if self.rate is None else self.rate * PAYLOAD_SHARE * CHECK_S
         num_bytes = round(
-            min(CHECK_BYTES, max(payload, 40 * self._burst_bytes))
+            min(CHECK_BYTES, max(payload, 40 * self._largest_burst))
         )  # a burst is then at most 2.5 % of it
         limit_s = 10.0 if self.rate is None else 5.0 + 3 * num_bytes / self.rate
         receiver = self.popen(target, _probe("receive", ADDRESSES[target], limit_s), stdout=subprocess.PIPE)
