@@ -135,14 +135,20 @@ class Epochs:
         busy: One row a resource that no other one can help: seconds for which each cut keeps it busy. No
             epoch is shorter than the largest of its column, and a mix is busy for the shares of its routes.
         epoch_s: The whole epoch.
+        compute: One row for each of the compute tier's resources, of which the busiest counts.
     """
 
     epoch_s: Array
     storage_s: Array
     network_s: Array
-    compute_s: Array
+    compute: Array
     bytes: Array
     busy: Array
+
+    @property
+    def compute_s(self) -> Array:
+        """Seconds for which the compute tier is busy."""
+        return np.asarray(self.compute.max(axis=0))
 
     @property
     def around_s(self) -> Array:
@@ -175,9 +181,13 @@ class CostModel:
         mixed = Cost(
             **{f.name: sum(share * getattr(cost, f.name) for cost, share in costs) for f in fields(Cost)}
         )
-        indices, shares = [index for index, _ in used], [share for _, share in used]
-        busiest = (epochs.busy[:, indices] @ np.array(shares)).max()
-        return replace(mixed, epoch_s=float(busiest + epochs.around_s[indices].max()))
+        indices, shares = [index for index, _ in used], np.array([share for _, share in used])
+        busiest = float((epochs.busy[:, indices] @ shares).max())
+        return replace(
+            mixed,
+            epoch_s=busiest + float(epochs.around_s[indices].max()),
+            compute_s=float((epochs.compute[:, indices] @ shares).max()),
+        )
 
     def _cost(self, epochs: Epochs, index: int) -> Cost:
         return Cost(**{f.name: float(getattr(epochs, f.name)[index]) for f in fields(Cost)})
@@ -210,7 +220,7 @@ class CostModel:
             epoch_s=np.max(paths, axis=0),
             storage_s=storage,
             network_s=network,
-            compute_s=np.maximum(compute, cpus),
+            compute=np.stack((compute, cpus)),
             bytes=samples * self._sent,
             busy=np.stack((storage, network, compute, cpus)),
         )
@@ -258,7 +268,7 @@ class CostModel:
             epoch_s=busy.max(axis=0),
             storage_s=iterations * server,
             network_s=iterations * network,
-            compute_s=iterations * client,
+            compute=iterations * client[np.newaxis],
             bytes=self.workload.num_samples * self._sent,
             busy=busy,
         )

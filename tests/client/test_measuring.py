@@ -19,6 +19,7 @@ from upriver.client.today import waiting
 from upriver.client.transport import ServerClient
 from upriver.errors import Busy, CaptureError, ConfigError, ProgramError, ProtocolError
 from upriver.pipeline import Dataset
+from upriver.profile import memory
 from upriver.profile.build import has_lines
 from upriver.protocol import Load, StageCosts
 from upriver.types import Tier
@@ -100,7 +101,7 @@ def test_a_profile_has_the_memory_of_stages_as_runs_without_data_show_it(
         return seen[-1]
 
     monkeypatch.setattr(budget, "SHARE", 0.0)
-    monkeypatch.setattr(measuring, "stage_peaks", peaks)
+    monkeypatch.setattr(memory, "stage_peaks", peaks)
     for _ in range(2):  # measured, then kept
         measured, _ = measured_by(near, data)
         assert tuple(stage.peak_bytes for stage in measured.profile.stages) == seen[0]
@@ -109,7 +110,7 @@ def test_a_profile_has_the_memory_of_stages_as_runs_without_data_show_it(
     def fails(program: Any) -> tuple[float, ...]:
         raise ProgramError("no such kernel without data")
 
-    monkeypatch.setattr(measuring, "stage_peaks", fails)
+    monkeypatch.setattr(memory, "stage_peaks", fails)
     captured, _ = measured_by(near, data, micro_batch=4)
     assert all(stage.peak_bytes > 0 for stage in captured.profile.stages)
     assert not {stage.peak_bytes for stage in captured.profile.stages} & set(seen[0])

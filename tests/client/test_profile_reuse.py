@@ -15,7 +15,7 @@ from tests.client.training import photos as make_photos
 from tests.client.training import run, same
 from upriver.client import budget, measuring, planner
 from upriver.client.canary import LocalCanary
-from upriver.client.planning import measure_link
+from upriver.client.probe import measure_link
 from upriver.client.servers import Gate
 from upriver.errors import NotExact
 from upriver.pipeline import Dataset

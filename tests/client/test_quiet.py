@@ -18,7 +18,8 @@ from tests.program.nets import frozen_small
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.link import LinkMeter
 from upriver.client.pool import Health, ServerPool
-from upriver.client.quiet import PROBE_BYTES, QuietLink
+from upriver.client.probe import BESIDE
+from upriver.client.quiet import QuietLink
 from upriver.client.transport import ServerClient
 from upriver.pipeline import Dataset
 
@@ -57,7 +58,7 @@ def test_a_quiet_link_is_probed_and_the_meter_knows(server: EmbeddedServer, rate
         assert rig.quiet._thread is None, "the first look only begins to wait"
         rig.look_later()
         rig.settle()
-        assert 0 < rig.meter.bytes_by_kind["answers"] <= PROBE_BYTES
+        assert 0 < rig.meter.bytes_by_kind["answers"] <= 2 * BESIDE.most_bytes
         observed = rig.meter.observed_bandwidth()
         assert rate is None or (observed is not None and observed < 3 * rate)
         assert rig.pool.status()[0].in_flight == 0

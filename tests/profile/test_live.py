@@ -8,7 +8,7 @@ import pytest
 
 from tests.planning import alexnet, cluster
 from upriver.errors import ConfigError
-from upriver.profile.live import ENOUGH, STEPS, WINDOW, LiveProfile
+from upriver.profile.live import ENOUGH, STEPS, UNSEEN, WINDOW, LiveProfile
 from upriver.types import Tier, Timings
 
 
@@ -71,3 +71,21 @@ def test_the_link_is_what_it_last_carried() -> None:
     for bad in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match="bandwidth_bytes_per_s"):
             live.carried(bad)
+
+
+def test_a_stage_that_ran_once_follows_those_that_run_now() -> None:
+    live = LiveProfile(alexnet(storage_s=1e-3), cluster(), samples=10)
+    for _ in range(WINDOW):
+        live.saw(Tier.STORAGE, Timings(stages={1: 0.01, 2: 0.07}))
+    assert seconds(live, "storage", 2) == pytest.approx(7e-3), "as seen"
+    for _ in range(UNSEEN * WINDOW):
+        live.saw(Tier.STORAGE, Timings(stages={1: 0.01}))
+    assert seconds(live, "storage", 2) == pytest.approx(7e-3), "a route with few micro-batches has run it"
+    before = seconds(live, "storage", 1)
+    for _ in range(WINDOW):
+        live.saw(Tier.STORAGE, Timings(stages={1: 0.03}))
+    assert seconds(live, "storage", 1) == pytest.approx(3 * before)
+    slower = seconds(live, "storage", 2)
+    for _ in range(WINDOW):
+        live.saw(Tier.STORAGE, Timings(stages={1: 0.06}))
+    assert seconds(live, "storage", 2) == pytest.approx(2 * slower), "as those beside it since"

@@ -13,9 +13,9 @@ from torch import nn
 from upriver.cli.common import working
 from upriver.cli.options import check_module
 from upriver.client.planning import measure_tail, time_tail
-from upriver.errors import CaptureError, ConfigError, UpriverError
+from upriver.errors import CaptureError, ConfigError
 from upriver.profile.measure import fit, measure_stages, sizes
-from upriver.profile.memory import stage_peaks
+from upriver.profile.memory import known_peaks
 from upriver.program.example import Example
 from upriver.program.freeze import freeze_to
 from upriver.program.names import load_model
@@ -136,18 +136,10 @@ def _measured(
                 peak_bytes=peak,
                 seconds={"storage": spent, "compute": spent},
             )
-            for stage, spent, peak in zip(main.stages, seconds, _peaks(main), strict=True)
+            for stage, spent, peak in zip(main.stages, seconds, known_peaks(main), strict=True)
         ),
         tail=_tail(network, parts, programs, tensors),
     )
-
-
-def _peaks(program: Program) -> Sequence[float]:
-    """The memory of stages as runs without data show it; where they cannot run, as captured."""
-    try:
-        return stage_peaks(program)
-    except UpriverError:
-        return [stage.peak_bytes for stage in program.stages]
 
 
 def _tail(

@@ -333,8 +333,9 @@ class FinetuneJob:
             raise ConfigError(f"not the state of a fine-tuning job: fields {sorted(map(str, state))}")
         for key, value in mine.items():
             if key not in ("epoch", "step") and state[key] != value:
+                take = f"; make this one with micro_batch={state[key]!r}" if key == "micro_batch" else ""
                 raise ConfigError(
-                    f"the state is of another job: its {key} is {state[key]!r}, this job's {value!r}"
+                    f"the state is of another job: its {key} is {state[key]!r}, this job's {value!r}{take}"
                 )
         epoch, step = state["epoch"], state["step"]
         steps = self._order(0).num_steps

@@ -24,12 +24,11 @@ from upriver.client.compare import Tolerance
 from upriver.client.options import JobOptions
 from upriver.client.planning import (
     MEASURED_MICRO_BATCHES,
-    LinkEstimate,
     LocalMeasurement,
-    measure_link,
     measure_tail,
     profile_and_cluster,
 )
+from upriver.client.probe import LinkEstimate, measure_link
 from upriver.client.second import SecondSize
 from upriver.client.servers import Gate, Question
 from upriver.client.sizes import Judge
@@ -41,7 +40,7 @@ from upriver.errors import BadSample, DatasetError, UpriverError
 from upriver.pipeline import Dataset
 from upriver.profile.build import has_lines, with_lines, with_peaks
 from upriver.profile.keep import Kept, Place, ProfileKey, as_of_today, load_profile, save_profile, slowdown
-from upriver.profile.memory import stage_peaks
+from upriver.profile.memory import known_peaks
 from upriver.program import Program
 from upriver.program.split import Split
 from upriver.protocol import Caps, Info
@@ -303,16 +302,10 @@ class Measuring:
             load=options.num_ranks / len(passed) * self._waiting(passed),
             kept=kept,
         )
-        return profile if kept is not None else self._with_peaks(profile), cluster
-
-    def _with_peaks(self, profile: Profile) -> Profile:
-        """The memory of stages as runs without data show it; where they cannot run, as captured."""
-        try:
+        if kept is None:
             with self._clock.part("memory"):
-                return with_peaks(profile, stage_peaks(self._program))
-        except UpriverError as error:
-            log.info("the memory of stages is that of their tensors alone: %s", error)
-            return profile
+                profile = with_peaks(profile, known_peaks(self._program))
+        return profile, cluster
 
     # ------------------------------------------------------------------------------ as it is today
 

@@ -1,4 +1,4 @@
-"""A short measurement on both tiers and of the link, and the plan that follows from it."""
+"""A short measurement on both tiers, and the plan that follows from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from upriver.client.flow import Values
-from upriver.client.transport import ServerClient
+from upriver.client.probe import LinkEstimate
 from upriver.cost import route_between
 from upriver.errors import ModelError, UpriverError
 from upriver.pipeline import Dataset
@@ -39,22 +39,6 @@ MEASURED_MICRO_BATCHES = 2
 STATES_PER_WEIGHT = 4
 """Weights, gradients and the two moments of Adam: what a trained parameter takes at most, as a rule."""
 
-PROBE_FIRST_BYTES = 64 << 10
-PROBE_MOST_BYTES = 16 << 20
-PROBE_SECONDS = 0.15
-"""A probe grows until it took this long: below it, start-up and bursts decide."""
-
-PROBE_GROWTH = 8
-"""From one probe to the next at most: what a burst let through says little about the link."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkEstimate:
-    """What probes of the link showed."""
-
-    bandwidth_bytes_per_s: float
-    rtt_s: float
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalMeasurement:
@@ -69,19 +53,6 @@ class LocalMeasurement:
     features: MicroBatch
     timings: tuple[Timings, ...]
     input_bytes: Mapping[int, float]
-
-
-def measure_link(server: ServerClient) -> LinkEstimate:
-    """Bandwidth and round trip from probes that grow until they take long enough to mean something."""
-    size = PROBE_FIRST_BYTES
-    rtt = min(server.probe(1).first_byte_s for _ in range(3))
-    while True:
-        probe = server.probe(size)
-        bandwidth = probe.num_bytes / max(probe.seconds, 1e-6)
-        if probe.seconds >= PROBE_SECONDS or size >= PROBE_MOST_BYTES:
-            return LinkEstimate(bandwidth_bytes_per_s=bandwidth, rtt_s=rtt)
-        enough = int(1.25 * PROBE_SECONDS * bandwidth)
-        size = min(max(2 * size, min(enough, PROBE_GROWTH * size)), PROBE_MOST_BYTES)
 
 
 def measure_tail(

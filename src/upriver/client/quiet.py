@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from upriver.client.link import QUIET_S
 from upriver.client.pool import ServerPool
+from upriver.client.probe import BESIDE, probed
 from upriver.client.transport import ServerClient
 from upriver.errors import UpriverError
 from upriver.text import bytes_text
@@ -22,13 +23,6 @@ log = logging.getLogger("upriver")
 
 PROBE_AFTER_S = QUIET_S
 """Seconds without a byte, of answers or of direct reads, after which the link is probed."""
-
-PROBE_FIRST_BYTES = 16 << 10
-"""Takes a quarter of a second at half a megabit per second, and says how much more may follow."""
-
-PROBE_BYTES = 1 << 20
-PROBE_S = 0.25
-"""What a probe may move, and how long it may take, at most."""
 
 
 class QuietLink:
@@ -66,23 +60,6 @@ class QuietLink:
             with lease:
                 client = lease.client
                 if isinstance(client, ServerClient) and client.meter.quiet_s >= self._after_s:
-                    log.info("the link was quiet; it carries %s/s", bytes_text(probed(client)))
+                    log.info("the link was quiet; it carries %s/s", bytes_text(probed(client, BESIDE)))
         except UpriverError as error:
             log.info("the link was quiet, and a probe failed: %s", error)
-
-
-def probed(client: ServerClient) -> float:
-    """Bytes per second by a short probe.
-
-    Raises:
-        UpriverError: If the server does not answer.
-    """
-    began = time.monotonic()
-    first = client.probe(PROBE_FIRST_BYTES)
-    took_s = time.monotonic() - began
-    left_s = PROBE_S - took_s
-    fitting = int(PROBE_FIRST_BYTES / max(took_s, 1e-6) * left_s)
-    size = min(PROBE_BYTES - PROBE_FIRST_BYTES, fitting)
-    if size > PROBE_FIRST_BYTES:
-        first = client.probe(size)
-    return first.num_bytes / max(first.seconds, 1e-6)

@@ -99,9 +99,11 @@ def _mixes(model: CostModel, fitting: npt.NDArray[np.intp]) -> Iterator[tuple[li
         return  # some cut keeps nothing busy: a mix has nothing to gain
     program = MixProgram(busy / scale)
     shortest = program.shortest()
-    yield _used(fitting, program.shares)
+    first = _used(fitting, program.shares)
+    yield first
     program.cheapest(epochs.storage_s[fitting] / scale, (1 + SLACK) * shortest)
-    yield _used(fitting, program.shares)
+    if (second := _used(fitting, program.shares)) != first:
+        yield second
 
 
 def _used(cuts: npt.NDArray[np.intp], shares: Array) -> tuple[list[int], list[float]]:

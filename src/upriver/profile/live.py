@@ -2,14 +2,14 @@
 
 What was measured before the job starts ages: other jobs come, links change, caches warm up. Medians over a
 short window follow that and forget single slow micro-batches. A stage that runs elsewhere now is not seen; it
-is taken to have become slower or faster as the stages beside it have.
+is taken to have become slower or faster as the stages beside it have since it was seen, or measured.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TypeVar
 
@@ -25,12 +25,32 @@ ENOUGH = 4
 STEPS = 8
 """Training steps that a figure looks back on: an odd slow one shows in none of them."""
 
+UNSEEN = 4
+"""Windows of its tier's micro-batches after which a stage that ran in none of them counts as not seen now: a
+route with a small share has few."""
+
 LINK_WINDOW = 5
 """Of the bandwidths told, the median of so many counts: a meter has smoothed them already, and three that
 agree are no accident."""
 
 _Sums = deque[float]
+_Line = tuple[float, float]
 _Key = TypeVar("_Key")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A stage on one tier.
+
+    Attributes:
+        seconds: Of a sample, in the last micro-batches.
+        last: How many micro-batches its tier had run when it was seen last.
+        beside: Seconds of the stages that ran on its tier at that time.
+    """
+
+    seconds: _Sums
+    last: int = 0
+    beside: Mapping[int, float] = field(default_factory=dict)
 
 
 class LiveProfile:
@@ -47,7 +67,8 @@ class LiveProfile:
         require_finite("window", window, at_least=1)
         self._profile, self._cluster = profile, cluster
         self._samples, self._window = samples, window
-        self._stages: dict[tuple[Tier, int], _Sums] = {}
+        self._stages: dict[tuple[Tier, int], _Seen] = {}
+        self._ran = dict.fromkeys((Tier.STORAGE, Tier.COMPUTE), 0)
         self._phases: dict[tuple[Tier, str], _Sums] = {}
         self._steps: _Sums = deque(maxlen=STEPS)
         self._bandwidths: _Sums = deque(maxlen=window)
@@ -59,8 +80,11 @@ class LiveProfile:
             tier: Where it ran.
             sent_bytes: What crossed the link for it, for the seconds a byte takes to encode.
         """
+        self._ran[tier] += 1
         for position, seconds in timings.stages.items():
-            self._note(self._stages, (tier, position), seconds / self._samples)
+            seen = self._stages.setdefault((tier, position), _Seen(deque(maxlen=self._window)))
+            seen.seconds.append(seconds / self._samples)
+            seen.last = self._ran[tier]
         if tier is Tier.STORAGE:
             stored = self._profile.input.stored_bytes * self._samples
             for phase, num_bytes in (("read", stored), ("encode", sent_bytes)):
@@ -98,37 +122,32 @@ class LiveProfile:
         kept.setdefault(key, deque(maxlen=self._window)).append(value)
 
     def _fresh(self, stages: tuple[StageProfile, ...], first: int, last: int) -> tuple[StageProfile, ...]:
-        factors = {tier: self._factor(tier, stages, first, last) for tier in (Tier.STORAGE, Tier.COMPUTE)}
-        return tuple(
-            replace(stage, seconds=self._seconds(stage, position, factors)) if position <= last else stage
-            for position, stage in enumerate(stages, start=first)
-        )
+        measured = dict(enumerate(stages[: last - first + 1], start=first))
+        seconds = {position: dict(stage.seconds) for position, stage in measured.items()}
+        for tier in (Tier.STORAGE, Tier.COMPUTE):
+            on_tier = {position: given[tier] for position, given in seconds.items() if tier in given}
+            for position, line in self._lines(tier, on_tier).items():
+                seconds[position][tier] = line
+        fresh = (replace(stage, seconds=seconds[position]) for position, stage in measured.items())
+        return (*fresh, *stages[len(measured) :])
 
-    def _seconds(
-        self, stage: StageProfile, position: int, factors: Mapping[Tier, float]
-    ) -> dict[str, tuple[float, float]]:
-        seconds = dict(stage.seconds)
-        for tier, factor in factors.items():
-            seen = self._seen(tier, position)
-            if tier in seconds:
-                fixed, each = seconds[tier]
-                seconds[tier] = (0.0, median(seen)) if seen else (fixed * factor, each * factor)
-        return seconds
+    def _lines(self, tier: Tier, measured: Mapping[int, _Line]) -> dict[int, _Line]:
+        """What stages take on a tier now: those that run as seen, others as those beside them."""
+        told = {at: seen for at in measured if (seen := self._told(tier, at)) is not None}
+        seconds = {at: median(seen.seconds) for at, seen in told.items()}
+        recent = self._ran[tier] - UNSEEN * self._window
+        running = {at: seconds[at] for at, seen in told.items() if seen.last >= recent}
+        for at in running:
+            told[at].beside = running
+        was = {at: fixed / self._samples + each for at, (fixed, each) in measured.items()}
+        factor = _change(running or seconds, was)
+        lines = {at: (fixed * factor, each * factor) for at, (fixed, each) in measured.items()}
+        return lines | {at: (0.0, seconds[at] * _change(running, told[at].beside)) for at in told}
 
-    def _seen(self, tier: Tier, position: int) -> _Sums | None:
-        """What a stage took, once that says more than what was measured."""
+    def _told(self, tier: Tier, position: int) -> _Seen | None:
+        """What was seen of a stage, once that says more than what was measured."""
         seen = self._stages.get((tier, position))
-        return seen if seen is not None and len(seen) >= min(ENOUGH, self._window) else None
-
-    def _factor(self, tier: Tier, stages: Iterable[StageProfile], first: int, last: int) -> float:
-        """How much slower the stages that were seen on a tier have become."""
-        was = now = 0.0
-        for position, stage in enumerate(stages, start=first):
-            seen = self._seen(tier, position)
-            if position <= last and seen and tier in stage.seconds:
-                fixed, each = stage.seconds[tier]
-                was, now = was + fixed / self._samples + each, now + median(seen)
-        return now / was if was > 0 else 1.0
+        return seen if seen is not None and len(seen.seconds) >= min(ENOUGH, self._window) else None
 
     def _fresh_cluster(self) -> Cluster:
         cluster = self._cluster
@@ -138,3 +157,10 @@ class LiveProfile:
         if self._bandwidths:
             link = replace(link, bandwidth_bytes_per_s=median(self.recent_bandwidths(LINK_WINDOW)))
         return replace(cluster, link=link, storage=replace(cluster.storage, seconds_per_byte=rates))
+
+
+def _change(now: Mapping[int, float], before: Mapping[int, float]) -> float:
+    """How many times as long as before the stages take that are in both; 1 where there are none."""
+    both = now.keys() & before.keys()
+    was = sum(before[position] for position in both)
+    return sum(now[position] for position in both) / was if was > 0 else 1.0

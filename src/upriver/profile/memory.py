@@ -12,6 +12,7 @@ before, and what an allocator keeps for later after tensors are gone.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from upriver.errors import ConfigError, ModelError
+from upriver.errors import ConfigError, ModelError, UpriverError
 from upriver.profile.convolution import FEW_SAMPLES
 from upriver.profile.ledger import Ledger, storages
 from upriver.profile.libraries import Kept
@@ -33,6 +34,8 @@ from upriver.program.program import Program
 from upriver.program.reuse import overwritable
 from upriver.program.steps import Step, Values, bind, first_line, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path, state_kept
+
+log = logging.getLogger("upriver")
 
 OptimizerFor: TypeAlias = "Callable[[list[nn.Parameter]], torch.optim.Optimizer]"
 Loss: TypeAlias = "Callable[[Any], torch.Tensor]"
@@ -127,6 +130,15 @@ def stage_peaks(program: Program) -> tuple[float, ...]:
     not grow with the samples is spread over them.
     """
     return StretchPeaks(program).stages()
+
+
+def known_peaks(program: Program) -> tuple[float, ...]:
+    """:func:`stage_peaks`; where the stages cannot run without data, what is alive of their tensors alone."""
+    try:
+        return stage_peaks(program)
+    except UpriverError as error:
+        log.info("the memory of stages is that of their tensors alone: %s", error)
+        return tuple(float(stage.peak_bytes) for stage in program.stages)
 
 
 class StretchPeaks:
