@@ -104,15 +104,21 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def commit() -> str:
     """The commit that is measured, and whether tracked files differ from it."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")
+    return (_git("rev-parse", "--short=12", "HEAD") or "unknown") + (
+        ", with local changes" if changed else ""
+    )
 
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")
-    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + (", with local changes" if changed else "")
+def code() -> str:
+    """The tree of ``src`` that is measured, whatever else was committed since; and whether files differ."""
+    changed = _git("status", "--porcelain", "--", "src")
+    return (_git("rev-parse", "--short=12", "HEAD:src") or "unknown") + (", changed" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def machine() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from _common import machine, table, versions
-from _planned import Records, Setting, label_of, plan_key, run_key, spread_of, why_not_valid
+from _planned import Records, Setting, label_of, plan_key, run_of, short, spread_of, why_not_valid
 from _slowed import way
 
 REPEATS = 5
+LEAST_REPEATS = 3
+"""With fewer that count, a choice has no median: it is taken to have failed."""
+
 FINALISTS = 3
 GOAL_WITHIN, GOAL_SHARE = 0.05, 0.95
 
@@ -34,7 +38,7 @@ PAPER = {
 
 
 def bin_of(ratio: float | None) -> str:
-    """Where a plan belongs that took ``ratio`` times the best single cut; None did not fit."""
+    """Where a plan belongs, by its seconds over the best single cut's; None did not fit, infinity failed."""
     if ratio is None:
         return NO_FIT
     if ratio <= 1:
@@ -82,21 +86,20 @@ class Found:
     @cached_property
     def reference(self) -> str:
         """Digest of what the plain way gave; empty where it was not run."""
-        row = self.records.rows.get(run_key(self.setting, self.unsplit, 0), {})
-        return str(row.get("digest", ""))
+        return str((self._row(self.unsplit, 0) or {}).get("digest", ""))
+
+    def _row(self, label: str, repeat: int) -> dict[str, Any] | None:
+        return run_of(self.records, self.setting, label, repeat)
 
     def why_not(self, label: str, repeat: int) -> str | None:
         """Why a run does not count: empty when it does, None when it is not there."""
-        row = self.records.rows.get(run_key(self.setting, label, repeat))
+        row = self._row(label, repeat)
         return None if row is None else why_not_valid(row, self.reference)
 
     def seconds(self, label: str, repeats: Sequence[int]) -> list[float]:
         """Of the runs that count."""
-        return [
-            float(self.records.rows[run_key(self.setting, label, repeat)]["seconds"])
-            for repeat in repeats
-            if self.why_not(label, repeat) == ""
-        ]
+        rows = [self._row(label, repeat) for repeat in repeats if self.why_not(label, repeat) == ""]
+        return [float(row["seconds"]) for row in rows if row is not None]
 
     @cached_property
     def finalists(self) -> list[str]:
@@ -124,9 +127,13 @@ class Found:
 
     @cached_property
     def medians(self) -> dict[str, float]:
-        """Finalists to their seconds: the median of the repeats that count."""
+        """Finalists to their seconds: the median of the repeats that count, where those are enough."""
         found = {label: self.seconds(label, range(1, REPEATS + 1)) for label in self.finalists}
-        return {label: statistics.median(seconds) for label, seconds in found.items() if seconds}
+        return {
+            label: statistics.median(seconds)
+            for label, seconds in found.items()
+            if len(seconds) >= LEAST_REPEATS
+        }
 
     @property
     def best(self) -> str:
@@ -142,13 +149,12 @@ class Found:
         return statistics.median(spreads)
 
     def ratio(self, policy: str) -> float | None:
-        """Seconds of a policy's choice over those of the best single cut; None where it does not fit.
+        """Seconds of a policy's choice over those of the best single cut.
 
-        Raises:
-            KeyError: If none of its runs counts.
+        None where it does not fit, infinite where too few of its runs count.
         """
         label = self.choices[policy]
-        return None if label is None else self.medians[label] / self.medians[self.best]
+        return None if label is None else self.medians.get(label, math.inf) / self.medians[self.best]
 
     @property
     def not_counted(self) -> list[str]:
@@ -163,14 +169,8 @@ class Found:
 
 
 def judged(found: Sequence[Found]) -> list[Found]:
-    """The settings that are finished, and whose every choice has runs that count."""
-    return [
-        one
-        for one in found
-        if not one.missing
-        and any(":" not in label for label in one.medians)
-        and all(label is None or label in one.medians for label in one.choices.values())
-    ]
+    """The settings that are finished, and in which some single cut can be held against the choices."""
+    return [one for one in found if not one.missing and any(":" not in label for label in one.medians)]
 
 
 def shares(done: Sequence[Found], policy: str) -> tuple[float, ...]:
@@ -179,16 +179,22 @@ def shares(done: Sequence[Found], policy: str) -> tuple[float, ...]:
     return tuple(100 * counts[name] / len(done) for name in BINS)
 
 
-def verdict(done: Sequence[Found]) -> str:
-    """The goal, in a sentence."""
+def verdict(done: Sequence[Found], declared: int) -> str:
+    """The goal, in a sentence; of so many settings, those that are done."""
     ratios = [ratio for one in done if (ratio := one.ratio("upriver")) is not None]
     within = sum(ratio <= 1 + GOAL_WITHIN for ratio in ratios) / len(done)
     mean = statistics.fmean(ratios) if ratios else float("inf")
     met = "Met" if within >= GOAL_SHARE and mean < 1 else "Missed"
     return (
-        f"{met}: `upriver` is within {GOAL_WITHIN:.0%} of the best measured single cut in {within:.0%} of "
-        f"{len(done)} settings, and takes {mean:.3f} times its seconds on the mean."
+        f"{met}{so_far(len(done), declared)}: `upriver` is within {GOAL_WITHIN:.0%} of the best measured "
+        f"single cut in {within:.0%} of {len(done)} settings, and takes {mean:.3f} times its seconds on the "
+        "mean."
     )
+
+
+def so_far(done: int, declared: int) -> str:
+    """What a verdict on some of the settings is worth."""
+    return "" if done == declared else f" so far, {done} of {declared} settings"
 
 
 def report(found: Sequence[Found], policies: Sequence[str], name: str = "plan_quality") -> str:
@@ -201,7 +207,7 @@ def report(found: Sequence[Found], policies: Sequence[str], name: str = "plan_qu
     ]
     bad = [f"- {line}" for one in found for line in one.not_counted]
     return TEMPLATE.format(
-        verdict=verdict(done) if done else "Nothing is finished yet.",
+        verdict=verdict(done, len(found)) if done else "Nothing is finished yet.",
         bins=_bins(done, policies) if done else "",
         paper=_paper(),
         settings=_settings(done, policies) if done else "",
@@ -209,6 +215,7 @@ def report(found: Sequence[Found], policies: Sequence[str], name: str = "plan_qu
         unfinished="\n".join(open_) or "None.",
         bad="\n".join(bad) or "None.",
         repeats=REPEATS,
+        least=LEAST_REPEATS,
         name=name,
         facts=_facts(found),
         way=way(),
@@ -240,18 +247,10 @@ def _settings(done: Sequence[Found], policies: Sequence[str]) -> str:
         cells = []
         for policy in policies:
             ratio, label = one.ratio(policy), one.choices[policy]
-            cells.append("-" if ratio is None else f"{ratio:.3f} ({_short(label or '')})")
+            cells.append("-" if ratio is None else f"{ratio:.3f} ({short(label)})")
         best = f"{one.medians[one.best]:.2f} s at cut {one.best}"
         rows.append([one.setting.key, best, f"{one.noise:.1%}", *cells])
     return table(("setting", "best single cut", "noise", *policies), rows)
-
-
-def _short(label: str) -> str:
-    """A choice for a narrow column: shares in per cent."""
-    if ":" not in label:
-        return label
-    pairs = (part.split(":") for part in label.split(","))
-    return " + ".join(f"{float(share):.0%} at {cut}" for cut, share in pairs)
 
 
 def _noise(done: Sequence[Found]) -> str:
@@ -267,7 +266,7 @@ def _facts(found: Sequence[Found]) -> str:
         [row for row in found[0].records.rows.values() if row.get("setting") in keys] if found else []
     )
     commits = sorted({str(row["commit"]) for row in rows})
-    loads = [float(row["load"]) for row in rows]
+    loads = [float(row["load"]) for row in rows if "load" in row]
     if not loads:
         return "no runs"
     return (
@@ -311,7 +310,8 @@ A plan that is off by less cannot be told from the best.
   choice again {repeats} times, in turns. Seconds are those of a whole epoch, from the first request to the
   last optimizer step; what warms up lies before it.
 - A run counts only if its losses are bit for bit those of the run that is not split, its samples and their
-  order the same, and every micro-batch ran where the choice says.
+  order the same, and every micro-batch ran where the choice says. All runs of a setting are by the same
+  code. A choice of which fewer than {least} repeats count has failed: it is beyond 15 %.
 - `server0.5`: the near-data server, {way}.
   The object store beside it is not slowed.
 - `cap0.5`: the compute tier's memory lies half-way between what the most frugal and the neediest cut need by
@@ -350,7 +350,7 @@ def plot(found: Sequence[Found], policies: Sequence[str], path: Path) -> None:
     marks = "osD^v<>x"
     for at, policy in enumerate(policies):
         points = [(row, one.ratio(policy)) for row, one in enumerate(done)]
-        there = [(row, ratio) for row, ratio in points if ratio is not None]
+        there = [(row, ratio) for row, ratio in points if ratio is not None and ratio < math.inf]
         height = [row + 0.07 * (at - len(policies) / 2) for row, _ in there]
         axes.plot([ratio for _, ratio in there], height, marks[at % len(marks)], label=policy, alpha=0.8)
     axes.axvline(1.0, color="black", linewidth=0.8)

@@ -26,8 +26,8 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from _common import RESULTS, commit
-from _slowed import slowed
+from _common import RESULTS, code, commit
+from _slowed import cpu_s, slowed
 from split_overhead import NETWORKS
 from testbed import Testbed, TestbedError
 
@@ -54,6 +54,9 @@ _here = Path(__file__).resolve().parent
 
 LOADER = "loader "
 """``loader 1x2`` is the plain loop with one worker and a prefetch factor of 2."""
+
+MEASURED, SWEPT = 0, 1
+"""Seeds of the order of samples: of what is measured, and of the plain loop's sweep."""
 
 Shares = Mapping[int, float]
 
@@ -188,6 +191,14 @@ class Deadline:
             raise TimeIsUp
 
 
+def short(label: str | None) -> str:
+    """A choice for a narrow column: shares in per cent."""
+    if label is None or ":" not in label:
+        return label or "does not fit"
+    pairs = (part.split(":") for part in label.split(","))
+    return " + ".join(f"{float(share):.0%} at {cut}" for cut, share in pairs)
+
+
 def plan_key(setting: Setting) -> str:
     """Of the record that holds what every policy chose."""
     return f"{setting.key}|plan"
@@ -196,6 +207,12 @@ def plan_key(setting: Setting) -> str:
 def run_key(setting: Setting, label: str, repeat: int) -> str:
     """Of a run; repeat 0 is the sweep's."""
     return f"{setting.key}|{label}|{repeat}"
+
+
+def run_of(records: Records, setting: Setting, label: str, repeat: int) -> dict[str, Any] | None:
+    """The record of a run; None where there is none by the code that the setting's plans are of."""
+    plan, row = records.rows.get(plan_key(setting)), records.rows.get(run_key(setting, label, repeat))
+    return row if plan is not None and row is not None and row["code"] == plan["code"] else None
 
 
 # --------------------------------------------------------------------------------------------------- data
@@ -247,10 +264,14 @@ class Rig:
     Args:
         setting: What is to be measured.
         folder: An empty one, for the stored samples.
+
+    Attributes:
+        facts: What every record says of where it comes from.
     """
 
     def __init__(self, setting: Setting, folder: Path) -> None:
         self.setting, self._folder = setting, folder
+        self.facts = {"setting": setting.key, "commit": commit(), "code": code()}
 
     def __enter__(self) -> Rig:
         setting = self.setting
@@ -277,6 +298,11 @@ class Rig:
             stack.enter_context(slowed("client", self._child.pid, setting.client_speed))
             bed.set_rate(rate)
             bed.check()
+            self._sides = {
+                "server": [server.process.pid],
+                "storage": [server.process.pid, objects.process.pid],
+                "compute": [self._child.pid],
+            }
             self._stack = stack.pop_all()
         return self
 
@@ -286,31 +312,49 @@ class Rig:
     def _end_child(self) -> None:
         self._bed.end(self._child)
 
-    def plans(self) -> dict[str, Any]:
-        """What every policy chooses, from one measurement by the running system."""
-        return self._ask({"do": "plan"}, START_LIMIT_S)
+    def plan(self, records: Records) -> None:
+        """What every policy chooses, from one measurement by the running system, unless it is there already.
+
+        Runs by other code count no more then.
+        """
+        known = records.rows.get(plan_key(self.setting))
+        if known is None or known["code"] != self.facts["code"]:
+            records.add(plan_key(self.setting), {**self.facts, **self._ask({"do": "plan"}, START_LIMIT_S)})
 
     def run(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """One epoch: seconds from the first request to the last step, bytes by the link's counters.
+
+        Also what the processes of each side computed meanwhile, in seconds of a whole core: of the near-data
+        server, of all on its side, and of training.
 
         Raises:
             RunFailed: If it cannot be done; the process is then ready for the next order.
         """
         self._ask(order, START_LIMIT_S)
-        before = self._bed.bytes_carried()
+        before, spent = self._bed.bytes_carried(), self._cpu_s()
         done = self._ask({"do": "go"}, RUN_LIMIT_S)
-        carried = self._bed.bytes_carried() - before
+        carried, spent_now = self._bed.bytes_carried() - before, self._cpu_s()
         return {
             **done,
+            "cpu_s": {side: round(spent_now[side] - spent[side], 2) for side in spent},
             "bytes_from_storage": carried.from_storage,
             "bytes_from_compute": carried.from_compute,
         }
 
-    def choice(self, label: str) -> dict[str, Any]:
-        """One epoch of what has that name: of upriver with that choice, or of the plain loop."""
+    def _cpu_s(self) -> dict[str, float]:
+        return {side: sum(map(cpu_s, pids)) for side, pids in self._sides.items()}
+
+    def choice(self, label: str, *, swept: bool) -> dict[str, Any]:
+        """One epoch of what has that name: of upriver with that choice, or of the plain loop.
+
+        Args:
+            label: Its name.
+            swept: Whether the loop only looks for its best form, which it does on samples in another order.
+        """
         if label.startswith(LOADER):
             workers, prefetch = map(int, label.removeprefix(LOADER).split("x"))
-            return self.run({"do": "loader", "workers": workers, "prefetch": prefetch})
+            order = {"do": "loader", "workers": workers, "prefetch": prefetch}
+            return self.run(order | {"seed": SWEPT if swept else MEASURED})
         shares = {str(cut): share for cut, share in shares_from(label).items()}
         return self.run({"do": "run", "shares": shares})
 
@@ -342,25 +386,20 @@ class Rig:
 def run_once(rig: Rig, records: Records, label: str, repeat: int, deadline: Deadline) -> None:
     """One run, unless it is there already; one that fails is kept with its error."""
     key = run_key(rig.setting, label, repeat)
-    if key in records:
+    if run_of(records, rig.setting, label, repeat) is not None:
         return
     deadline.check()
-    began = time.perf_counter()
+    began, load = time.perf_counter(), round(os.getloadavg()[0], 2)
     row: dict[str, Any]
     try:
-        row = rig.choice(label)
+        row = rig.choice(label, swept=repeat == 0)
     except RunFailed as error:
         row = {"error": str(error)}
-    records.add(key, {**facts_of(rig.setting), "choice": label, "repeat": repeat, **row})
+    records.add(key, {**rig.facts, "load": load, "choice": label, "repeat": repeat, **row})
     said = f"{row['seconds']:.2f} s" if "seconds" in row else row["error"]
     print(
         f"{key}: {said} ({time.perf_counter() - began:.0f} s with preparation)", file=sys.stderr, flush=True
     )
-
-
-def facts_of(setting: Setting) -> dict[str, Any]:
-    """What every record says of where it comes from."""
-    return {"setting": setting.key, "commit": commit(), "load": round(os.getloadavg()[0], 2)}
 
 
 def why_not_valid(row: Mapping[str, Any], reference: str) -> str:

@@ -18,26 +18,31 @@ import struct
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import upriver
-from _planned import Setting, label_of
+from _planned import MEASURED, SWEPT, Setting, label_of
 from _planned_loader import Loop
 from split_overhead import build
+from upriver.client import budget
+from upriver.client.deal import deal
+from upriver.client.loader import LOCAL
 from upriver.client.measuring import Measured
-from upriver.client.order import epoch_order
+from upriver.client.order import EpochOrder, epoch_order
 from upriver.cost import CostModel
 from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize
 from upriver.policies import POLICIES
 from upriver.program.remember import cache_folder
-from upriver.types import DEFAULT_MICRO_BATCH, Plan, Tier, Workload
+from upriver.types import DEFAULT_MICRO_BATCH, Plan, Route, Tier, Workload
 
 MOST_JOBS = 16
 """Kept for another turn."""
@@ -65,16 +70,19 @@ class Trainer:
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.start = {name: value.detach().clone() for name, value in self.trained.items()}
         self.near = upriver.connect(spec["url"], token=os.environ["UPRIVER_TOKEN"])
-        self.order = epoch_order(
-            len(self.data),
-            seed=0,
-            epoch=0,
-            batch_size=self.setting.batch_size,
-            micro_batch=DEFAULT_MICRO_BATCH,
-            shuffle=True,
-        )
+        self.orders = {
+            seed: epoch_order(
+                len(self.data),
+                seed=seed,
+                epoch=0,
+                batch_size=self.setting.batch_size,
+                micro_batch=DEFAULT_MICRO_BATCH,
+                shuffle=True,
+            )
+            for seed in (MEASURED, SWEPT)
+        }
         self._jobs: dict[str, Any] = {}
-        self._prepared: tuple[ExitStack, Callable[[], Steps], Any] | None = None
+        self._prepared: tuple[ExitStack, Callable[[], Steps], EpochOrder, Any] | None = None
 
     # ---------------------------------------------------------------------------------------- orders
 
@@ -82,14 +90,15 @@ class Trainer:
         """Do what is asked."""
         match order["do"]:
             case "publish":
-                self.finetune(policy="freeze").close()
+                with patch.object(budget, "SHARE", 0.0):  # what is sent to be measured is sent in its turn
+                    self.finetune(policy="freeze").close()
                 return {}
             case "plan":
                 return self.plan()
             case "run":
                 return self.prepare_run({int(cut): share for cut, share in order["shares"].items()})
             case "loader":
-                return self.prepare_loop(order["workers"], order["prefetch"])
+                return self.prepare_loop(order["workers"], order["prefetch"], order["seed"])
             case "go":
                 return self.go()
             case unknown:
@@ -125,7 +134,10 @@ class Trainer:
         }
 
     def _measured(self) -> Measured:
-        """What a job measures before its first iteration, as if there had been no job before."""
+        """What a job measures before its first iteration, as if none had measured before.
+
+        The frozen weights are in the store already; sending them is no measuring.
+        """
         shutil.rmtree(cache_folder() / "profiles", ignore_errors=True)
         self.finetune(policy="freeze").close()
         if self.near.measured is None:
@@ -146,16 +158,16 @@ class Trainer:
             for features, targets in job:
                 yield (lambda features=features: job(features)), targets
 
-        self._prepared = ExitStack(), steps, job
+        self._prepared = ExitStack(), steps, self.orders[MEASURED], job
         return {"plan": [(route.cut, route.share) for route in job.plan.routes]}
 
-    def prepare_loop(self, workers: int, prefetch: int) -> dict[str, Any]:
+    def prepare_loop(self, workers: int, prefetch: int, seed: int) -> dict[str, Any]:
         """An ordinary loop over a ``DataLoader``, its processes started."""
         self._forget()
-        loop = Loop(self.model, self.data, self.order, workers=workers, prefetch=prefetch)
+        loop = Loop(self.model, self.data, self.orders[seed], workers=workers, prefetch=prefetch)
         stack = ExitStack()
         stack.callback(loop.close)
-        self._prepared = stack, loop.steps, None
+        self._prepared = stack, loop.steps, self.orders[seed], None
         return {"workers": workers, "prefetch": prefetch}
 
     def _forget(self) -> None:
@@ -169,19 +181,19 @@ class Trainer:
         """Train the epoch that was prepared."""
         if self._prepared is None:
             raise RuntimeError("nothing was prepared")
-        stack, steps, job = self._prepared
+        stack, steps, order, job = self._prepared
         self._prepared = None
         before = 0 if job is None else len(job.placed)
         with stack:
-            found = self._train(steps())
+            found = self._train(steps(), order)
         if job is not None:
-            placed = [where.cut for where in job.placed[before:]]
+            start = self.data.chain.start
+            placed = [start if where.source == LOCAL else where.cut for where in job.placed[before:]]
             found["placed"] = {str(cut): placed.count(cut) for cut in sorted(set(placed))}
-            shares = {route.cut: route.share for route in job.plan.routes}
-            found["misplaced"] = misplaced(shares, placed, self.data.chain.start)
+            found["misplaced"] = misplaced(job.plan.routes, placed, start)
         return found
 
-    def _train(self, steps: Steps) -> dict[str, Any]:
+    def _train(self, steps: Steps, order: EpochOrder) -> dict[str, Any]:
         with torch.no_grad():
             for name, value in self.trained.items():
                 value.copy_(self.start[name])
@@ -198,7 +210,7 @@ class Trainer:
             losses.append(loss.item())
             targets += wanted.tolist()
         seconds = time.perf_counter() - began
-        ids = self.order.ids
+        ids = order.ids
         if targets != self.data.targets[list(ids)].tolist():
             raise RuntimeError("the targets are not those of the epoch's samples")
         return {
@@ -224,26 +236,18 @@ def _told(plan: Plan) -> dict[str, Any]:
     }
 
 
-def misplaced(shares: Mapping[int, float], placed: Sequence[int], start: int) -> str:
+def misplaced(routes: Sequence[Route], placed: Sequence[int], start: int) -> str:
     """Whether micro-batches ran elsewhere than the choice says; empty when none did.
 
     Args:
-        shares: The choice.
-        placed: Where each micro-batch left the storage host. One that comes to the other host as it is stored
-            has run its input stages when that is noted, so it stands at 0.
+        routes: The choice.
+        placed: Where each micro-batch left the storage host, in any order: ``start`` as it is stored.
         start: The cut that pushes nothing down.
     """
-    wanted: dict[int, float] = {}
-    for cut, share in shares.items():
-        at = 0 if cut == start else cut
-        wanted[at] = wanted.get(at, 0.0) + share * len(placed)
-    counts = {cut: placed.count(cut) for cut in sorted({*wanted, *placed})}
-    # Dealt by counters, so no cut is off by a whole micro-batch for each of the others.
-    if all(abs(count - wanted.get(cut, 0.0)) < max(1, len(wanted)) for cut, count in counts.items()) and set(
-        counts
-    ) == set(wanted):
+    counts = Counter(placed)
+    if counts == Counter(hand.cut for hand in deal(routes, len(placed), start=start)):
         return ""
-    return "micro-batches by cut: " + ", ".join(f"{count} at {cut}" for cut, count in counts.items())
+    return "micro-batches by cut: " + ", ".join(f"{count} at {cut}" for cut, count in sorted(counts.items()))
 
 
 def main() -> None:

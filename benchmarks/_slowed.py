@@ -49,6 +49,16 @@ def slowed(name: str, pid: int, share: float) -> Iterator[str]:
         _remove(group)
 
 
+def cpu_s(pid: int) -> float:
+    """Seconds of a core that a process and all it started have computed so far."""
+    found = 0.0
+    for member in _family(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(member).cpu_times()
+            found += times.user + times.system + times.children_user + times.children_system
+    return found
+
+
 def way() -> str:
     """How processes are slowed on this machine."""
     group = _group(f"upriver-try-{os.getpid()}", 0.5)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _plan_quality_report import POLICIES, REPEATS, Found, plot, report
-from _planned import Deadline, Records, Rig, Setting, command, facts_of, plan_key, run_once
+from _planned import Deadline, Records, Rig, Setting, command, run_once
 
 QUICK = Setting(network="alexnet", stored="jpeg", mbit=20, batch_size=32, samples=96)
 """To see that it works."""
@@ -44,9 +44,8 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
         TimeIsUp: If the deadline comes first.
     """
     with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
-        if plan_key(setting) not in records:
-            deadline.check()
-            records.add(plan_key(setting), {**facts_of(setting), **rig.plans()})
+        deadline.check()
+        rig.plan(records)
         found = Found(setting, records)
         for label in found.sweep_labels:
             run_once(rig, records, label, 0, deadline)

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from _planned import Deadline, Records, Rig, Setting, command, facts_of, plan_key, run_once
+from _planned import Deadline, Records, Rig, Setting, command, run_once
 from _speedup_report import REPEATS, SWEEP, Speeds, plot, report
 
 QUICK = Setting(network="alexnet", mbit=20, batch_size=32, samples=64)
@@ -42,9 +42,8 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
         TimeIsUp: If the deadline comes first.
     """
     with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
-        if plan_key(setting) not in records:
-            deadline.check()
-            records.add(plan_key(setting), {**facts_of(setting), **rig.plans()})
+        deadline.check()
+        rig.plan(records)
         for label in (Speeds(setting, records).unsplit, *SWEEP):
             run_once(rig, records, label, 0, deadline)
         labels = Speeds(setting, records).labels

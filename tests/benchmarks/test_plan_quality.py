@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from _planned import (
     why_not_valid,
 )
 from _planned_job import digest_of, misplaced
+from upriver.cost import route_between
 from upriver.policies import POLICIES as ALL_POLICIES
 
 SETTING = Setting(network="alexnet", mbit=20, batch_size=32, samples=64)
@@ -51,6 +53,7 @@ def row(seconds: float, **other: Any) -> dict[str, Any]:
     return {
         "setting": SETTING.key,
         "commit": "abc",
+        "code": "def",
         "load": 1.0,
         "seconds": seconds,
         "digest": "same",
@@ -67,7 +70,7 @@ def plan_of(choices: Mapping[str, Mapping[int, float] | None], why_not: Mapping[
         }
         for name, chosen in choices.items()
     }
-    facts = {"setting": SETTING.key, "commit": "abc", "load": 1.0}
+    facts = {"setting": SETTING.key, "commit": "abc", "code": "def"}
     return {**facts, "cuts": [-1, 0, 1, 2, 3], "why_not": dict(why_not), "plans": plans}
 
 
@@ -124,7 +127,7 @@ def test_only_what_is_not_there_is_run(records: Records) -> None:
     class NeverAsked:
         setting = SETTING
 
-        def choice(self, label: str) -> dict[str, Any]:
+        def choice(self, label: str, *, swept: bool) -> dict[str, Any]:
             raise AssertionError(label)
 
     late = Deadline(0.0)
@@ -149,18 +152,23 @@ def test_a_choice_is_had_again_from_its_name(choice: dict[int, float]) -> None:
 @pytest.mark.parametrize(
     ("shares", "placed", "right"),
     [
-        ({-4: 1.0}, [0] * 6, True),
+        ({-4: 1.0}, [-4] * 6, True),
+        ({-4: 1.0}, [0] * 6, False),
+        ({0: 1.0}, [-4] * 6, False),
         ({2: 1.0}, [2] * 6, True),
-        ({2: 1.0}, [2] * 5 + [0], False),
-        ({-4: 0.5, 2: 0.5}, [0, 2, 0, 2, 0], True),
-        ({-4: 0.5, 2: 0.5}, [0, 0, 0, 0, 0, 2], False),
+        ({2: 1.0}, [2] * 5 + [-4], False),
+        ({-4: 0.5, 2: 0.5}, [-4, 2, -4, 2, -4, 2], True),
+        ({-4: 0.5, 2: 0.5}, [2, 2, 2, -4, -4, -4], True),
+        ({-4: 0.5, 2: 0.5}, [2, 2, 2, 2, -4, -4], False),
         ({0: 0.2, 2: 0.8}, [2, 2, 2, 2, 0], True),
+        ({0: 0.2, 2: 0.8}, [2, 2, 2, 2, -4], False),
     ],
 )
 def test_a_micro_batch_that_ran_elsewhere_is_seen(
     shares: dict[int, float], placed: list[int], right: bool
 ) -> None:
-    assert (misplaced(shares, placed, start=-4) == "") is right
+    routes = [route_between(-4, cut, 5, share=share) for cut, share in shares.items()]
+    assert (misplaced(routes, placed, start=-4) == "") is right
 
 
 def test_a_digest_shows_every_bit_and_the_order() -> None:
@@ -201,12 +209,27 @@ def test_bins_are_those_of_the_paper(records: Records) -> None:
 
 def test_the_goal_wants_both_share_and_mean(records: Records) -> None:
     done = judged([Found(SETTING, records)])
-    assert verdict(done).startswith(
+    assert verdict(done, 1).startswith(
         "Met: `upriver` is within 5% of the best measured single cut in 100% of 1"
     )
+    assert verdict(done, 12).startswith("Met so far, 1 of 12 settings: ")
     for repeat in range(1, REPEATS + 1):
         records.add(run_key(SETTING, label_of(MIX), repeat), row(10.2))
-    assert verdict([Found(SETTING, records)]).startswith("Missed")
+    assert verdict([Found(SETTING, records)], 1).startswith("Missed")
+
+
+def test_a_choice_whose_runs_do_not_count_is_a_miss(records: Records) -> None:
+    for repeat in range(1, 4):
+        records.add(run_key(SETTING, label_of(MIX), repeat), row(1.0, misplaced="elsewhere"))
+    done = judged([Found(SETTING, records)])
+    assert [one.ratio("upriver") for one in done] == [math.inf]
+    assert verdict(done, 1).startswith("Missed")
+    assert BINS[4] == bin_of(math.inf)
+
+
+def test_runs_by_other_code_do_not_count(records: Records) -> None:
+    records.add(plan_key(SETTING), {**records.rows[plan_key(SETTING)], "code": "new"})
+    assert Found(SETTING, records).missing == "0 of 4 cuts run"
 
 
 def test_a_run_with_other_losses_counts_for_nothing(records: Records) -> None:
