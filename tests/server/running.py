@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ import psutil
 
 from upriver.errors import UpriverError
 from upriver.protocol import End, encode, read_frame
+from upriver.server import Server, ServerConfig
 from upriver.types import MicroBatch
 
 SERVE = """
@@ -78,6 +80,21 @@ def running(store_uri, **settings):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@contextmanager
+def in_thread(store_uri, **settings):
+    """A server in a thread of this process, without waiting for its workers."""
+    server = Server(ServerConfig(stores={"default": store_uri}, port=0, grace_s=0, **settings))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [server.socket]})
+    thread.start()
+    try:
+        wait_for(lambda: server.started)
+        yield Running(None, f"http://127.0.0.1:{server.socket.getsockname()[1]}")
+    finally:
+        server.should_exit = True
+        thread.join()
+        server.socket.close()
 
 
 def wait_for(condition, *, seconds=60):

@@ -1,40 +1,17 @@
 """Who may come in."""
 
-import contextlib
 import json
-import threading
-from dataclasses import dataclass
 
 import pytest
 
-from tests.server.running import ask, wait_for
+from tests.server.running import ask, in_thread
 from upriver.errors import ConfigError, StoreError
 from upriver.server import Server, ServerConfig
 from upriver.server.config import same_token
 from upriver.server.handle import worker_environment
 
-STORES = {"default": "memory://access"}
-
-
-@dataclass
-class InThread:
-    """A server in a thread, without waiting for its workers."""
-
-    address: str
-
-
-@contextlib.contextmanager
-def in_thread(**settings):
-    server = Server(ServerConfig(stores=STORES, port=0, grace_s=0, **settings))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [server.socket]})
-    thread.start()
-    try:
-        wait_for(lambda: server.started)
-        yield InThread(f"127.0.0.1:{server.socket.getsockname()[1]}")
-    finally:
-        server.should_exit = True
-        thread.join()
-        server.socket.close()
+STORE = "memory://access"
+STORES = {"default": STORE}
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "storage-node"])
@@ -79,14 +56,14 @@ def test_a_store_that_is_not_there_is_an_error_before_anything_is_bound(tmp_path
 
 
 def test_a_port_that_is_taken_is_named():
-    with in_thread() as server:
+    with in_thread(STORE) as server:
         port = int(server.address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}"):
             Server(ServerConfig(stores=STORES, port=port))
 
 
 def test_the_token_opens_everything_but_health():
-    with in_thread(token="open-sesame", host="0.0.0.0") as server:
+    with in_thread(STORE, token="open-sesame", host="0.0.0.0") as server:
         for path in ("/livez", "/readyz"):
             assert ask(server, "GET", path)[0] in (200, 503)
         for path in ("/metrics", "/v1/info", "/v1/probe?bytes=1", "/nothing"):
@@ -106,7 +83,7 @@ def test_the_token_opens_everything_but_health():
 
 def test_without_a_token_other_names_for_this_machine_are_refused():
     """A web page can make its own name mean 127.0.0.1, and a browser here would ask on its behalf."""
-    with in_thread() as server:
+    with in_thread(STORE) as server:
         for host in ("evil.example", "evil.example:80", ""):
             assert ask(server, "GET", "/v1/probe?bytes=1", headers={"Host": host})[0] == 401
         for host in ("localhost:1", "[::1]:1", server.address):

@@ -1,16 +1,20 @@
 """Workers that cannot start: a server that never can says so and ends, one that could waits and says why."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
-from tests.server.running import ask, run, running, wait_for
+from tests.server.running import ask, in_thread, run, running, wait_for
+from tests.server.test_http import same
 from upriver.errors import ConfigError
-from upriver.server import Server, ServerConfig
+from upriver.server import Server, ServerConfig, serve
 from upriver.server.pool import MAX_PAUSE_S, pause_s
 
 CLI = """
@@ -109,6 +113,50 @@ def test_workers_that_stop_starting_are_tried_again_and_the_reason_is_told(world
         python.repair()
         server.wait_ready()
         assert len(run(server, world.request((0, 1)))) == 1
+
+
+def refuse_pidfds(monkeypatch, numbers):
+    """Let the opening of these pidfds fail, counted from 0; the processes asked for, as they come."""
+    pids, pidfd_open = [], os.pidfd_open
+
+    def refusing(pid, flags=0):
+        pids.append(pid)
+        if len(pids) - 1 in numbers:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return pidfd_open(pid, flags)
+
+    monkeypatch.setattr(os, "pidfd_open", refusing)
+    return pids
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_watch_its_workers_gives_up_and_leaves_none(world, monkeypatch):
+    def listening(found):
+        raise AssertionError(f"it says it works: {found}")
+
+    pids = refuse_pidfds(monkeypatch, range(10))
+    config = ServerConfig(stores={"default": world.store.uri}, port=0, threads=1)
+    with ThreadPoolExecutor(1) as threads:  # the thread stays: workers would end with it
+        serving = threads.submit(serve, config, on_listening=listening)
+        with pytest.raises(ConfigError, match=r"no worker can start here, 3 were tried: .* open files$"):
+            serving.result()
+        assert [psutil.pid_exists(pid) for pid in pids] == [False, False, False]
+
+
+@pytest.mark.slow
+def test_a_later_worker_that_cannot_be_watched_is_replaced(world, monkeypatch):
+    def num_workers():
+        return len(json.loads(ask(server, "GET", "/v1/load")[2])["workers"])
+
+    pids = refuse_pidfds(monkeypatch, [2])
+    with in_thread(world.store.uri, workers=2, threads=1) as server:
+        server.wait_ready()
+        wait_for(lambda: num_workers() == 2)
+        os.kill(pids[0], signal.SIGKILL)
+        wait_for(lambda: len(pids) == 4 and num_workers() == 2)
+        assert not psutil.pid_exists(pids[2])
+        for batch in run(server, world.request((0, 1), (2, 3))):
+            same(batch, world.here(batch.ids, 0))
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Starts a worker: shuts it in before anything else is imported.
 
-Run as a file, ``python boot.py FD PARENT NETWORK``: cutting a process off works on threads, and importing
+Run as a file, ``python boot.py FD PARENT``: cutting a process off works on threads, and importing
 almost anything (NumPy for one) starts some.
 """
 

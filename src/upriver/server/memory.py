@@ -65,7 +65,6 @@ class SlotPool:
     def __init__(self) -> None:
         self._free: deque[Slot] = deque()
         self._dropped: deque[int] = deque()
-        self._lent = 0
 
     def take(self, nbytes: int) -> Slot:
         """A slot of at least ``nbytes`` bytes that nobody looks at."""
@@ -98,11 +97,6 @@ class SlotPool:
         while self._dropped:
             ids.append(self._dropped.popleft())
         return ids
-
-    @property
-    def num_free(self) -> int:
-        """Slots that can be taken now."""
-        return len(self._free)
 
 
 class SealedFile:

@@ -88,11 +88,6 @@ class WorkerPool:
         """Whether any worker is there to work."""
         return bool(self._alive) and self.hello is not None
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the workers that are ready."""
-        return [worker.pid for worker in self._alive]
-
     async def run(self, job: Job, clock: Clock) -> Result:
         """Do one micro-batch; what it waits for a worker counts as ``queue``.
 
@@ -242,6 +237,7 @@ class WorkerPool:
             hello = await asyncio.to_thread(
                 worker.shake_hands, self._setup, job_timeout_s=self._job_timeout_s
             )
+            self._welcome(worker, hello)
         except (OSError, UpriverError) as error:
             worker.kill()
             self._not_started(str(error) or type(error).__name__)
@@ -249,7 +245,6 @@ class WorkerPool:
         except BaseException:
             worker.kill()
             raise
-        self._welcome(worker, hello)
         return True
 
     def _not_started(self, reason: str) -> None:
@@ -262,17 +257,38 @@ class WorkerPool:
             self._settled.set()
 
     def _welcome(self, worker: WorkerHandle, hello: Hello) -> None:
+        """Count on it from here on.
+
+        Raises:
+            OSError: If its end could not be noticed; nothing has changed then.
+        """
         if self._closed:
             worker.kill()
             return
+        self._alive[worker] = self._watch(worker)
         if self.hello is None and hello.network:
             log.warning("workers cannot be cut off from the network here: neither root nor user namespaces")
         self.hello = hello
         self._settled.set()
-        self._alive[worker] = pidfd = os.pidfd_open(worker.pid)
-        asyncio.get_running_loop().add_reader(pidfd, self._lose, worker)
         self.load.came(worker.pid)
         self._idle.put_nowait(worker)
+
+    def _watch(self, worker: WorkerHandle) -> int:
+        """Have the loop lose the worker when its process ends; the descriptor that tells of it.
+
+        Raises:
+            OSError: If there can be none: too many are open, or it is not permitted here.
+        """
+        try:
+            pidfd = os.pidfd_open(worker.pid)
+        except OSError as error:
+            raise OSError(f"its end could not be noticed: pidfd_open: {error.strerror}") from None
+        try:
+            asyncio.get_running_loop().add_reader(pidfd, self._lose, worker)
+        except BaseException:
+            os.close(pidfd)
+            raise
+        return pidfd
 
 
 def pause_s(deaths: int) -> float:
