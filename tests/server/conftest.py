@@ -67,8 +67,8 @@ class World:
         return engine.advance(batch, stop) if stop > 0 else batch
 
 
-def make_world(root, count=10):
-    uri = write(root, images(count))
+def make_world(root, count=10, *, padding=b""):
+    uri = write(root, {name: data + padding for name, data in images(count).items()})
     dataset = index(
         uri, stages=[Decode(), Resize(18), CenterCrop(16), RandomHorizontalFlip(0.5), Normalize()]
     )

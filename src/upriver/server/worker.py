@@ -103,10 +103,8 @@ class Worker:
 
     def _handle(self, message: FromFront, fds: Sequence[int]) -> None:
         match message:
-            case MapSlot():
-                self._slots[message.slot] = map_shared(fds[0], message.nbytes)
-            case Forget():
-                self._forget(message)
+            case MapSlot() | Forget():
+                self._keep_up(message, fds)
             case LoadProgram():
                 self._load(message, fds)
                 self._channel.send(Loaded())
@@ -116,6 +114,20 @@ class Worker:
                 self._channel.send(self._measure(message))
             case Setup() | UseSlot():
                 raise SystemExit(f"unexpected {type(message).__name__}")
+
+    def _keep_up(self, message: MapSlot | Forget, fds: Sequence[int]) -> None:
+        """Do what has no answer.
+
+        Raises:
+            SystemExit: If it fails: a `Failed` would be taken for the answer to the next job.
+        """
+        try:
+            if isinstance(message, MapSlot):
+                self._slots[message.slot] = map_shared(fds[0], message.nbytes)
+            else:
+                self._forget(message)
+        except Exception as error:
+            raise SystemExit(f"{type(message).__name__} failed: {_one_line(error)}") from None
 
     def _forget(self, message: Forget) -> None:
         for slot in message.slots:
