@@ -154,8 +154,14 @@ def test_lines_take_the_place_of_seconds_at_one_size() -> None:
     assert [stage.seconds.get("storage") for stage in there.stages] == [(1.0, 0.5), (0.0, 2.0), None]
     assert [stage.seconds.get("compute") for stage in there.stages] == [(0.0, 0.1), (0.0, 0.2), None]
     assert there.input_stages == profile.input_stages
-    assert not has_lines(there)
-    assert has_lines(with_lines(there, {Tier.COMPUTE: [(0.0, 0.5), (1.0, 0.0)]}))
+
+
+@pytest.mark.parametrize("tier", [Tier.STORAGE, Tier.COMPUTE])
+def test_lines_without_a_fixed_part_on_one_tier_are_lines(tier: Tier) -> None:
+    free = [(0.0, 0.5), (0.0, 2.0)]
+    profile = with_lines(build(timings(STEADY), timings(STEADY)), {Tier.STORAGE: free, Tier.COMPUTE: free})
+    assert not has_lines(profile)
+    assert has_lines(with_lines(profile, {tier: [(0.0, 0.5), (1.0, 0.0)]}))
 
 
 def test_lines_of_other_stages_are_refused() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-import psutil
 import torch
 from torch import nn
 
@@ -14,6 +13,7 @@ from upriver.cli.common import working
 from upriver.cli.options import check_module
 from upriver.client.planning import measure_tail, time_tail
 from upriver.errors import CaptureError, ConfigError
+from upriver.profile.available import available_bytes
 from upriver.profile.measure import fit, measure_stages, sizes
 from upriver.profile.memory import known_peaks
 from upriver.program.example import Example
@@ -68,7 +68,7 @@ class Wanted:
 
 def same_machine(bandwidth_bytes_per_s: float, micro_batch: int) -> Cluster:
     """Two machines like this one, and a link without a round trip between them."""
-    memory = float(psutil.virtual_memory().available)
+    memory = float(available_bytes(torch.device("cpu")))  # where a model is loaded
     return Cluster(
         link=Link(bandwidth_bytes_per_s=bandwidth_bytes_per_s),
         storage=StorageTier(memory_bytes=memory, micro_batch=micro_batch),

@@ -14,9 +14,10 @@ from dataclasses import replace
 from statistics import median
 from typing import Protocol
 
-import psutil
+import torch
 
 from upriver.errors import ConfigError
+from upriver.profile.available import available_bytes
 from upriver.profile.measure import Seconds
 from upriver.types import (
     Cluster,
@@ -31,6 +32,8 @@ from upriver.types import (
     Timings,
     require_finite,
 )
+
+_CPU = torch.device("cpu")
 
 
 class InputStageLike(Protocol):
@@ -178,9 +181,12 @@ def with_peaks(profile: Profile, peaks: Sequence[float]) -> Profile:
 
 
 def has_lines(profile: Profile) -> bool:
-    """Whether model stages were measured at two sizes on both tiers: some then cost something a call."""
+    """Whether model stages were measured at two sizes: on one tier at least some then cost something a call.
+
+    On the other one a line through what was measured may have no fixed part at any stage.
+    """
     frozen = profile.stages[: profile.freeze]
-    return all(any(stage.seconds[tier][0] > 0 for stage in frozen) for tier in (Tier.STORAGE, Tier.COMPUTE))
+    return any(stage.seconds[tier][0] > 0 for stage in frozen for tier in (Tier.STORAGE, Tier.COMPUTE))
 
 
 def cluster_from(
@@ -197,6 +203,7 @@ def cluster_from(
     compute_memory_bytes: float | None = None,
     concurrency: int = 1,
     load: float = 1.0,
+    device: torch.device = _CPU,
 ) -> Cluster:
     """Put together what is known of the machines and the link.
 
@@ -211,13 +218,14 @@ def cluster_from(
         compute: What the compute tier reported; its ``decode`` phase, where there is one, gives seconds per
             byte.
         storage_memory_bytes: As the server says; None where it does not, which rules no cut out.
-        compute_memory_bytes: None asks the operating system what is available now.
+        compute_memory_bytes: None asks what is available now where ``device`` computes.
         concurrency: Requests that the servers run at once.
         load: Factor on the storage tier's compute seconds.
+        device: On which the compute tier, this process, runs the model.
     """
     require_finite("samples_per_timing", samples_per_timing, at_least=1)
     unlimited = float("inf")
-    here = psutil.virtual_memory().available if compute_memory_bytes is None else compute_memory_bytes
+    here = available_bytes(device) if compute_memory_bytes is None else compute_memory_bytes
     read = _seconds_per_byte(storage, "read", stored_bytes * samples_per_timing)
     encode = _seconds_per_byte(storage, "encode", sent_bytes * samples_per_timing)
     decode = _seconds_per_byte(compute, "decode", sent_bytes * samples_per_timing)

@@ -1,0 +1,120 @@
+"""Memory that this process can still take: what its machine and its control groups leave, or its accelerator.
+
+A container, a batch system or a service manager puts a process into a control group, which may have less than
+the machine, as may each group around it (Linux, "Control Group v2" and "Memory Resource Controller" of v1).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+GROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+UNLIMITED = 1 << 60
+"""Version 1 says that there is no limit by a number near 2**63."""
+
+LONGEST = 20
+"""Digits of the largest number of 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Version:
+    """Names of a group's files, and of what ``memory.stat`` calls page cache that can be dropped."""
+
+    limit: str
+    usage: str
+    cache: bytes
+
+
+_V1 = _Version(limit="memory.limit_in_bytes", usage="memory.usage_in_bytes", cache=b"total_inactive_file")
+_V2 = _Version(limit="memory.max", usage="memory.current", cache=b"inactive_file")
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that computing on a device can still take.
+
+    On an accelerator those that nobody holds, and those that torch holds for later.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return host_bytes()
+
+
+def host_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """What the machine has, or what the group of this process leaves, or any group around it: the least.
+
+    Args:
+        groups: Where control groups are mounted; those of version 1 in the folder ``memory``.
+        membership: The file that says which groups the process is in.
+    """
+    return min([int(psutil.virtual_memory().available), *_left(groups, membership)])
+
+
+def _left(groups: Path, membership: Path) -> Iterator[int]:
+    """Bytes that each group leaves which has a limit."""
+    try:
+        lines = os.fsdecode(membership.read_bytes()).split("\n")
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        hierarchy, *rest = line.split(":", 2)
+        if len(rest) != 2:
+            continue
+        controllers, path = rest
+        if "memory" in controllers.split(","):
+            mount, version = groups / "memory", _V1
+        elif hierarchy == "0" and not controllers:
+            mount, version = groups, _V2
+        else:
+            continue
+        for group in _upwards(mount, path):
+            limit = _number(group / version.limit)
+            if limit is not None and limit < UNLIMITED:
+                yield max(0, limit - _held(group, version))
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """A group and all those around it. In a container its path may be the host's: the mount is the group."""
+    group = Path(os.path.normpath(mount / path.lstrip("/")))
+    if not (group.is_relative_to(mount) and os.path.isdir(group)):
+        group = mount
+    yield group
+    yield from (parent for parent in group.parents if parent.is_relative_to(mount))
+
+
+def _held(group: Path, version: _Version) -> int:
+    """What a group uses and cannot drop."""
+    return max(0, (_number(group / version.usage) or 0) - _cache(group, version))
+
+
+def _cache(group: Path, version: _Version) -> int:
+    for line in _read(group / "memory.stat").splitlines():
+        name, _, value = line.partition(b" ")
+        if name == version.cache:
+            return _parsed(value) or 0
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    return _parsed(_read(path))
+
+
+def _parsed(text: bytes) -> int | None:
+    """A number; None for whatever else stands there: ``max``, for example."""
+    text = text.strip()
+    return int(text) if text.isdigit() and len(text) <= LONGEST else None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError):  # it is not there, or the path is none
+        return b""
