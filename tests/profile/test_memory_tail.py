@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.profile.test_memory import allocated_at_most
-from upriver.client.planning import STATES_PER_WEIGHT, measure_tail
+from upriver.client.planning import STATES_PER_WEIGHT, measure_tail, time_tail
 from upriver.errors import ModelError
 from upriver.profile.tail import tail_memory, tail_weights
 from upriver.program.freeze import freeze_to
@@ -57,15 +57,46 @@ class Looks(nn.Module):
         return answer if answer.sum().item() > 0 else 2 * answer
 
 
+class Attends(nn.Module):
+    """A tail of attention with dropout, for which torch has another kernel than without."""
+
+    def __init__(self, dropout: float = 0.25) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 32)
+        self.attention = nn.MultiheadAttention(32, 4, dropout=dropout, batch_first=True)
+        self.answer = nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        seen, _ = self.attention(hidden, hidden, hidden, need_weights=False)
+        return self.answer(seen.mean(1))
+
+
+def drops(dropout: float = 0.25) -> nn.Module:
+    """A tail with dropout, and with a frozen unit that drops nothing although it could."""
+    frozen = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout())
+    frozen.requires_grad_(False)
+    return nn.Sequential(
+        nn.Linear(8, 64), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(dropout), frozen, nn.Linear(64, 3)
+    )
+
+
+RANDOM: dict[str, tuple[Callable[..., nn.Module], str, tuple[int, ...]]] = {
+    "attention": (Attends, "embed", (24, 8)),
+    "dropout": (drops, "0", (8,)),
+}
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...]]] = {
     "images": (of_images, "2", (3, 16, 16)),
     "sequences": (Sequences, "embed", (10, 8)),
 }
 
 
-def cut(model: nn.Module, freeze: str, shape: tuple[int, ...]) -> tuple[Split, tuple[torch.Tensor, ...]]:
+def cut(
+    model: nn.Module, freeze: str, shape: tuple[int, ...], *, samples: int = MICRO
+) -> tuple[Split, tuple[torch.Tensor, ...]]:
     freeze_to(model, freeze)
-    x = torch.randn(MICRO, *shape)
+    x = torch.randn(samples, *shape)
     parts = split(model, x)
     assert parts.program is not None, parts.why_not
     return parts, tuple(parts.program.run((x,), 0, parts.program.num_stages))
@@ -101,6 +132,66 @@ def test_training_the_tail_takes_no_more_at_any_batch_than_the_profile_says(name
         assert estimate.low_bytes <= exact <= estimate.high_bytes - estimate.reserve_bytes
         assert weights + estimate.high_bytes <= says
         assert profile.param_bytes >= weights
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_tail_handed_over_in_eval_takes_what_it_takes_in_training(name: str) -> None:
+    make, freeze, shape = RANDOM[name]
+    model = make()
+    parts, features = cut(model, freeze, shape)
+    found = []
+    for training in (True, False):
+        model.train(training)
+        estimate = tail_memory(model, parts, features, samples=MICRO, batch_size=32)
+        profile = measure_tail(model, parts, features, samples=MICRO, batch_size=32)
+        saved = time_tail(model, parts, features)[1]
+        found.append((estimate, profile.param_bytes, profile.peak_bytes, saved))
+    assert found[0] == found[1]
+
+    model.train()
+    whole = parts.tail.values.concatenate([features] * 8)
+    exact = training_peak(model, parts, *whole)
+    assert found[1][0].low_bytes <= exact <= found[1][0].high_bytes - found[1][0].reserve_bytes
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_masks_of_dropout_are_counted_in_eval_too(name: str) -> None:
+    make, freeze, shape = RANDOM[name]
+    counted = []
+    for dropout in (0.25, 0.0):
+        model = make(dropout).eval()
+        parts, features = cut(model, freeze, shape)
+        estimate = tail_memory(model, parts, features, samples=MICRO, batch_size=32)
+        counted.append((estimate.growing_bytes, time_tail(model, parts, features)[1]))
+    assert counted[0][0] > counted[1][0]
+    assert counted[0][1] > counted[1][1]
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("training", [True, False])
+def test_measuring_a_tail_leaves_the_model_as_it_was(name: str, training: bool) -> None:
+    make, freeze, shape = RANDOM[name]
+    model = make()
+    parts, features = cut(model, freeze, shape)
+    model.train(training)
+    next(reversed(list(model.children()))).train(not training)  # modes may differ between modules
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    modes = {path: module.training for path, module in model.named_modules()}
+    state = torch.get_rng_state()
+    measure_tail(model, parts, features, samples=MICRO, batch_size=32)
+    assert {path: module.training for path, module in model.named_modules()} == modes
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_one_sample_is_measured_although_a_batchnorm_cannot_train_on_it() -> None:
+    model = drops()
+    parts, features = cut(model.eval(), "0", (8,), samples=1)
+    profile = measure_tail(model, parts, features, samples=1, batch_size=32)
+    assert profile.seconds[1] > 0
+    several, more = cut(drops().eval(), "0", (8,), samples=2)
+    assert time_tail(model, parts, features)[1] == time_tail(several.tail.model, several, more)[1] // 2
 
 
 def test_the_weights_of_a_tail_are_those_that_no_stage_has() -> None:

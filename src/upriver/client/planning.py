@@ -22,7 +22,7 @@ from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
 from upriver.program.split import Split
-from upriver.program.trace import state_kept
+from upriver.program.trace import mode, state_kept
 from upriver.types import (
     Cluster,
     MicroBatch,
@@ -73,7 +73,23 @@ def measure_tail(
 
 
 def time_tail(model: nn.Module, split: Split, features: Values) -> tuple[float, int]:
-    """Seconds of the tail's forward and backward, warmed up, and bytes that forward saves for backward."""
+    """Seconds of the tail's forward and backward, warmed up, and bytes that forward saves for backward.
+
+    The model runs as it trains, its frozen units in eval, whatever mode it is in.
+    """
+    values = split.tail.values
+    # One sample is too few for a BatchNorm that trains.
+    times = 2 if values.samples_of(features) == 1 else 1
+    given = features if times == 1 else values.concatenate([features] * times)
+    with mode(model, training=True):
+        keep_in_eval(model, list(split.in_eval))
+        for _ in range(2):
+            seconds, saved = _train_once(model, split, given)
+    return seconds / times, saved // times
+
+
+def _train_once(model: nn.Module, split: Split, features: Values) -> tuple[float, int]:
+    """Seconds of forward and backward, and bytes saved in between that are no parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     kept = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
@@ -84,20 +100,17 @@ def time_tail(model: nn.Module, split: Split, features: Values) -> tuple[float, 
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    seconds = []
     device, given = features[0].device, split.tail.values.one_or_all(features)
-    for _ in range(2):
-        with state_kept(model), random_kept([device]), torch.enable_grad():
-            keep_in_eval(model, list(split.in_eval))
-            began = time.perf_counter()
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                answers = [t for t in tensors_in(split.tail(given)) if t.requires_grad]
-            total = torch.stack([t.float().square().mean() for t in answers]).sum()
-            torch.autograd.grad(total, parameters, allow_unused=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - began)
-    return seconds[-1], sum(saved.values())
+    with state_kept(model), random_kept([device]), torch.enable_grad():
+        began = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            answers = [t for t in tensors_in(split.tail(given)) if t.requires_grad]
+        total = torch.stack([t.float().square().mean() for t in answers]).sum()
+        torch.autograd.grad(total, parameters, allow_unused=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began
+    return seconds, sum(saved.values())
 
 
 def _tail_bytes(
@@ -121,13 +134,14 @@ def profile_and_cluster(
     there: Sequence[Timings],
     link: LinkEstimate,
     tail: TailProfile,
-    num_servers: int,
+    at_once: int,
     load: float,
     kept: Kept | None = None,
 ) -> tuple[Profile, Cluster]:
     """Put together what was measured at one size of micro-batch.
 
     Args:
+        at_once: Micro-batches that the servers compute at once.
         load: Factor on the servers' seconds.
         kept: What an earlier job measured: it counts for all that follows from ``here`` and ``there``.
     """
@@ -160,8 +174,9 @@ def profile_and_cluster(
         samples_per_timing=micro_batch,
         storage=there,
         compute=here.timings,
-        concurrency=num_servers,
+        concurrency=at_once,
         load=load,
+        device=program.device,
     )
     if kept is not None:
         cluster = _with_rates_of(cluster, kept.cluster)

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -27,13 +27,15 @@ from upriver.profile.convolution import FEW_SAMPLES
 from upriver.profile.ledger import Ledger, storages
 from upriver.profile.libraries import Kept
 from upriver.profile.lines import Line, high_lines, same_calls
+from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
+from upriver.program.freeze import frozen_units, keep_in_eval
 from upriver.program.graph import Graph
 from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.program import Program
 from upriver.program.reuse import overwritable
 from upriver.program.steps import Step, Values, bind, first_line, mark_last_uses, schedule
-from upriver.program.trace import no_fast_path, state_kept
+from upriver.program.trace import mode, no_fast_path, state_kept
 
 log = logging.getLogger("upriver")
 
@@ -75,34 +77,12 @@ class MemoryEstimate:
                 "0 <= low_bytes <= high_bytes and 0 <= reserve_bytes <= high_bytes must hold, got "
                 f"{self.low_bytes}, {self.high_bytes}, {self.reserve_bytes}"
             )
-        if self.fixed_bytes < 0 or self.growing_bytes < 0 or self._line(self.samples) < self.high_bytes:
+        line = math.ceil(self.fixed_bytes + self.growing_bytes * self.samples)
+        if self.fixed_bytes < 0 or self.growing_bytes < 0 or line < self.high_bytes:
             raise ConfigError(
                 "fixed_bytes + growing_bytes x samples must be >= high_bytes, both of them >= 0, got "
                 f"{self.fixed_bytes}, {self.growing_bytes}, {self.high_bytes} at {self.samples}"
             )
-
-    def scaled(self, samples: int) -> MemoryEstimate:
-        """The same run with another number of samples.
-
-        It takes no more than the line of ``fixed_bytes`` and ``growing_bytes``. Where the kernels stay the
-        same ones, fewer samples take no more than these, and more no more than their share of all.
-
-        Raises:
-            ConfigError: If ``samples`` is not a whole number from 1 on.
-        """
-        _check_samples(samples)
-        if samples == self.samples:
-            return self
-        share = max(1.0, samples / self.samples)
-        fewer = max(0, self.samples - samples)
-        high = self._line(samples)
-        if min(samples, self.samples) >= FEWEST:
-            high = min(high, math.ceil(self.high_bytes * share))
-        low = max(0, math.floor(self.low_bytes - self.growing_bytes * fewer))
-        return replace(self, samples=samples, high_bytes=high, low_bytes=min(low, high))
-
-    def _line(self, samples: int) -> int:
-        return math.ceil(self.fixed_bytes + self.growing_bytes * samples)
 
 
 def _check_samples(samples: object) -> None:
@@ -262,7 +242,8 @@ def tail_peak(
 
     Counted are the features, what backward has saved, gradients of parameters and of activations on their
     way, the optimizer's state and what its step takes. Gradients are taken to be gone when an iteration
-    begins (``zero_grad()`` sets them to None unless told otherwise). Nothing of the model is changed.
+    begins (``zero_grad()`` sets them to None unless told otherwise). The model runs as it trains, its frozen
+    units in eval, whatever mode it is in; nothing of it is changed.
 
     Forward and backward run with two numbers of samples, so that what grows with them is known. A tail that
     runs with ``samples`` only has ``fixed_bytes`` that are all of it.
@@ -346,10 +327,11 @@ def _first_dimension(features: Sequence[torch.Tensor], samples: int, number: int
 
 @contextlib.contextmanager
 def _without_data(model: nn.Module) -> Iterator[None]:
-    """Run a user's module on tensors without data and leave it as it was."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with state_kept(model), torch.random.fork_rng(devices=[]), mode, torch.enable_grad():
-        yield
+    """Train a user's module, but for its frozen units, on tensors without data and leave it as it was."""
+    with mode(model, training=True), state_kept(model), random_kept(p.device for p in model.parameters()):
+        keep_in_eval(model, frozen_units(model))
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            yield
 
 
 def _iteration(
