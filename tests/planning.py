@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from upriver.types import (
+    STREAMS,
     Cluster,
     ComputeTier,
     InputProfile,
@@ -17,6 +18,7 @@ from upriver.types import (
     StageProfile,
     StorageTier,
     TailProfile,
+    Tier,
     Workload,
 )
 
@@ -64,21 +66,24 @@ _memory = st.one_of(st.just(math.inf), st.integers(0, 5 * 10**7).map(float))
 
 
 @st.composite
-def stages(draw: st.DrawFn) -> StageProfile:
+def stages(draw: st.DrawFn, *, resources: tuple[str, ...] = ("",)) -> StageProfile:
+    """A stage that has its seconds on one of ``resources`` of each tier; "" is the main processor."""
     return StageProfile(
         name="s",
         kind="test",
         out_bytes=draw(_sizes),
         param_bytes=draw(_bytes),
         peak_bytes=draw(_bytes),
-        seconds={"storage": draw(_pairs), "compute": draw(_pairs)},
+        seconds={
+            tier + draw(st.sampled_from(resources)): draw(_pairs) for tier in (Tier.STORAGE, Tier.COMPUTE)
+        },
     )
 
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
     model = draw(st.lists(stages(), min_size=1, max_size=7))
-    inputs = draw(st.lists(stages(), max_size=3))
+    inputs = draw(st.lists(stages(resources=("", ".cpu")), max_size=3))
     return Profile(
         model="random",
         freeze=draw(st.integers(0, len(model))),
@@ -108,7 +113,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             micro_batch=draw(st.none() | st.integers(1, 20)),
             seconds_per_byte={"decode": draw(_rates), "move": draw(_rates)},
         ),
-        stream=draw(st.sampled_from(["micro_batch", "request"])),
+        stream=draw(st.sampled_from(STREAMS)),
     )
 
 

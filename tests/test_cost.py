@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
+from upriver.client.deal import deal
 from upriver.cost import CostModel, candidates, evaluate, route_at, two_resource_epoch_s
 from upriver.errors import ConfigError
 from upriver.types import (
@@ -18,6 +20,7 @@ from upriver.types import (
     InputProfile,
     Link,
     Profile,
+    Route,
     StageProfile,
     StorageTier,
     TailProfile,
@@ -39,19 +42,26 @@ def chain(
     )
 
 
-def simulate(profile: Profile, cluster: Cluster, workload: Workload) -> float:
-    """Seconds until the last training step ends, one micro-batch after the other through each resource."""
-    phases = CostModel(profile, cluster, workload).phases(1)
-    size, batch = cluster.storage.micro_batch, workload.batch_size
-    storage_free = link_free = compute_free = 0.0
-    for start in range(0, workload.num_samples, size):
-        storage_free += size * (phases.storage_forward + phases.storage_parallel)
-        link_free = max(link_free, storage_free) + size * phases.network
+def simulate(routes: Sequence[Route], profile: Profile, cluster: Cluster, workload: Workload) -> float:
+    """Seconds until the last training step ends.
+
+    Micro-batches take the routes that they are dealt, and keep their order on storage, link, the compute
+    tier's CPUs and its main processor.
+    """
+    model, size = CostModel(profile, cluster, workload), cluster.storage.micro_batch
+    phases = {route.cut: model.phases(route.cut) for route in routes}
+    fixed, each = profile.tail.seconds
+    storage_free = link_free = cpus_free = compute_free = 0.0
+    hands = deal(routes, workload.num_samples // size, start=profile.unsplit)
+    for number, hand in enumerate(hands, start=1):
+        phase = phases[hand.cut]
+        storage_free += size * (phase.storage_forward + phase.storage_parallel)
+        link_free = max(link_free, storage_free) + size * phase.network
         arrived = link_free + cluster.link.rtt_s
-        compute_free = max(compute_free, arrived) + size * (phases.compute_receive + phases.compute_forward)
-        if (start + size) % batch == 0:
-            fixed, each = profile.tail.seconds
-            compute_free += fixed + each * batch
+        cpus_free = max(cpus_free, arrived) + size * phase.compute_cpu
+        compute_free = max(compute_free, cpus_free) + size * (phase.compute_receive + phase.compute_forward)
+        if number * size % workload.batch_size == 0:
+            compute_free += fixed + each * workload.batch_size
     return compute_free
 
 
@@ -86,7 +96,111 @@ def test_micro_batch_epoch_is_what_a_simulated_pipeline_takes(
     )
     workload = Workload(batch_size=size * per_batch, num_samples=size * per_batch * batches)
     predicted = evaluate(1, profile, machines, workload).epoch_s
-    assert predicted == pytest.approx(simulate(profile, machines, workload), rel=1e-9, abs=1e-12)
+    assert predicted == pytest.approx(
+        simulate([route_at(profile, 1)], profile, machines, workload), rel=1e-9, abs=1e-12
+    )
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Profile:
+    """An input stage on the CPUs, and one to three frozen stages on the main processors."""
+    pairs = st.tuples(st.just(0.0), per_sample)
+    sizes = st.integers(0, 20_000).map(float)
+    decode = stage("decode", draw(sizes), seconds={"storage.cpu": draw(pairs), "compute.cpu": draw(pairs)})
+    model = [
+        stage(f"s{k}", draw(sizes), storage=draw(per_sample), compute=draw(per_sample))
+        for k in range(draw(st.integers(1, 3)))
+    ]
+    return Profile(
+        model="chain",
+        freeze=len(model),
+        input=InputProfile(stored_bytes=draw(sizes), tensor_bytes=6000),
+        input_stages=(decode,),
+        stages=tuple(model),
+        tail=TailProfile(seconds=(draw(per_sample), draw(per_sample))),
+    )
+
+
+@st.composite
+def mixes(draw: st.DrawFn, profile: Profile) -> list[Route]:
+    """One to three cuts with shares of the samples."""
+    cuts = draw(st.lists(st.sampled_from(candidates(profile)), min_size=1, max_size=3, unique=True))
+    weights = [draw(st.integers(1, 20)) for _ in cuts]
+    return [
+        route_at(profile, cut, share=weight / sum(weights)) for cut, weight in zip(cuts, weights, strict=True)
+    ]
+
+
+@given(
+    profile=chains(),
+    rtt=per_sample,
+    size=st.integers(1, 4),
+    per_batch=st.integers(1, 4),
+    batches=st.integers(1, 30),
+    data=st.data(),
+)
+def test_a_mix_takes_what_a_simulated_pipeline_takes_within_fill_and_drain(
+    profile: Profile, rtt: float, size: int, per_batch: int, batches: int, data: st.DataObject
+) -> None:
+    """On each resource the micro-batches dealt so far are within a few of their shares, at any moment.
+
+    Those few, one more of each phase to fill and drain, and the steps at both ends are all that can lie
+    between the pipeline and its busiest resource.
+    """
+    routes = data.draw(mixes(profile))
+    machines = Cluster(
+        link=Link(bandwidth_bytes_per_s=1e6, rtt_s=rtt),
+        storage=StorageTier(micro_batch=size),
+        compute=ComputeTier(micro_batch=size),
+    )
+    question = (
+        profile,
+        machines,
+        Workload(batch_size=size * per_batch, num_samples=size * per_batch * batches),
+    )
+    phases = [CostModel(*question).phases(route.cut) for route in routes]
+    longest = [
+        size * max(each)
+        for each in (
+            [phase.storage_forward + phase.storage_parallel for phase in phases],
+            [phase.network for phase in phases],
+            [phase.compute_cpu for phase in phases],
+            [phase.compute_receive + phase.compute_forward for phase in phases],
+        )
+    ]
+    fixed, each = profile.tail.seconds
+    step = fixed + each * size * per_batch
+    off_their_shares = len(routes) * max(1, len(routes) - 1) / 2
+    bound = rtt + 4 * step + (1 + 2 * off_their_shares) * sum(longest)
+    assert abs(evaluate(routes, *question).epoch_s - simulate(routes, *question)) <= bound * (1 + 1e-9)
+
+
+@given(
+    forward=per_sample,
+    others=per_sample,
+    size=st.integers(1, 4),
+    at_once=st.integers(1, 5),
+    count=st.integers(1, 60),
+)
+def test_several_requests_at_once_keep_storage_busy_no_longer_than_predicted(
+    forward: float, others: float, size: int, at_once: int, count: int
+) -> None:
+    """So many readers and one processor: forward passes take turns, and a request reads before it runs.
+
+    The prediction lets nobody read while another one runs, so it may be up to twice as long.
+    """
+    profile = chain(storage=forward, out_bytes=0, compute=0)
+    read, samples = {"read": others / profile.input.stored_bytes}, size * count
+    storage = StorageTier(micro_batch=size, concurrency=at_once, seconds_per_byte=read)
+    machines = Cluster(link=Link(bandwidth_bytes_per_s=1), storage=storage)
+    predicted = evaluate(1, profile, machines, Workload(batch_size=samples, num_samples=samples)).storage_s
+    ends: list[float] = []
+    for number in range(count):
+        ready = (ends[number - at_once] if number >= at_once else 0.0) + size * others
+        ends.append(max(ends[-1] if ends else 0.0, ready) + size * forward)
+    last_wave = size * (others + at_once * forward)
+    assert ends[-1] <= predicted + last_wave + 1e-9
+    assert predicted <= 2 * ends[-1] + 1e-9
 
 
 @given(profile=profiles(), cluster=clusters(), workload=workloads)
@@ -113,22 +227,57 @@ def test_streaming_micro_batches_never_busies_storage_for_longer(
             for stream in ("micro_batch", "request")
         )
         assert ours.storage_s == pytest.approx(theirs.storage_s)
-        assert ours.compute_s == pytest.approx(theirs.compute_s)
+        # One after the other there, at once here: the compute tier's CPUs and its main processor.
+        cpus = workload.num_samples * CostModel(profile, streamed, workload).phases(cut).compute_cpu
+        assert ours.compute_s == pytest.approx(max(theirs.compute_s - cpus, cpus))
+
+
+def compute_rows(cut: int, profile: Profile, cluster: Cluster, workload: Workload) -> tuple[float, ...]:
+    """Seconds of an epoch for which the compute tier's main processor is busy, and its CPUs beside it."""
+    phases = CostModel(profile, cluster, workload).phases(cut)
+    samples, (fixed, each) = workload.num_samples, profile.tail.seconds
+    tails = fixed * math.ceil(samples / workload.batch_size) + each * samples
+    main = samples * (phases.compute_receive + phases.compute_forward) + tails
+    return main, samples * phases.compute_cpu
 
 
 @given(profile=profiles(), cluster=clusters(), workload=workloads, share=st.floats(0.01, 0.99))
 def test_a_mix_is_busy_for_the_shares_of_its_routes(
     profile: Profile, cluster: Cluster, workload: Workload, share: float
 ) -> None:
+    question = (profile, cluster, workload)
     first, last = candidates(profile)[0], candidates(profile)[-1]
     mix = (route_at(profile, first, share=share), route_at(profile, last, share=1 - share))
-    cost = evaluate(mix, profile, cluster, workload)
-    a, b = (evaluate(cut, profile, cluster, workload) for cut in (first, last))
-    for field in ("storage_s", "network_s", "compute_s", "bytes"):
-        expected = share * getattr(a, field) + (1 - share) * getattr(b, field)
-        assert getattr(cost, field) == pytest.approx(expected)
-    assert cost.epoch_s <= share * a.epoch_s + (1 - share) * b.epoch_s + max(a.epoch_s, b.epoch_s)
+    cost = evaluate(mix, *question)
+    a, b = (evaluate(cut, *question) for cut in (first, last))
+
+    def mixed(x: float, y: float) -> float:
+        return share * x + (1 - share) * y
+
+    for field in ("storage_s", "network_s", "bytes"):
+        assert getattr(cost, field) == pytest.approx(mixed(getattr(a, field), getattr(b, field)))
+    if cluster.stream == "micro_batch":
+        rows = zip(compute_rows(first, *question), compute_rows(last, *question), strict=True)
+        assert cost.compute_s == pytest.approx(max(mixed(x, y) for x, y in rows))
+    else:
+        assert cost.compute_s == pytest.approx(mixed(a.compute_s, b.compute_s))
+    assert cost.compute_s <= mixed(a.compute_s, b.compute_s) * (1 + 1e-12)
+    assert cost.epoch_s <= mixed(a.epoch_s, b.epoch_s) + max(a.epoch_s, b.epoch_s)
     assert cost.epoch_s >= max(cost.storage_s, cost.network_s, cost.compute_s) * (1 - 1e-12)
+
+
+def test_a_mix_keeps_the_cpus_and_the_main_processor_busy_at_once() -> None:
+    """Unsplit, CPUs decode for 10 s beside 6 s of the model; at cut 0 the storage tier decodes."""
+    decode = stage("decode", 6000, seconds={"storage.cpu": (0, 0.0), "compute.cpu": (0, 0.1)})
+    profile = replace(
+        chain(storage=0.0, out_bytes=0, compute=0.06),
+        input_stages=(decode,),
+        stages=(stage("a", 0, compute=0.0), stage("b", 0, compute=0.06)),
+    )
+    question = (profile, cluster(), Workload(batch_size=10, num_samples=100))
+    assert [evaluate(cut, *question).compute_s for cut in (-1, 0)] == pytest.approx([10, 6])
+    mix = (route_at(profile, -1, share=0.5), route_at(profile, 0, share=0.5))
+    assert evaluate(mix, *question).compute_s == pytest.approx(6)
 
 
 def test_by_hand() -> None:

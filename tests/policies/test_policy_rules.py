@@ -43,17 +43,22 @@ def naive_hapi_epoch_s(cut: int, profile: Profile, cluster: Cluster, workload: W
     batch = min(workload.batch_size, workload.num_samples)
     at_once = cluster.compute.micro_batch or workload.batch_size
     sent = profile.cut_bytes(cut)
-    server_forward = client = 0.0
+    server_forward = server_cpus = client = 0.0
     for position in range(profile.unsplit + 1, profile.freeze + 1):
         seconds = profile.stage(position).seconds
-        if position <= cut:
-            fixed, each = seconds["storage"]
-            server_forward += storage.load * (fixed / storage.micro_batch + each)
-        else:
-            fixed, each = seconds["compute"]
+        if position > cut:
+            fixed, each = seconds["compute.cpu" if "compute.cpu" in seconds else "compute"]
             client += fixed / at_once + each
+            continue
+        on_cpus = "storage.cpu" in seconds
+        fixed, each = seconds["storage.cpu" if on_cpus else "storage"]
+        spent = storage.load * (fixed / storage.micro_batch + each)
+        if on_cpus:
+            server_cpus += spent
+        else:
+            server_forward += spent
     rates = {"read": 0.0, "move": 0.0, "encode": 0.0, **storage.seconds_per_byte}
-    others = rates["read"] * profile.input.stored_bytes
+    others = server_cpus + rates["read"] * profile.input.stored_bytes
     if cut != profile.unsplit:
         others += rates["encode"] * sent
     if cut > 0:
