@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.client.scripted_http import Exchange, scripted
+from upriver.client import link, transport
 from upriver.client.connection import Timeouts
 from upriver.client.link import LinkMeter
+from upriver.client.probe import BEFORE, BESIDE, probed
 from upriver.client.transport import AnswerClosed, ServerClient
 from upriver.errors import (
     BadSample,
@@ -387,6 +389,38 @@ def test_probe():
     assert probe.num_bytes == meter.total_bytes == 300_000
     assert probe.seconds > 0 and probe.first_byte_s > 0
     assert probe.num_bytes / probe.seconds < 2 * 3_000_000
+
+
+class StoppedClock:
+    """Time that goes on only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("rate", [30_000.0, 2_500_000.0])
+def test_a_probe_tells_a_link_s_rate_whatever_its_burst(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    clock = StoppedClock()
+    monkeypatch.setattr(link, "time", clock)
+    monkeypatch.setattr(transport, "time", clock)
+
+    def respond(exchange: Exchange) -> None:
+        exchange.plain(200, bytes(int(exchange.path.partition("=")[2])))
+
+    for burst in (0, 16_000):
+        with scripted(respond) as url, ServerClient(url, meter=LinkMeter(rate, burst_bytes=burst)) as client:
+            assert client.probe(120_000).bytes_per_s == pytest.approx(rate, rel=1e-6)
+            clock.now += 100
+            for effort in (BEFORE, BESIDE):
+                assert probed(client, effort) == pytest.approx(rate, rel=0.1)
+            observed = client.meter.observed_bandwidth()
+            assert observed == pytest.approx(rate, rel=0.15)
 
 
 # ---------------------------------------------------------------------------------------- connections

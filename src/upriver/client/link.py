@@ -89,7 +89,7 @@ class LinkMeter:
         self._lock = threading.Lock()
         self._free_at = 0.0  # when the emulated link has sent all that was promised so far
         self._bytes: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
-        self._active = 0
+        self._active = self._pending = 0
         self._busy_s = 0.0  # seconds with at least one transfer under way, up to _busy_since
         self._busy_since = 0.0
         self._last_at = time.monotonic()  # something crossed
@@ -124,22 +124,28 @@ class LinkMeter:
             )
         while num_bytes > 0:
             piece = min(num_bytes, self.piece_bytes)
-            wait_s = self._reserve(piece, kind)
+            wait_s = self._reserve(piece)
             if wait_s > 0:
                 time.sleep(wait_s)
+            self._count(piece, kind)
             num_bytes -= piece
 
-    def _reserve(self, num_bytes: int, kind: Kind) -> float:
-        """Take the link's next stretch of time for these bytes; the seconds until it is over."""
+    def _reserve(self, num_bytes: int) -> float:
+        """Take the emulated link's next stretch of time for these bytes; the seconds until it is over."""
+        if self.rate_bytes_per_s is None:
+            return 0.0
+        with self._lock:
+            now = time.monotonic()
+            start = max(self._free_at, now - self._burst_bytes / self.rate_bytes_per_s)
+            self._free_at = start + num_bytes / self.rate_bytes_per_s
+            return self._free_at - now
+
+    def _count(self, num_bytes: int, kind: Kind) -> None:
+        """They have arrived."""
         with self._lock:
             self._bytes[kind] += num_bytes
             self._last_at = now = time.monotonic()
             self._checkpoint(now)
-            if self.rate_bytes_per_s is None:
-                return 0.0
-            start = max(self._free_at, now - self._burst_bytes / self.rate_bytes_per_s)
-            self._free_at = start + num_bytes / self.rate_bytes_per_s
-            return self._free_at - now
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
@@ -160,6 +166,17 @@ class LinkMeter:
                 self._tick(self._last_at)
                 self._active -= 1
 
+    @contextmanager
+    def pending(self) -> Iterator[None]:
+        """Mark a stretch in which an answer may come at any moment: the link is not quiet, nor is it busy."""
+        with self._lock:
+            self._pending += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pending -= 1
+
     def _begin(self, now: float) -> None:
         """The link is in use again; after a long pause, everything before it is forgotten."""
         if now - self._last_at >= QUIET_S:
@@ -171,7 +188,7 @@ class LinkMeter:
     def quiet_s(self) -> float:
         """Seconds for which nothing has crossed, or been under way."""
         with self._lock:
-            return 0.0 if self._active else time.monotonic() - self._last_at
+            return 0.0 if self._active or self._pending else time.monotonic() - self._last_at
 
     def observed_bandwidth(self) -> float | None:
         """Bytes per second of the last transfers, while one was under way; None before enough has crossed.
@@ -226,7 +243,8 @@ class MeteredStore(Store):
     """A store whose reads cross the meter: what the compute tier reads by itself is on the same link.
 
     Over a network the bytes are accounted as they arrive, in the calling thread: accounted at the end,
-    sixteen objects that share a thin link would be nothing for seconds, and then a burst. Other reads come at
+    sixteen objects that share a thin link would be nothing for seconds, and then a burst. The link is busy
+    from an answer's head on, not while the store looks for the object. Other reads come at
     once, and are accounted afterwards (for an event loop, in a thread of its pool). Sizes and listings are
     not counted, nor are writes, which go the other way.
 
@@ -243,9 +261,9 @@ class MeteredStore(Store):
 
     def get(self, path: str, *, etag: str | None = None) -> bytes:
         """`Store.get`, accounted."""
+        if self._root is None:
+            return self._arriving(path, _options(etag))
         with self.meter.transfer():
-            if self._root is None:
-                return self._arriving(path, _options(etag))
             data = super().get(path, etag=etag)
             self.meter.account(len(data), "direct")
         return data
@@ -261,10 +279,10 @@ class MeteredStore(Store):
         """`Store.get_range`, accounted."""
         if _is_empty_range(start, stop):
             return b""
+        if self._root is None:
+            data = self._arriving(path, _options(etag, (start, stop)))
+            return self._whole(data, path, start, stop)
         with self.meter.transfer():
-            if self._root is None:
-                data = self._arriving(path, _options(etag, (start, stop)))
-                return self._whole(data, path, start, stop)
             data = super().get_range(path, start, stop, etag=etag)
             self.meter.account(len(data), "direct")
         return data
@@ -278,10 +296,11 @@ class MeteredStore(Store):
 
     def _arriving(self, path: str, options: Any) -> bytes:
         """What an object's request gives, accounted piece by piece as it arrives."""
-        with self._errors("read", path):
-            pieces = []
+        pieces = []
+        with self._errors("read", path), self.meter.pending():
             answer = obstore.get(self._backend, self._checked(path), options=options)
-            for piece in answer.stream(min_chunk_size=PIECE_BYTES):
-                self.meter.account(len(piece), "direct")
-                pieces.append(piece)
-            return b"".join(pieces)
+            with self.meter.transfer():
+                for piece in answer.stream(min_chunk_size=PIECE_BYTES):
+                    self.meter.account(len(piece), "direct")
+                    pieces.append(piece)
+        return b"".join(pieces)

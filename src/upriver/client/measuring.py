@@ -100,6 +100,11 @@ class _Passed:
     timings: list[Timings] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
 
+    @property
+    def at_once(self) -> int:
+        """Micro-batches that it computes at once: workers share a device, but not a core."""
+        return self.info.workers if self.info.device == "cpu" else 1
+
 
 class Measuring:
     """Measures the machines of one job.
@@ -297,9 +302,9 @@ class Measuring:
             there=passed[0].timings,
             link=link,
             tail=tail,
-            num_servers=len(passed),
+            at_once=sum(each.at_once for each in passed),
             # Every rank asks the same servers for as much, and all wait for what others ask.
-            load=options.num_ranks / len(passed) * self._waiting(passed),
+            load=options.num_ranks / sum(each.at_once for each in passed) * self._waiting(passed),
             kept=kept,
         )
         if kept is None:
@@ -330,7 +335,7 @@ class Measuring:
         if self._options.num_ranks > 1:
             return 1.0
         return mean(
-            waiting(each.waits, busy_s(each.timings[-1]), in_flight=self._options.connections)
+            waiting(each.waits, busy_s(each.timings[-1]) / each.at_once, in_flight=self._options.connections)
             for each in passed
         )
 

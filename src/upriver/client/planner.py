@@ -122,7 +122,7 @@ class Planner:
     def best_size(self, cut: int | Mapping[int, float] | None) -> int:
         """The micro-batch with which an epoch is predicted to be shortest; see `upriver.client.sizes`.
 
-        A plan that is made afterwards rests on the same measurement.
+        A plan that is made afterwards by this planner rests on the same measurement.
 
         Args:
             cut: As for :meth:`plan`.
@@ -184,6 +184,9 @@ class Planner:
         self.replay = self.replay.on([server.url for server in servers])
         if measured is None:
             why = f"no server could be used when the job started: {'; '.join(measuring.not_used)}"
+            if shares is None and self.policy in ADAPTIVE:
+                self.close()
+                return self._unsplit(self.policy, f"{why}; nothing was measured, so nothing is pushed"), None
             plan = self._fixed(self._unsplit(self.policy, why), shares or {self.parts.freeze: 1.0}, why=why)
             return self._with_tolerance(plan, gate), self._pool(servers, gate, plan)
         plan = self._choose(measured, shares)
@@ -264,10 +267,12 @@ class Planner:
         if model is None or program is None or patience is None:
             return None
 
+        def up() -> list[ServerClient]:
+            found = [status.url for status in pool.status() if status.health is Health.UP]
+            return [server for server in servers if server.url in found]
+
         def prove(cuts: Sequence[int]) -> None:
-            up = [s.url for s in pool.status() if s.health is Health.UP]
-            asked = sorted(set(cuts) - {self.dataset.chain.start})
-            gate.open_cuts(asked, [server for server in servers if server.url in up])
+            gate.open_cuts(sorted(set(cuts) - {self.dataset.chain.start}), up)
 
         return Replanner(
             self.policy,

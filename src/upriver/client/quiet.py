@@ -52,6 +52,11 @@ class QuietLink:
         self._thread = threading.Thread(target=self._probe, name="upriver-probe", daemon=True)
         self._thread.start()
 
+    def close(self) -> None:
+        """Wait for a probe under way; the pool, which is closed before, has broken it off."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _probe(self) -> None:
         lease = self._pool.borrow()
         if lease is None:

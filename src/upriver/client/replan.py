@@ -40,6 +40,9 @@ STEADY = 6
 link is clearly another one than the plan was made for, the patience alone decides."""
 
 
+PROOF_REST_S = 15.0
+"""Servers that could not be asked for the canary at some cut are not asked again for so long."""
+
 Prove = Callable[[Sequence[int]], None]
 
 
@@ -101,7 +104,9 @@ class Replanner:
         self._better, self._again_at = 0, 0.0
         self._planned_for = live.now()[1].link.bandwidth_bytes_per_s
         self._proof: _Proof | None = None
+        self._proof_again_at = 0.0
         self._known, self._refused = set(_cuts(plan)), set[int]()
+        self._opening, self._opened = threading.Lock(), dict[int, tuple[bool, float]]()
 
     def saw(self, tier: Tier, timings: Timings, *, sent_bytes: float = 0.0) -> None:
         """One micro-batch, or what is left of one, has run on a tier."""
@@ -152,15 +157,30 @@ class Replanner:
             self._proved(_cuts(fresh))
 
     def opened(self, cut: int) -> bool:
-        """Whether servers pass the canary at a cut, which takes a while; from any thread."""
-        if cut in self._refused:
-            return False
+        """Whether servers pass the canary at a cut, which takes a while; from any thread.
+
+        What was found holds for `PROOF_REST_S`: all who fetch ask at once.
+        """
+        with self._opening:
+            passed, until = self._opened.get(cut, (False, 0.0))
+            if time.monotonic() < until:
+                return passed
+            passed = cut not in self._refused and self._passes(cut)
+            self._opened[cut] = passed, time.monotonic() + PROOF_REST_S
+            return passed
+
+    def _passes(self, cut: int) -> bool:
         try:
             self._prove([cut])
         except UpriverError as error:
             log.info("servers cannot be asked at cut %d: %s", cut, error)
             return False
         return True
+
+    def close(self) -> None:
+        """Wait for a canary that runs beside the training; those it asks have been told to break off."""
+        if self._proof is not None:
+            self._proof.join()
 
     def _is_better(self, fresh: Plan, now: Cost) -> bool:
         if fresh.predicted is None or _cuts(fresh) & self._refused:
@@ -208,9 +228,12 @@ class Replanner:
                 self._known |= self._proof.cuts
             elif self._proof.refused:
                 self._refused |= self._proof.cuts
+            else:
+                self._proof_again_at = time.monotonic() + PROOF_REST_S
             self._proof = None
         missing = cuts - self._known
-        if missing and self._proof is None and not missing & self._refused:
+        rested = time.monotonic() >= self._proof_again_at
+        if missing and self._proof is None and rested and not missing & self._refused:
             self._proof = _Proof(missing, self._prove)
         return not missing
 
@@ -221,7 +244,12 @@ class _Proof:
     def __init__(self, cuts: frozenset[int], prove: Prove) -> None:
         self.cuts = cuts
         self.done = self.passed = self.refused = False
-        threading.Thread(target=self._run, args=(prove,), name="upriver-replan", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(prove,), name="upriver-replan", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until it is done."""
+        self._thread.join()
 
     def _run(self, prove: Prove) -> None:
         try:

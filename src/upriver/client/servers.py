@@ -105,8 +105,12 @@ class Gate:
                 self.measure(server, stop=cut)
             passed |= missing
 
-    def open_cuts(self, cuts: Sequence[int], servers: Sequence[ServerClient]) -> None:
+    def open_cuts(self, cuts: Sequence[int], servers: Callable[[], Sequence[ServerClient]]) -> None:
         """Let servers that are in pass the canary at more cuts; whoever joins from now on does, too.
+
+        Args:
+            cuts: Beside those that are open.
+            servers: Which are in; asked when whoever joins is measured at these cuts already.
 
         Raises:
             NotExact: If one does not; then none is asked at these cuts.
@@ -115,7 +119,7 @@ class Gate:
         before = self.cuts
         self.cuts = tuple(sorted({*before, *cuts}))
         try:
-            for server in servers:
+            for server in servers():
                 for cut in cuts:
                     self.measure(server, stop=cut)
         except UpriverError:

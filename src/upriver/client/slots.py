@@ -302,7 +302,12 @@ class SlotTable:
 
     @property
     def common_cut(self) -> int | None:
-        """The cut at which servers are asked for most of the epoch; None where they are asked for nothing."""
+        """The cut at which servers are asked for most of the epoch; None where they are asked for nothing.
+
+        While they make what was to be made here, too, it is the cut that they do that at.
+        """
+        if self._instead is not None:
+            return self._instead.cut
         cuts = Counter(hand.cut for hand in self._dealt or () if hand.way is Way.REMOTE)
         return cuts.most_common(1)[0][0] if cuts else None
 

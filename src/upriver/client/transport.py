@@ -68,6 +68,9 @@ network measured as long, loading it included; others' micro-batches come in bet
 PROBE_BYTES = 64 * 1024
 """Read at once by a probe: one piece of an emulated link."""
 
+PROBE_SETTLED = 4
+"""A probe's rate is that after so many parts of it: before, a burst or a slow start decides."""
+
 
 _T = TypeVar("_T")
 
@@ -102,11 +105,13 @@ class Probe:
         num_bytes: Bytes asked for and received.
         first_byte_s: From the request to the first byte: round trip, and the server's front.
         seconds: From the first byte to the last.
+        bytes_per_s: What the link carried, the first part of the transfer left out.
     """
 
     num_bytes: int
     first_byte_s: float
     seconds: float
+    bytes_per_s: float
 
 
 class ServerClient:
@@ -253,15 +258,23 @@ class ServerClient:
         with self._question("GET", f"/v1/probe?bytes={num_bytes}") as response:
             self._expect_ok(response)
             source, buffer = Source(response, self.url), memoryview(bytearray(PROBE_BYTES))
-            received, first_byte = 0, 0.0
+            arrived: list[tuple[int, float]] = []
+            received, piece = 0, 1  # a read returns when all of it is there: the first byte comes alone
             with Crossing(self.meter) as crossing:
                 while received < num_bytes:
-                    crossing(got := source.readinto(buffer[: num_bytes - received]))
-                    first_byte = first_byte or time.monotonic()
+                    crossing(got := source.readinto(buffer[: min(piece, num_bytes - received)]))
                     received += got
-        now = time.monotonic()
-        first_byte = first_byte or now
-        return Probe(num_bytes=received, first_byte_s=first_byte - asked, seconds=now - first_byte)
+                    arrived.append((received, time.monotonic()))
+                    piece = max(1, min(PROBE_BYTES, num_bytes // (2 * PROBE_SETTLED)))
+        arrived = arrived or [(0, time.monotonic())]
+        settled, settled_at = next(each for each in arrived if PROBE_SETTLED * each[0] >= received)
+        first_at, last_at = arrived[0][1], arrived[-1][1]
+        return Probe(
+            num_bytes=received,
+            first_byte_s=first_at - asked,
+            seconds=last_at - first_at,
+            bytes_per_s=(received - settled) / max(last_at - settled_at, 1e-6),
+        )
 
     # ---------------------------------------------------------------------------------------- work
 

@@ -44,9 +44,7 @@ def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
                 model,
                 rule="the earliest that is smaller than what is stored and crosses within a second a batch",
             )
+    last = "the freeze point" if fitting[-1] == profile.freeze else "the last that fits the memory"
     return plan_at(
-        "hapi_bandwidth",
-        fitting[-1],
-        model,
-        rule="the freeze point, as no earlier output crosses in a second",
+        "hapi_bandwidth", fitting[-1], model, rule=f"{last}, as no earlier output crosses in a second"
     )
