@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import tempfile
 from pathlib import Path
 
 from upriver.errors import ConfigError, StoreError
@@ -52,26 +51,21 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         StoreError: If it cannot be written; then nothing is left behind.
     """
-    unfinished = None
+    from upriver.program.remember import replacing  # needs torch, which --help must not wait for
+
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)
             return
         target = Path(os.path.realpath(path))  # a link stays one
-        handle, unfinished = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
-        with open(handle, "wb") as file:
-            file.write(data)
-        os.chmod(unfinished, _mode(target))
-        os.replace(unfinished, target)
+        with replacing(target) as new:
+            new.write_bytes(data)
+            new.chmod(mode_for(target))
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if unfinished is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(unfinished)
 
 
-def _mode(path: Path) -> int:
+def mode_for(path: Path) -> int:
     """As it was, or as for any new file; what makes temporary files ignores the user's mask."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_mode & 0o777

@@ -59,9 +59,9 @@ def remember(digest: str, program: Program) -> None:
 
 def cache_folder() -> Path:
     """Where what was found out once is remembered: ``$UPRIVER_CACHE`` or the user's cache folder."""
-    folder = os.environ.get("UPRIVER_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    base = Path(folder) if folder else Path.home() / ".cache"
-    return base if os.environ.get("UPRIVER_CACHE") else base / "upriver"
+    if own := os.environ.get("UPRIVER_CACHE"):
+        return Path(own).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "upriver"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -71,13 +71,27 @@ def write_whole(path: Path, text: str) -> None:
         OSError: If it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside ``path`` to write to, which takes its place at the end; whatever fails removes it.
+
+    Nobody but the user may read it, unless its mode is changed before the end.
+
+    Raises:
+        OSError: If it cannot be made, or cannot take that place.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        yield Path(name)
         os.replace(name, path)
-    except OSError:
-        os.unlink(name)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
         raise
 
 
