@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from upriver.cli import main
+from upriver.cli import checkpoint, main
 from upriver.cli.training import fit_classifier
 from upriver.errors import ConfigError
 
@@ -197,14 +198,204 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_it_chose(
     assert parts["output_sha256"] == whole["output_sha256"]
 
 
-def test_a_checkpoint_of_another_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def broken_off(capsys: pytest.CaptureFixture[str], path: str, *, code: int = 2) -> str:
+    """Run the command, which must end in a checkpoint; what it said last."""
+    assert main(["train", path]) == code
+    assert Path(f"{path.removesuffix('.toml')}.checkpoint").exists()
+    return capsys.readouterr().err
+
+
+def accuracies(document: dict[str, object]) -> list[float]:
+    epochs = document["epochs"]
+    assert isinstance(epochs, list)
+    return [record["accuracy"] for record in epochs]
+
+
+def assert_undisturbed(parts: dict[str, object], whole: dict[str, object]) -> None:
+    """A run that went on has every bit of one that never stopped."""
+    assert (parts["resumed"], whole["resumed"]) == (True, False)
+    assert losses(parts) == losses(whole)
+    assert accuracies(parts) == accuracies(whole)
+    assert parts["output_sha256"] == whole["output_sha256"]
+
+
+def test_an_evaluation_that_fails_costs_no_epoch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
+    path = config(folder, output="parts.st", more="epochs = 2")
+    photo = folder / "heldout" / "dark" / "0.png"
+    content = photo.read_bytes()
+    photo.write_bytes(b"not an image")
+    for _ in range(2):
+        said = broken_off(capsys, path)
+        assert "what was trained is in the checkpoint" in said
+        assert "heldout/dark/0.png" in said.splitlines()[-1]
+    photo.write_bytes(content)
+    parts = trained(capsys, path)
+    assert_undisturbed(parts, whole)
+    assert parts["samples"] == {"local": 6 + 20 + 6}  # the first epoch is evaluated, not trained again
+    epochs = parts["epochs"]
+    assert isinstance(epochs, list)
+    assert epochs[0]["bytes"] > 0
+
+
+@pytest.mark.parametrize("ended", [1, 2])
+def test_an_interrupted_evaluation_costs_no_epoch(
+    ended: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from upriver.client.job import FinetuneJob
+
+    whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
+    path = config(folder, output="parts.st", more="epochs = 2")
+    real, calls = FinetuneJob.evaluate, []
+
+    def evaluate(self: FinetuneJob, *arguments: Any) -> float:
+        calls.append(1)
+        if len(calls) == ended:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinetuneJob, "evaluate", evaluate)
+        assert "goes on from the checkpoint" in broken_off(capsys, path, code=130)
+    parts = trained(capsys, path)
+    assert_undisturbed(parts, whole)
+    assert parts["samples"] == {"local": 6 + (2 - ended) * (20 + 6)}
+
+
+def last_of_first_epoch(folder: Path) -> tuple[int, Path]:
+    """The sample that the first epoch takes last: its row and its file."""
+    from upriver.client.order import epoch_order
+    from upriver.pipeline import imagenet_eval, index
+    from upriver.store import Store
+
+    dataset = index(Store.open(folder.as_uri()), "train", stages=imagenet_eval())
+    order = epoch_order(len(dataset), seed=0, epoch=0, batch_size=6, micro_batch=4, shuffle=True)
+    return order.ids[-1], folder / dataset.locate(order.ids[-1:])[0].object
+
+
+def test_a_store_that_fails_costs_no_step(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from upriver.client import local
+
+    whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
+    path = config(folder, output="parts.st", more="epochs = 2")
+    last, photo = last_of_first_epoch(folder)
+    elsewhere, real = folder / "elsewhere", local.read_samples
+
+    def read(dataset: Any, ids: Any) -> Any:
+        if last in ids:
+            photo.rename(elsewhere)
+        return real(dataset, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "read_samples", read)
+        assert photo.name in broken_off(capsys, path).splitlines()[-1]
+    state = checkpoint.job_state(folder / "parts.st.checkpoint")
+    assert (state["epoch"], state["step"]) == (0, 2)  # its micro-batch begins in the third step
+    elsewhere.rename(photo)
+    parts = trained(capsys, path)
+    assert_undisturbed(parts, whole)
+    assert parts["samples"] == {"local": 8 + 6 + 20 + 6}
+
+
+def test_a_failure_after_the_last_step_trains_no_epoch_twice(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from upriver.client.job import FinetuneJob
+    from upriver.errors import ServerUnavailable
+
+    whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
+    path = config(folder, output="parts.st", more="epochs = 2")
+
+    def failing(self: FinetuneJob, *_arguments: object) -> None:
+        if self.state_dict()["step"] == 4:
+            raise ServerUnavailable("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinetuneJob, "_replan", failing)
+        broken_off(capsys, path)
+    assert checkpoint.job_state(folder / "parts.st.checkpoint")["step"] == 4
+    parts = trained(capsys, path)
+    assert_undisturbed(parts, whole)
+    assert parts["samples"] == {"local": 6 + 20 + 6}
+
+
+def test_a_run_that_failed_at_a_sample_goes_on_as_one_that_skips(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, photo = last_of_first_epoch(folder)
+    photo.write_bytes(b"not an image")
+    row, again = last_of_first_epoch(folder)
+    assert again == photo
+    whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"), "--on-bad-sample", "skip")
+    path = config(folder, output="parts.st", more="epochs = 2")
+    assert photo.name in broken_off(capsys, path).splitlines()[-1]
+    assert checkpoint.job_state(folder / "parts.st.checkpoint")["step"] == 2
+    parts = trained(capsys, path, "--on-bad-sample", "skip")
+    assert_undisturbed(parts, whole)
+    assert parts["skipped"] == whole["skipped"] == [row, row]
+
+
+def interrupted_once(capsys: pytest.CaptureFixture[str], path: str, *options: str) -> None:
+    """Leave a checkpoint after the first step."""
     from upriver.cli.training import Stop
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stop, "requested", True, raising=False)
         patch.setattr(Stop, "__init__", lambda self: setattr(self, "_before", {}))
-        assert main(["train", config(folder)]) == 130
+        assert main(["train", path, *options]) == 130
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "named"),
+    [
+        ('on_bad_sample = "skip"', 'on_bad_sample = "fail"', "its on_bad_sample is 'skip', here 'fail'"),
+        ('exact = "bitwise"', 'exact = "numeric"', "its exact is 'bitwise', here 'numeric'"),
+    ],
+)
+def test_what_changes_the_training_is_refused(
+    then: str, now: str, named: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted_once(capsys, config(folder, more=f"epochs = 2\n{then}"))
+    assert main(["train", config(folder, more=f"epochs = 2\n{now}")]) == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_fewer_epochs_than_have_begun_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(folder, more="epochs = 3")
+    for _ in range(5):
+        interrupted_once(capsys, path)
+    assert main(["train", config(folder, more="epochs = 1")]) == 2
+    assert "is in epoch 2, so epochs must be at least 2, got 1" in capsys.readouterr().err.splitlines()[-1]
+    assert len(losses(trained(capsys, config(folder, more="epochs = 2")))) == 8
+
+
+def test_other_data_is_named_and_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(folder)
+    interrupted_once(capsys, path)
+    before = (folder / "trained.safetensors.checkpoint").read_bytes()
+    for part in ("train", "heldout"):
+        (folder / part / "grey").mkdir()
+        (folder / part / "dark" / "0.png").rename(folder / part / "grey" / "0.png")
+    assert main(["train", path]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "the state is of another job: its " in line
+    assert line.endswith(f"; delete {folder / 'trained.safetensors.checkpoint'} to start anew")
+    assert (folder / "trained.safetensors.checkpoint").read_bytes() == before
+
+
+def test_only_the_words_of_a_checkpoint_are_read_for_its_state(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted_once(capsys, config(folder))
+    monkeypatch.setattr("safetensors.torch.load_file", lambda *_: pytest.fail("tensors are read"))
+    assert checkpoint.job_state(folder / "trained.safetensors.checkpoint")["micro_batch"] == 4
+
+
+def test_a_checkpoint_of_another_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted_once(capsys, config(folder))
     assert main(["train", config(folder, more="epochs = 3\nseed = 5")]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "its seed is 0, here 5" in line

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from upriver.cli.output import mode_for
 from upriver.errors import ConfigError, StoreError
+from upriver.program.remember import replacing
 
 SCHEMA = "upriver.checkpoint/1"
 _META = "upriver"
+
+MAY_BECOME = {("on_bad_sample", "fail", "skip")}
+"""Settings that may have become others: (name, then, now).
+
+A run that fails at the first bad sample has trained what one that skips would have trained up to there; the
+other way round, samples may be missing already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +32,7 @@ class Progress:
     Attributes:
         config: The settings that must be the same to go on.
         job: The job's own state.
-        epochs: One record for each finished epoch.
+        epochs: One record for each trained epoch; the last one has no ``accuracy`` before it is evaluated.
         losses: (loss, samples) of each step of the epoch under way.
     """
 
@@ -35,6 +40,16 @@ class Progress:
     job: Mapping[str, Any]
     epochs: list[dict[str, Any]]
     losses: list[tuple[float, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint as it was read: what the run had done, and the tensors to go on from."""
+
+    progress: Progress
+    tensors: Mapping[str, torch.Tensor]
+    param_groups: list[dict[str, Any]]
+    plain: Mapping[str, Mapping[str, Any]]
 
 
 def save_tensors(
@@ -53,19 +68,12 @@ def save_tensors(
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    unfinished = None
     try:
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        os.close(handle)
-        save_file(own, unfinished, metadata=dict(metadata) if metadata else None)
-        os.chmod(unfinished, 0o666 & ~_umask())
-        os.replace(unfinished, path)
+        with replacing(path) as new:
+            save_file(own, new, metadata=dict(metadata) if metadata else None)
+            new.chmod(mode_for(path))
     except (OSError, SafetensorError) as error:
         raise StoreError(f"cannot write {path}: {error}") from error
-    finally:
-        if unfinished is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(unfinished)
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
@@ -93,36 +101,43 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progres
     save_tensors(path, tensors, {_META: json.dumps(document)})
 
 
-def load(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, config: Mapping[str, Any]
-) -> Progress:
-    """Put a checkpoint into a model, its optimizer and torch's random state.
+def load(path: Path, *, config: Mapping[str, Any]) -> Saved:
+    """Read a checkpoint; nothing is changed by it.
 
     Raises:
         ConfigError: If the file is no checkpoint, or of a run with other settings; names what differs.
     """
-    document, tensors = _read(path)
+    from safetensors.torch import load_file
+
+    document = _document(path)
     for name, value in config.items():
-        if document["config"].get(name) != value:
+        then = document["config"].get(name)
+        if then != value and (name, then, value) not in MAY_BECOME:
             raise ConfigError(
-                f"{path} is of another run: its {name} is {document['config'].get(name)!r}, here {value!r}; "
-                "delete it to start anew"
+                f"{path} is of another run: its {name} is {then!r}, here {value!r}; delete it to start anew"
             )
-    _restore(model, _part(tensors, "model"))
-    state: dict[int, dict[str, Any]] = {
-        int(number): dict(values) for number, values in document["plain"].items()
-    }
-    for name, tensor in _part(tensors, "optimizer").items():
+    return Saved(
+        progress=Progress(
+            config=document["config"],
+            job=document["job"],
+            epochs=document["epochs"],
+            losses=[(loss, count) for loss, count in document["losses"]],
+        ),
+        tensors=load_file(path),
+        param_groups=document["param_groups"],
+        plain=document["plain"],
+    )
+
+
+def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's tensors into a model, its optimizer and torch's random state."""
+    _restore(model, _part(saved.tensors, "model"))
+    state: dict[int, dict[str, Any]] = {int(number): dict(values) for number, values in saved.plain.items()}
+    for name, tensor in _part(saved.tensors, "optimizer").items():
         number, _, key = name.partition("/")
         state.setdefault(int(number), {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": document["param_groups"]})
-    torch.set_rng_state(tensors["random"])
-    return Progress(
-        config=document["config"],
-        job=document["job"],
-        epochs=document["epochs"],
-        losses=[(loss, count) for loss, count in document["losses"]],
-    )
+    optimizer.load_state_dict({"state": state, "param_groups": saved.param_groups})
+    torch.set_rng_state(saved.tensors["random"])
 
 
 def job_state(path: Path) -> Mapping[str, Any]:
@@ -131,8 +146,7 @@ def job_state(path: Path) -> Mapping[str, Any]:
     Raises:
         ConfigError: If the file is no checkpoint.
     """
-    document, _ = _read(path)
-    state = document["job"]
+    state = _document(path)["job"]
     return state if isinstance(state, dict) else {}
 
 
@@ -144,17 +158,18 @@ def _restore(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
             tensor.copy_(saved[name])
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _document(path: Path) -> dict[str, Any]:
+    """All but the tensors, which are not read."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            document = json.loads((file.metadata() or {}).get(_META, "{}"))
-            if document.get("schema") != SCHEMA:
-                raise ConfigError(f"{path} is not a checkpoint of {SCHEMA}")
-            return document, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            document: dict[str, Any] = json.loads((file.metadata() or {}).get(_META, "{}"))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot read the checkpoint {path}: {error}") from error
+    if document.get("schema") != SCHEMA:
+        raise ConfigError(f"{path} is not a checkpoint of {SCHEMA}")
+    return document
 
 
 def _part(tensors: Mapping[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
@@ -163,10 +178,3 @@ def _part(tensors: Mapping[str, torch.Tensor], part: str) -> dict[str, torch.Ten
         for name, tensor in tensors.items()
         if name.startswith(f"{part}/")
     }
-
-
-def _umask() -> int:
-    """What the user's files are created with; mkstemp ignores it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -16,7 +16,7 @@ from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields
 from upriver.cli.config import read_toml
 from upriver.cli.options import check_module
 from upriver.cli.stages import input_stages
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, UpriverError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,12 +86,13 @@ FREE_TO_CHANGE = {
     "store_options",
     "policy",
     "replan",
-    "exact",
     "num_workers",
     "heldout",
     "heldout_stages",
 }
-"""Settings that a resumed run may have others of: none of them changes a trained bit."""
+"""Settings that a resumed run may have others of: none of them changes a trained bit.
+
+With another ``output`` the checkpoint must be renamed along, or it is not found."""
 
 
 def train(
@@ -147,6 +148,10 @@ def train(
             trainer.run(settings.epochs)
         except KeyboardInterrupt:
             note(_interrupted(_checkpoint_path(settings)))
+            raise
+        except UpriverError:
+            if _checkpoint_path(settings).exists():
+                note(f"what was trained is in the checkpoint {_checkpoint_path(settings)}")
             raise
         save_tensors(output, model.state_dict())
         document = _document(settings, job, trainer, resumed=resumed)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,10 @@ import torch
 from torch import nn
 
 from upriver.cli import checkpoint
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, FrozenChanged, StoreError, UpriverError
 
 if TYPE_CHECKING:
-    from upriver.client.job import FinetuneJob
+    from upriver.client.job import Features, FinetuneJob
     from upriver.pipeline import Dataset
 
 
@@ -94,10 +95,10 @@ class Stop:
 
 
 class Trainer:
-    """A run: epochs of an ordinary loop, a checkpoint after each and when it is interrupted.
+    """A run: epochs of an ordinary loop, a checkpoint after each, and when it is interrupted or fails.
 
     Attributes:
-        epochs: One record for each finished epoch.
+        epochs: One record for each trained epoch; the last one has no ``accuracy`` before it is evaluated.
     """
 
     def __init__(
@@ -123,12 +124,17 @@ class Trainer:
         """Go on from the checkpoint, if there is one.
 
         Raises:
-            ConfigError: If it is of a run with other settings.
+            ConfigError: If it is of a run with other settings, or on other data.
         """
         if not self._path.exists():
             return False
-        progress = checkpoint.load(self._path, self._model, self._optimizer, config=self._config)
-        self._job.load_state_dict(progress.job)
+        saved = checkpoint.load(self._path, config=self._config)
+        progress = saved.progress
+        try:
+            self._job.load_state_dict(progress.job)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; delete {self._path} to start anew") from error
+        checkpoint.restore(saved, self._model, self._optimizer)
         self.epochs, self._losses = progress.epochs, progress.losses
         self._on_step(sum(count for _, count in progress.losses))
         return True
@@ -138,17 +144,42 @@ class Trainer:
 
         Raises:
             KeyboardInterrupt: If it was interrupted; the checkpoint holds everything up to the last step.
+            UpriverError: What the job raises; the checkpoint holds everything up to the last step.
+            ConfigError: If more epochs are trained already.
         """
+        begun = len(self.epochs) + bool(self._losses)
+        if begun > epochs:
+            raise ConfigError(
+                f"{self._path} is in epoch {begun}, so epochs must be at least {begun}, got {epochs}; delete "
+                "it to start anew"
+            )
         with Stop() as stop:
+            self._evaluate()
             while len(self.epochs) < epochs:
                 self._epoch(stop)
+                self._evaluate()
                 if stop.requested and len(self.epochs) < epochs:
                     raise KeyboardInterrupt
 
     def _epoch(self, stop: Stop) -> None:
+        """Train what is left of an epoch."""
         began, bytes_before = time.perf_counter(), self._link_bytes()
+        if len(self._losses) < len(self._job):  # else the job, which has no step left, begins another epoch
+            self._train(stop)
+        losses, self._losses = self._losses, []
+        self.epochs.append(
+            {
+                "epoch": len(self.epochs) + 1,
+                "loss": sum(loss * count for loss, count in losses) / sum(count for _, count in losses),
+                "losses": [loss for loss, _ in losses],
+                "seconds": time.perf_counter() - began,
+                "bytes": self._link_bytes() - bytes_before,
+            }
+        )
+
+    def _train(self, stop: Stop) -> None:
         self._model.train()
-        for inputs, targets in self._job:
+        for inputs, targets in self._batches():
             loss = nn.functional.cross_entropy(logits(self._job(inputs)), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
@@ -158,16 +189,29 @@ class Trainer:
             if stop.requested and len(self._losses) < len(self._job):
                 self._save()
                 raise KeyboardInterrupt
-        record = {
-            "epoch": len(self.epochs) + 1,
-            "loss": sum(loss * count for loss, count in self._losses) / sum(n for _, n in self._losses),
-            "losses": [loss for loss, _ in self._losses],
-            "seconds": time.perf_counter() - began,
-            "bytes": self._link_bytes() - bytes_before,
-            "accuracy": self._job.evaluate(self._heldout, accuracy) if self._heldout is not None else None,
-        }
-        self.epochs.append(record)
-        self._losses = []
+
+    def _batches(self) -> Iterator[tuple[Features, torch.Tensor]]:
+        """What the job yields. Where it fails, everything it has yielded is trained: a checkpoint first."""
+        try:
+            yield from self._job
+        except FrozenChanged:  # then it is not known since when
+            raise
+        except UpriverError:
+            if self._losses:
+                with contextlib.suppress(StoreError):  # what ended the run is what must be said
+                    self._save()
+            raise
+
+    def _evaluate(self) -> None:
+        """Evaluate the last epoch, unless that was done; if it fails or is interrupted, no step is lost."""
+        if not self.epochs or "accuracy" in self.epochs[-1]:
+            return
+        record = self.epochs[-1]
+        if self._heldout is None:
+            record["accuracy"] = None
+        else:
+            self._save()
+            record["accuracy"] = self._job.evaluate(self._heldout, accuracy)
         self._save()
         self._on_epoch(record)
 
