@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from upriver.cli import app, main
+from upriver.cli.common import emit
 
 COMMANDS = ("demo", "index", "push", "cuts", "plan", "serve", "train")
 
@@ -177,6 +178,21 @@ def test_with_json_an_error_is_the_one_document(
     assert named.lower() in error["message"].lower()
     assert captured.err.startswith(f"error: {error['message']}")
     assert captured.err.count("\n") == 1
+
+
+def test_what_is_no_finite_number_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = (float("nan"), 1.5, float("-inf"))
+    document = {
+        "losses": losses,
+        "rows": [{"loss": float("inf"), "bytes": 10**400, "name": "NaN", "ok": True}],
+    }
+    emit(document, as_json=True, text=lambda: pytest.fail("for people"))
+    printed = capsys.readouterr().out
+    assert json.loads(printed, parse_constant=lambda name: pytest.fail(name)) == {
+        "losses": [None, 1.5, None],
+        "rows": [{"loss": None, "bytes": 10**400, "name": "NaN", "ok": True}],
+    }
+    assert losses[2] == float("-inf")
 
 
 def test_the_package_lists_its_names() -> None:

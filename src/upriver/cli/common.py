@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -21,11 +22,26 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback o
 
 
 def emit(document: object, *, as_json: bool, text: Callable[[], None]) -> None:
-    """Print a command's result: as one JSON document, or for people."""
+    """Print a command's result: as one JSON document, or for people.
+
+    JSON has no word for what is no finite number; ``null`` stands for it.
+    """
     if as_json:
-        print(json.dumps(document), flush=True)
+        print(json.dumps(_finite(document), allow_nan=False), flush=True)
     else:
         text()
+
+
+def _finite(value: object) -> object:
+    """A document with None in place of every NaN and infinity."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+    return value
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
