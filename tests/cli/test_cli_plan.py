@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning import alexnet, cluster
 from upriver.cli import main
+from upriver.cli.checkpoint import save_tensors
 from upriver.cli.options import parse_sweep
 from upriver.cli.output import write_whole
 from upriver.errors import StoreError
 from upriver.policies import POLICIES
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json
+from upriver.program import remember
 from upriver.report.plan import to_dict
 from upriver.text import parse_rate, rate_text
 from upriver.types import Cluster, ComputeTier, StorageTier, Workload
@@ -348,6 +351,21 @@ def test_a_file_that_cannot_be_finished_leaves_nothing(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"old": b"before"}
 
 
+def test_an_interruption_leaves_no_file_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    for write in (
+        lambda path: write_whole(path, b"content"),
+        lambda path: remember.write_whole(path, "content"),
+        lambda path: save_tensors(path, {"a": torch.ones(2)}),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "file")
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_a_link_and_the_rights_of_a_file_stay(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"before")
     (tmp_path / "real").chmod(0o640)
@@ -415,6 +433,40 @@ def test_a_model_is_measured_and_can_be_planned_again_from_files(tmp_path: Path,
     assert machines.storage.micro_batch == machines.compute.micro_batch == 8
     again = ["--profile", saved["--save-profile"], "--cluster", saved["--save-cluster"], "--json"]
     assert json.loads(run(*again)[1]) == json.loads(out)
+
+
+@pytest.mark.usefixtures("own_models")
+@pytest.mark.parametrize("given", [(), ("--micro-batch", "8")])
+def test_a_model_on_the_machines_of_a_file(given: tuple[str, ...], tmp_path: Path, run: Run) -> None:
+    machines = cluster(concurrency=4)
+    machines = replace(machines, storage=replace(machines.storage, micro_batch=8))
+    (tmp_path / "c.json").write_text(cluster_to_json(machines))
+    status, out, err = run(
+        *("--model", "plan_models:net", "--input-shape", "3,14,14", "--freeze-to", "4", "--json"),
+        *("--cluster", str(tmp_path / "c.json"), "--save-profile", str(tmp_path / "p.json"), *given),
+    )
+    assert status == 0
+    assert "memory, rates, load and micro-batch are those of --cluster" in err
+    assert "in speed and memory" not in err
+    again = ["--profile", str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.json"), "--json"]
+    assert json.loads(run(*again)[1]) == json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "named"),
+    [
+        (8, ["--micro-batch", "4"], "--micro-batch 4 would not count with --cluster, which says 8"),
+        (65537, [], "c.json: storage.micro_batch must be 1 to 65536, got 65537"),
+        (65537, ["--micro-batch", "65537"], "micro_batch must be 1 to 65536"),
+    ],
+)
+def test_the_file_says_the_micro_batch(
+    size: int, given: list[str], named: str, tmp_path: Path, run: Run
+) -> None:
+    machines = replace(cluster(), storage=replace(cluster().storage, micro_batch=size))
+    (tmp_path / "c.json").write_text(cluster_to_json(machines))
+    files = ["--cluster", str(tmp_path / "c.json")]
+    assert named in refused(run, "--model", "torchvision:none", *files, *given)
 
 
 @pytest.mark.usefixtures("own_models")

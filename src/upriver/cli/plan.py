@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from upriver.cli.plan_question import Question
     from upriver.policies import Policy
     from upriver.report.sweep import SweepPoint
-    from upriver.types import Plan
+    from upriver.types import Cluster, Plan, Workload
 
 ALL = "all"
 """In place of a policy's name."""
@@ -36,6 +36,12 @@ EXIT_NO_FIT = 1
 
 MOST_SAMPLES = 2**53
 """The largest whole number that times of samples are exact up to."""
+
+STAGES_ALONE = (
+    "Only the stages and the tail were measured, on this machine, and the stages are taken to be as fast on "
+    "the storage tier; memory, rates, load and micro-batch are those of --cluster."
+)
+"""What a reader must know of a plan for a model and the machines of a file."""
 
 
 def plan(
@@ -59,7 +65,10 @@ def plan(
         typer.Option(help="With --model: bytes of a stored sample; those of the model's input without it."),
     ] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(help="With --model: samples the frozen stages see at once; 16 without it.")
+        int | None,
+        typer.Option(
+            help="With --model: samples the frozen stages see at once; those of --cluster, else 16."
+        ),
     ] = None,
     input_shape: InputShapeOption = None,
     autocast: AutocastOption = None,
@@ -91,8 +100,9 @@ def plan(
 ) -> int:
     """Say where each policy would cut a model, what an epoch would take, and why.
 
-    Plans from a profile and a cluster file, with no model and no hardware; or from a model, which is measured
-    on this machine, the storage tier being taken as equal to it.
+    Plans from a profile and a cluster file, with no model and no hardware; or from a model, whose stages are
+    measured on this machine. The storage tier is taken as equal to it, or, with a cluster file, as fast at
+    the stages and all else as the file says.
 
     With the name of one policy the exit code is 1 where its choice does not fit the memory; its plan is
     printed all the same, with "feasible": false. With all of them it is 0: that one has no answer is one.
@@ -169,26 +179,46 @@ class Source:
         if self.profile is not None and machines is not None:
             question = Question(profile=read_profile(self.profile), cluster=machines, workload=workload)
         else:
-            from upriver.cli.plan_model import SAME_MACHINE, Wanted, measured_profile, same_machine
-            from upriver.program.precision import autocast_dtype
-            from upriver.types import DEFAULT_MICRO_BATCH
-
-            known = DEFAULT_MICRO_BATCH if machines is None else machines.storage.micro_batch
-            wanted = Wanted(
-                model=self.model or "",
-                freeze_to=self.freeze_to,
-                micro_batch=self.micro_batch or known,
-                input_shape=self.input_shape,
-                autocast=autocast_dtype(self.autocast),
-                stored_bytes=self.stored_bytes,
-            )
-            question = Question(
-                profile=measured_profile(wanted),
-                cluster=machines or same_machine(self.bandwidth or 0.0, wanted.micro_batch),
-                workload=workload,
-                notes=(SAME_MACHINE,),
-            )
+            question = self._measured(machines, workload)
         return question if self.bandwidth is None else question.at(self.bandwidth)
+
+    def _measured(self, machines: Cluster | None, workload: Workload) -> Question:
+        """Measure the model; the machines are those of the file where there is one."""
+        from upriver.cli.plan_model import SAME_MACHINE, Wanted, measured_profile, same_machine
+        from upriver.cli.plan_question import Question
+        from upriver.program.precision import autocast_dtype
+
+        wanted = Wanted(
+            model=self.model or "",
+            freeze_to=self.freeze_to,
+            micro_batch=self._micro_batch(machines),
+            input_shape=self.input_shape,
+            autocast=autocast_dtype(self.autocast),
+            stored_bytes=self.stored_bytes,
+        )
+        return Question(
+            profile=measured_profile(wanted),
+            cluster=machines or same_machine(self.bandwidth or 0.0, wanted.micro_batch),
+            workload=workload,
+            notes=(SAME_MACHINE if machines is None else STAGES_ALONE,),
+        )
+
+    def _micro_batch(self, machines: Cluster | None) -> int:
+        """The size that is planned for and so must be measured: that of the file where there is one."""
+        from upriver.types import DEFAULT_MICRO_BATCH
+
+        if machines is None:
+            return DEFAULT_MICRO_BATCH if self.micro_batch is None else self.micro_batch
+        size = machines.storage.micro_batch
+        if self.micro_batch not in (None, size):
+            raise ConfigError(
+                f"--micro-batch {self.micro_batch} would not count with --cluster, which says {size}; change "
+                f"storage.micro_batch in {self.cluster}"
+            )
+        try:
+            return check_micro_batch(size)
+        except ConfigError as error:
+            raise ConfigError(f"{self.cluster}: storage.{error}") from None
 
 
 def _policies(name: str) -> Mapping[str, Policy]:
