@@ -11,6 +11,34 @@ from upriver.errors import ConfigError, ObjectNotFound, StoreError
 from upriver.store import Store
 
 
+class Scripted:
+    """A meter on a clock of its own, which sleeping moves on: each second carries what it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr("upriver.client.link.time", clock)
+        self.meter = LinkMeter()
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def carry(self, bytes_per_s: float, seconds: float = 1.0) -> float:
+        """One transfer, in pieces of 50 ms."""
+        with self.meter.transfer():
+            for _ in range(round(seconds * 20)):
+                self.now += 0.05
+                self.meter.account(round(bytes_per_s / 20), "direct")
+        observed = self.meter.observed_bandwidth()
+        assert observed is not None
+        return observed
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    return Scripted(monkeypatch)
+
+
 def test_counts_by_kind():
     meter = LinkMeter()
     meter.account(3 * PIECE_BYTES + 1, "answers")
@@ -61,26 +89,23 @@ def test_streams_share_the_link():
     assert ended == ["short", "long"]
 
 
-def test_idle_link_saves_up_no_more_than_its_burst():
+def test_idle_link_saves_up_no_more_than_its_burst(link):
     meter = LinkMeter(1_000_000, burst_bytes=1000)
-    time.sleep(0.05)  # 50,000 bytes' worth
-    start = time.monotonic()
+    link.now += 0.05  # 50,000 bytes' worth
+    start = link.now
     meter.account(31_000, "direct")
-    assert time.monotonic() - start >= 0.03
+    assert link.now - start == pytest.approx(0.03)
 
 
-def test_observed_bandwidth_counts_busy_time_only():
+def test_observed_bandwidth_counts_busy_time_only(link):
     rate = 4_000_000.0
     meter = LinkMeter(rate, burst_bytes=0)
     assert meter.observed_bandwidth() is None
     for _ in range(3):
         with meter.transfer():
             meter.account(200_000, "answers")
-        time.sleep(0.1)  # the server computes: the link is not to blame
-    observed = meter.observed_bandwidth()
-    assert observed is not None
-    assert observed <= rate * 1.001  # never faster than the link
-    assert observed > 600_000 / (3 * 0.05 + 3 * 0.1)  # as it would be with the pauses counted
+        link.now += 0.1  # the server computes: the link is not to blame
+    assert meter.observed_bandwidth() == pytest.approx(rate)
 
 
 def test_overlapping_transfers_count_once():
@@ -100,31 +125,6 @@ def test_overlapping_transfers_count_once():
     assert observed is not None
     # Added up thread by thread, the time would be four times as long and the rate a quarter.
     assert rate / 2 < observed <= rate * 1.001
-
-
-class Scripted:
-    """A meter on a clock of its own: each second that passes carries what it is told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=lambda seconds: None)
-        monkeypatch.setattr("upriver.client.link.time", clock)
-        self.meter = LinkMeter()
-
-    def carry(self, bytes_per_s: float, seconds: float = 1.0) -> float:
-        """One transfer, in pieces of 50 ms."""
-        with self.meter.transfer():
-            for _ in range(round(seconds * 20)):
-                self.now += 0.05
-                self.meter.account(round(bytes_per_s / 20), "direct")
-        observed = self.meter.observed_bandwidth()
-        assert observed is not None
-        return observed
-
-
-@pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    return Scripted(monkeypatch)
 
 
 def test_observed_bandwidth_forgets(link):
