@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.client.scripted_transport import ScriptedServer, Step
 from tests.client.test_loader import check, epoch, locally, pool_of, remote
 from upriver.client.loader import LOCAL, Loader
-from upriver.client.routes import Placed, Routes
+from upriver.client.routes import Placed, Places, Routes
 from upriver.client.slots import Pin, Way
 from upriver.errors import ConfigError, NotExact, Overloaded, ServerUnavailable, WorkerCrashed
 
@@ -37,6 +38,31 @@ def test_routes_survive_json() -> None:
     assert Routes(written).pins(0) == {}
     assert not Routes()
     assert not Routes([])
+
+
+def test_places_are_told_once_in_order_and_the_last_time_counts() -> None:
+    places = Places()
+    assert places.all() == ()
+    for when, index, source in [(1, 2, "a"), (1, 3, LOCAL), (0, 0, "b"), (1, 2, "b"), (0, 2, LOCAL)]:
+        places.note(epoch=when, index=index, source=source, cut=0 if source == LOCAL else 3)
+    assert places.all() == (
+        Placed(epoch=0, index=0, source="b", cut=3),
+        Placed(epoch=0, index=2, source=LOCAL, cut=0),
+        Placed(epoch=1, index=2, source="b", cut=3),
+        Placed(epoch=1, index=3, source=LOCAL, cut=0),
+    )
+    assert len(Routes(places.all()).pins(1)) == 2
+
+
+def test_places_take_little_memory() -> None:
+    places, num = Places(), 100_000
+    tracemalloc.start()
+    for index in range(num):
+        places.note(epoch=0, index=index, source=f"http://{index % 3}", cut=index % 5)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 6 * num
+    assert len(places.all()) == num
 
 
 def test_a_single_server_may_have_moved() -> None:

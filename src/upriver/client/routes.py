@@ -7,6 +7,7 @@ as data, :class:`Placed`, and a later job that is given it asks the same servers
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,6 +18,9 @@ from upriver.errors import ConfigError
 from upriver.text import printable
 
 log = logging.getLogger("upriver")
+
+_NOWHERE = -1
+"""Stands for a micro-batch that has not come: before the step at which a job was resumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,30 @@ class Placed:
     index: int
     source: str
     cut: int
+
+
+class Places:
+    """Where a job's micro-batches were computed, in 4 bytes each; of one that came twice, the last time."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], int] = {}
+        self._epochs: dict[int, array[int]] = {}
+
+    def note(self, *, epoch: int, index: int, source: str, cut: int) -> None:
+        """A micro-batch has come from a source, which ran it up to a cut."""
+        places = self._epochs.setdefault(epoch, array("i"))
+        places.extend([_NOWHERE] * (index + 1 - len(places)))
+        places[index] = self._known.setdefault((source, cut), len(self._known))
+
+    def all(self) -> tuple[Placed, ...]:
+        """Every micro-batch once, in the order of epochs and indices."""
+        known = list(self._known)
+        return tuple(
+            Placed(epoch=epoch, index=index, source=known[place][0], cut=known[place][1])
+            for epoch in sorted(self._epochs)
+            for index, place in enumerate(self._epochs[epoch])
+            if place != _NOWHERE
+        )
 
 
 class Routes:
