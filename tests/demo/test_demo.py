@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,9 +14,11 @@ import torch
 from PIL import Image
 from torch import nn
 
+from upriver.cli import main
 from upriver.demo.bench import Used, same_state
-from upriver.demo.model import FREEZE_TO, build_model, freeze
+from upriver.demo.model import FREEZE_TO, build_model, calibrate, freeze
 from upriver.demo.result import DemoResult, Part, Way
+from upriver.demo.run import datasets, images_of
 from upriver.demo.settings import DemoSettings
 from upriver.errors import ConfigError
 from upriver.report.demo_plot import Curve, plot_demo
@@ -39,9 +42,10 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "UPRIVER_CACHE": str(tmp_path / "cache")},
+        env={**os.environ, "UPRIVER_CACHE": os.devnull, "TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.glob("upriver-demo-*"))
     document = json.loads(done.stdout)
     plain, near = document["plain"], document["near_data"]
     assert document["identical"] is True
@@ -59,7 +63,8 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
     assert set(plain["samples"]) == {"local"}
     assert sum(near["samples"].values()) == sum(plain["samples"].values()) == 30
     assert set(near["samples"]) - {"local"}
-    for said in ("emulated, 10 Mbit/s", "random ones", "cores:"):
+    assert document["plot"] == str(tmp_path / "demo.png")
+    for said in ("made for this run alone", "emulated, 10 Mbit/s", "random ones", "cores:"):
         assert said in done.stderr
     with Image.open(tmp_path / "demo.png") as picture:
         assert picture.format == "PNG"
@@ -74,12 +79,65 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
         {"heldout": 9},
         {"link_mbit": 0.0},
         {"link_mbit": float("nan")},
-        {"plot": Path("/no/x.png")},
     ],
 )
 def test_bad_settings_are_named(bad: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="x.png" if "plot" in bad else next(iter(bad))):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
         DemoSettings(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plot", ["demo.gif", "/no/x.png", "folder.png", "/dev/full"])
+def test_a_picture_that_cannot_be_written_is_found_out_first(
+    plot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("upriver.demo.run.run_demo", lambda *_: pytest.fail("it began"))
+    assert main(["demo", "--plot", plot]) == 2
+    assert plot in capsys.readouterr().err
+
+
+class Told:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("nowhere", [os.devnull, os.devnull + "/nowhere"])
+def test_where_nothing_can_be_kept_images_go_with_the_run(
+    nowhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPRIVER_CACHE", nowhere)
+    told = Told()
+    with images_of(DemoSettings(images=10, heldout=10), told) as data:
+        assert sorted(path.name for path in data.root.iterdir()) == ["heldout", "train"]
+        assert data.root.is_absolute()
+    assert not data.root.parent.exists()
+    [line] = told.lines
+    assert nowhere in line and "for this run alone" in line
+
+
+def test_few_images_set_the_batch_statistics_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UPRIVER_CACHE", "relative")
+    told = Told()
+    with images_of(DemoSettings(images=10, heldout=10), told) as data:
+        train, _ = datasets(data.root)
+    assert data.root.parent == tmp_path / "relative" and not told.lines
+    norm, passed = nn.BatchNorm2d(3), []
+    norm.register_forward_hook(lambda module, inputs, output: passed.append(inputs[0]))
+    calibrate(norm, train, seed=0)
+    [images] = passed
+    assert images.shape == (10, 3, 224, 224)
+    assert torch.allclose(norm.running_mean, images.mean((0, 2, 3)), atol=1e-5)
+    assert norm.momentum == 0.1
 
 
 def test_model_is_the_same_for_a_seed_and_says_where_its_weights_are_from(tmp_path: Path) -> None:
@@ -152,7 +210,6 @@ def test_result_as_json_and_as_a_table() -> None:
         num_classes=10,
         conditions={"link_mbit": 20.0},
         worker_trials={1: 2.0, 2: 1.0},
-        plot=None,
     )
     document = json.loads(json.dumps(result.to_json()))
     assert document["speedup"] == 3.0
@@ -174,15 +231,15 @@ def test_result_as_json_and_as_a_table() -> None:
             num_classes=10,
             conditions={},
             worker_trials={},
-            plot=None,
         ).verdict()
     )
 
 
-def test_picture_shows_both(tmp_path: Path) -> None:
+def test_picture_shows_both() -> None:
     plain = Curve(label="plain", epoch_s=[30, 31], epoch_bytes=[9_000_000] * 2, losses=[2.0, 1.5, 1.0])
     near = Curve(label="near-data", epoch_s=[12, 11], epoch_bytes=[2_000_000] * 2, losses=[2.0, 1.5, 1.0])
-    plot_demo(plain, near, title="both", path=tmp_path / "both.png")
-    with Image.open(tmp_path / "both.png") as picture:
+    with Image.open(io.BytesIO(plot_demo(plain, near, title="both"))) as picture:
+        assert picture.format == "PNG"
         colours = {tuple(pixel) for pixel in picture.convert("RGB").get_flattened_data()}
     assert {(0x8C, 0x8C, 0x8C), (0x1F, 0x6F, 0x8B)} <= colours
+    assert plot_demo(plain, near, title="both", image_format="pdf").startswith(b"%PDF")

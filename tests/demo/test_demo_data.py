@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from upriver.demo import data as demo
-from upriver.errors import ConfigError, DatasetError
+from upriver.errors import ConfigError, DatasetError, StoreError
+from upriver.program.remember import cache_folder
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,17 @@ def test_bad_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path / "own"))
-    assert demo.cache_dir() == tmp_path / "own"
+    assert cache_folder() == tmp_path / "own"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UPRIVER_CACHE", "own")
+    assert cache_folder() == tmp_path / "own"
     monkeypatch.delenv("UPRIVER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo.cache_dir() == tmp_path / "upriver"
+    assert cache_folder() == tmp_path / "upriver"
+
+
+def test_a_folder_that_can_keep_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for cache in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match=f"cannot be kept in {cache} "):
+            demo.demo_data(num_train=10, num_heldout=10, cache=cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ from rich.progress import Progress, TaskID
 
 from upriver.cli.common import DebugOption, JsonOption, emit, progress_bar
 from upriver.cli.options import WeightsOption
+from upriver.cli.output import check_picture, write_whole
 
 if TYPE_CHECKING:
     from upriver.demo.result import DemoResult
@@ -28,7 +30,8 @@ def demo(
     debug: DebugOption = False,
 ) -> None:
     """Fine-tune over a thin link, the plain way and near the data, and compare."""
-    from upriver.demo.run import run_demo
+    check_picture(plot)
+    from upriver.demo.run import picture, run_demo
     from upriver.demo.settings import DemoSettings
 
     settings = DemoSettings(
@@ -39,10 +42,11 @@ def demo(
         link_mbit=link_mbit,
         seed=seed,
         weights=weights,
-        plot=plot,
     )
     with progress_bar() as bar:
         result = run_demo(settings, BarWatcher(bar))
+    write_whole(plot, picture(result, image_format=plot.suffix.lower().removeprefix(".")))
+    result = replace(result, plot=str(plot))
     emit(result.to_json(), as_json=as_json, text=lambda: _print(result))
 
 

@@ -29,7 +29,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from upriver.errors import ConfigError, DatasetError
+from upriver.errors import ConfigError, DatasetError, StoreError
+from upriver.program.remember import cache_folder
 
 VERSION = 1
 """Part of the cache's name: raise it with any change that changes the files."""
@@ -95,13 +96,6 @@ class DemoData:
     classes: tuple[str, ...]
 
 
-def cache_dir() -> Path:
-    """The user's cache: ``UPRIVER_CACHE``, or ``upriver`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    if override := os.environ.get("UPRIVER_CACHE"):
-        return Path(override)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "upriver"
-
-
 def demo_data(
     *,
     num_train: int = 256,
@@ -122,18 +116,24 @@ def demo_data(
     Raises:
         ConfigError: If a number is below one image a class.
         DatasetError: If a photograph is missing from the installed packages.
+        StoreError: If nothing can be kept in that directory.
     """
     for name, number in (("num_train", num_train), ("num_heldout", num_heldout)):
         if number < len(SCENES):
             raise ConfigError(f"{name} must be at least {len(SCENES)}, one for each scene, got {number}")
     data = DemoData(
-        root=(cache or cache_dir()) / f"demo-v{VERSION}-{num_train}-{num_heldout}-{seed}",
+        root=(cache or cache_folder()).absolute() / f"demo-v{VERSION}-{num_train}-{num_heldout}-{seed}",
         num_train=num_train,
         num_heldout=num_heldout,
         classes=tuple(sorted(name for name, _ in SCENES)),
     )
-    if not data.root.exists():
-        _make(data, seed=seed, on_progress=on_progress or (lambda done, total: None))
+    try:
+        if not data.root.exists():
+            _make(data, seed=seed, on_progress=on_progress or (lambda done, total: None))
+    except OSError as error:
+        raise StoreError(
+            f"images cannot be kept in {data.root.parent} ({error.strerror or error})"
+        ) from error
     return data
 
 

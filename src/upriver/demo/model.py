@@ -68,7 +68,8 @@ def calibrate(model: nn.Module, dataset: Dataset, *, seed: int, micro_batch: int
 
 
 def _images(dataset: Dataset, count: int, *, seed: int, micro_batch: int) -> Sequence[torch.Tensor]:
-    """The first images of a dataset as the model takes them."""
+    """The first images of a dataset as the model takes them: whole micro-batches, or a short one."""
+    micro_batch = min(micro_batch, len(dataset))
     engine = Engine(chain=dataset.chain, program=None, micro_batch=micro_batch)
     batches = []
     for first in range(0, min(count, len(dataset)) // micro_batch * micro_batch, micro_batch):

@@ -105,7 +105,7 @@ class DemoResult:
         identical: Every loss and every tensor of the trained models is equal, bit for bit.
         conditions: What it ran on: link, cores, weights, images.
         worker_trials: Loader threads to the seconds of a short trial of the plain way.
-        plot: Path of the picture, or None where none was asked for.
+        plot: Path of the picture, once it is drawn.
     """
 
     plain: Way
@@ -114,7 +114,7 @@ class DemoResult:
     num_classes: int
     conditions: Mapping[str, Any]
     worker_trials: Mapping[int, float]
-    plot: str | None
+    plot: str | None = None
 
     @property
     def speedup(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,10 +16,11 @@ import torch
 
 from upriver.client.embedded import EmbeddedServer
 from upriver.demo.bench import Bench, same_state
-from upriver.demo.data import demo_data
+from upriver.demo.data import DemoData, demo_data
 from upriver.demo.model import build_model, calibrate, freeze
 from upriver.demo.result import DemoResult, Way
 from upriver.demo.settings import DemoSettings, Watcher
+from upriver.errors import StoreError
 from upriver.pipeline import (
     Dataset,
     Decode,
@@ -39,15 +41,9 @@ def run_demo(settings: DemoSettings, watch: Watcher) -> DemoResult:
     Raises:
         UpriverError: If something the demo needs is missing or fails.
     """
-    data = demo_data(
-        num_train=settings.images,
-        num_heldout=settings.heldout,
-        cache=settings.cache,
-        on_progress=lambda done, total: watch.advance("making images", done, total),
-    )
     cores = _cores()
-    with _tiers(data.root, cores) as server:
-        train, heldout = _datasets(data.root)
+    with images_of(settings, watch) as data, _tiers(data.root, cores) as server:
+        train, heldout = datasets(data.root)
         model, origin = build_model(len(data.classes), seed=settings.seed, weights=settings.weights)
         if origin == "random":
             calibrate(model, train, seed=settings.seed)
@@ -68,21 +64,39 @@ def run_demo(settings: DemoSettings, watch: Watcher) -> DemoResult:
         "batch_size": settings.batch_size,
         "seed": settings.seed,
     }
-    result = DemoResult(
+    return DemoResult(
         plain=plain,
         near_data=near,
         identical=torch.equal(plain_losses, near_losses) and same_state(plain_model, near_model),
         num_classes=len(data.classes),
         conditions=conditions,
         worker_trials=trials,
-        plot=str(settings.plot) if settings.plot is not None else None,
     )
-    if settings.plot is not None:
-        _plot(result, settings.plot)
-    return result
 
 
-def _datasets(root: Path) -> tuple[Dataset, Dataset]:
+@contextlib.contextmanager
+def images_of(settings: DemoSettings, watch: Watcher) -> Iterator[DemoData]:
+    """The images, from the cache; where nothing can be kept, in a directory that goes with the run."""
+
+    def made(cache: Path | None) -> DemoData:
+        return demo_data(
+            num_train=settings.images,
+            num_heldout=settings.heldout,
+            cache=cache,
+            on_progress=lambda done, total: watch.advance("making images", done, total),
+        )
+
+    with contextlib.ExitStack() as stack:
+        try:
+            data = made(settings.cache)
+        except StoreError as error:
+            watch.say(f"data: {error}, so they are made for this run alone")
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="upriver-demo-"))
+            data = made(Path(folder))
+        yield data
+
+
+def datasets(root: Path) -> tuple[Dataset, Dataset]:
     """Training and held-out samples, indexed where they lie."""
     store = Store.open(root.as_uri())
     # Half the area at least: a crop is already a part of a photograph, and three epochs are few.
@@ -155,7 +169,9 @@ def _listed(trials: Mapping[int, float]) -> str:
     return ", ".join(f"{workers}: {seconds:.1f} s" for workers, seconds in trials.items())
 
 
-def _plot(result: DemoResult, path: Path) -> None:
+def picture(result: DemoResult, *, image_format: str) -> bytes:
+    """What both ways took, drawn; the file's content."""
+
     def curve(label: str, way: Way) -> Curve:
         return Curve(label=label, epoch_s=way.epoch_s, epoch_bytes=way.epoch_bytes, losses=way.losses)
 
@@ -163,4 +179,5 @@ def _plot(result: DemoResult, path: Path) -> None:
         f"ResNet-18 over {result.conditions['link_mbit']:g} Mbit/s: plain, and near the data from cut "
         f"{result.near_data.cuts}"
     )
-    plot_demo(curve("plain", result.plain), curve("near-data", result.near_data), title=title, path=path)
+    plain, near_data = curve("plain", result.plain), curve("near-data", result.near_data)
+    return plot_demo(plain, near_data, title=title, image_format=image_format)

@@ -19,7 +19,6 @@ class DemoSettings:
         link_mbit: Rate of the emulated link. A CPU core is about a hundred times slower than a T4, so
             20 Mbit/s stand to it as 1 to 2 Gbit/s to a T4.
         weights: Safetensors file for the network; see :func:`upriver.demo.model.build_model`.
-        plot: Where to write the picture; None writes none.
         cache: Where the images are kept between runs; the user's cache by default.
     """
 
@@ -30,7 +29,6 @@ class DemoSettings:
     link_mbit: float = 20.0
     seed: int = 0
     weights: Path | None = None
-    plot: Path | None = None
     cache: Path | None = None
 
     def __post_init__(self) -> None:
@@ -39,8 +37,6 @@ class DemoSettings:
         for name, least in (("epochs", 1), ("batch_size", 1), ("images", scenes), ("heldout", scenes)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.plot is not None and not self.plot.absolute().parent.is_dir():
-            raise ConfigError(f"the directory of {self.plot} does not exist")
 
     @property
     def link_bytes_per_s(self) -> float:

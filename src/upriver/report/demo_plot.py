@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ class Curve:
     losses: Sequence[float]
 
 
-def plot_demo(plain: Curve, near_data: Curve, *, title: str, path: Path) -> None:
-    """Write the picture as PNG.
+def plot_demo(plain: Curve, near_data: Curve, *, title: str, image_format: str = "png") -> bytes:
+    """Draw the picture.
 
     Args:
         title: One line above everything.
-        path: Where to; its directory must exist.
+        image_format: ``png``, ``svg`` or ``pdf``.
 
-    Raises:
-        OSError: If the file cannot be written.
+    Returns:
+        The file, so that whoever writes it can do so whole or not at all.
     """
     # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,7 +54,9 @@ def plot_demo(plain: Curve, near_data: Curve, *, title: str, path: Path) -> None
     _bars(bytes_, curves, megabytes, "over the link, per epoch", "MB")
     _losses(losses, curves)
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=image_format, dpi=120)
+    return drawn.getvalue()
 
 
 def _bars(
