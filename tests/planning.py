@@ -111,6 +111,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         compute=ComputeTier(
             memory_bytes=draw(_memory),
             micro_batch=draw(st.none() | st.integers(1, 20)),
+            concurrency=draw(st.integers(1, 5)),
             seconds_per_byte={"decode": draw(_rates), "move": draw(_rates)},
         ),
         stream=draw(st.sampled_from(STREAMS)),

@@ -330,6 +330,16 @@ def test_a_tiers_cpus_work_beside_its_accelerator() -> None:
     )
 
 
+def test_input_stages_run_at_once_on_the_compute_tier_s_cores_and_forward_does_not() -> None:
+    workload = Workload(batch_size=10, num_samples=100)
+    for key, epoch_s in (("compute", 100 * (0.3 / 4 + 0.2)), ("compute.cpu", 100 * 0.2)):
+        decode = stage("decode", 6000, seconds={"storage": (0, 0.4), key: (0, 0.3)})
+        both = replace(chain(storage=0.1, out_bytes=2000, compute=0.2), input_stages=(decode,))
+        four = replace(cluster(), compute=ComputeTier(concurrency=4))
+        assert evaluate(-1, both, four, workload).compute_s == pytest.approx(epoch_s, rel=0.01)
+        assert evaluate(0, both, four, workload).compute_s == pytest.approx(100 * 0.2, rel=0.01)
+
+
 def test_forward_passes_take_turns_and_other_phases_run_at_once() -> None:
     profile = chain(storage=0.01, out_bytes=2000, compute=0.002)
     rates = {"read": 1e-6, "encode": 1e-6}

@@ -19,7 +19,8 @@ storage    encode for the wire                       ``encode`` x what crosses t
 network    send                                      what crosses the cut / bandwidth
 compute    decode                                    ``decode`` x what crosses the cut
 compute    move to the processor                     ``move`` x what enters the model
-compute    input stages, forward up to the freeze    measured
+compute    input stages                              measured, ``concurrency`` at a time
+compute    forward up to the freeze                  measured
 compute    the tail: forward, backward, step         measured, per training batch
 =========  ========================================  ==================================================
 
@@ -304,7 +305,7 @@ class CostModel:
         into_model, splits = cuts > 0, cuts > profile.unsplit
         tensor = profile.input.tensor_bytes
         storage_main, storage_cpu = self._spent(Tier.STORAGE, self.cluster.storage.micro_batch)
-        compute_main, compute_cpu = self._spent(Tier.COMPUTE, self._compute_at_once)
+        compute_main, compute_cpu = self._spent(Tier.COMPUTE, self._compute_at_once, compute.concurrency)
         loading = 0.0 if storage.reuse_model else profile.model_load_s.get(Tier.STORAGE, 0.0)
         return Phases(
             storage_parallel=_rate(storage, "read") * profile.input.stored_bytes
@@ -325,10 +326,10 @@ class CostModel:
         """Bytes per sample that cross each candidate cut."""
         return np.array([self.profile.input.stored_bytes, *(stage.out_bytes for stage in self._frozen)])
 
-    def _spent(self, tier: Tier, micro_batch: int) -> tuple[Array, Array]:
+    def _spent(self, tier: Tier, micro_batch: int, inputs_at_once: int = 1) -> tuple[Array, Array]:
         """Seconds per sample of each stage on a tier's main processor and on its CPUs.
 
-        An input stage runs on the CPUs where a tier has a processor apart from them.
+        An input stage runs on the CPUs where a tier has a processor, or cores, apart from them.
         """
         inputs, cpu = len(self.profile.input_stages), f"{tier}.cpu"
         on_cpu = [index for index in range(inputs) if cpu in self._frozen[index].seconds]
@@ -340,6 +341,7 @@ class CostModel:
             ]
         ).reshape(-1, 2)
         main = pairs[:, 0] / micro_batch + pairs[:, 1]
+        main[:inputs] /= inputs_at_once
         cpus = np.zeros_like(main)
         cpus[on_cpu], main[on_cpu] = main[on_cpu], 0.0
         return main, cpus

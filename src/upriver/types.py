@@ -273,15 +273,18 @@ class ComputeTier:
     Attributes:
         micro_batch: Samples the frozen stages see at once here; None judges memory at the training batch, as
             the papers do.
+        concurrency: Micro-batches whose input stages run at once, each on a core.
         seconds_per_byte: Phase (``decode``, ``move``) to seconds per byte.
     """
 
     memory_bytes: float = math.inf
     micro_batch: int | None = None
+    concurrency: int = 1
     seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_memory("compute.memory_bytes", self.memory_bytes)
+        require_finite("compute.concurrency", self.concurrency, at_least=1)
         if self.micro_batch is not None:
             require_finite("compute.micro_batch", self.micro_batch, at_least=1)
         _require_rates("compute.seconds_per_byte", self.seconds_per_byte)
@@ -395,7 +398,6 @@ class Plan:
         predicted: Cost of the plan under the one cost model, None when infeasible.
         table: Every cut considered.
         why: A sentence or two that a person can check against the table.
-        measured: Cut to the seconds of an epoch that really ran at it; the job fills it in.
     """
 
     policy: str
@@ -404,7 +406,6 @@ class Plan:
     predicted: Cost | None
     table: Sequence[CutRow]
     why: str
-    measured: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def cut(self) -> int:
@@ -414,8 +415,6 @@ class Plan:
     def __str__(self) -> str:
         """The table of cuts, the chosen one marked ``>``, what does not fit, and why this cut won."""
         header = ["", "cut", "after", "B/sample", "B/epoch", "storage s", "network s", "compute s", "epoch s"]
-        if self.measured:
-            header.append("measured s")
         table = aligned(header, [self._cells(row) for row in self.table], left=frozenset({0, 2}))
         misfits = [f"x cut {row.cut}: {row.why_not}" for row in self.table if not row.feasible]
         notes = "\n".join(wrapped(note) for note in (*misfits, f"{self.policy}: {self.why}"))
@@ -426,7 +425,4 @@ class Plan:
         sizes = (row.bytes_per_sample, row.cost.bytes)
         times = (row.cost.storage_s, row.cost.network_s, row.cost.compute_s, row.cost.epoch_s)
         cells = [mark if row.feasible else "x", str(row.cut), shortened(row.name, 22)]
-        cells += [*map(bytes_text, sizes), *map(seconds_text, times)]
-        if self.measured:
-            cells.append(seconds_text(self.measured[row.cut]) if row.cut in self.measured else "-")
-        return cells
+        return [*cells, *map(bytes_text, sizes), *map(seconds_text, times)]

@@ -48,7 +48,7 @@ def naive_hapi_epoch_s(cut: int, profile: Profile, cluster: Cluster, workload: W
         seconds = profile.stage(position).seconds
         if position > cut:
             fixed, each = seconds["compute.cpu" if "compute.cpu" in seconds else "compute"]
-            client += fixed / at_once + each
+            client += (fixed / at_once + each) / (cluster.compute.concurrency if position <= 0 else 1)
             continue
         on_cpus = "storage.cpu" in seconds
         fixed, each = seconds["storage.cpu" if on_cpus else "storage"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tests.planning import alexnet, cluster
 from upriver.errors import ConfigError
 from upriver.profile.live import ENOUGH, STEPS, UNSEEN, WINDOW, LiveProfile
-from upriver.types import Tier, Timings
+from upriver.types import StageProfile, Tier, Timings
 
 
 def seconds(live: LiveProfile, tier: str, position: int) -> float:
@@ -89,3 +90,11 @@ def test_a_stage_that_ran_once_follows_those_that_run_now() -> None:
     for _ in range(WINDOW):
         live.saw(Tier.STORAGE, Timings(stages={1: 0.06}))
     assert seconds(live, "storage", 2) == pytest.approx(2 * slower), "as those beside it since"
+
+
+def test_input_stages_on_cores_of_their_own_are_followed_under_that_name() -> None:
+    inputs = (StageProfile(name="decode", kind="decode", out_bytes=9.0, seconds={"compute.cpu": (0.0, 0.5)}),)
+    live = LiveProfile(replace(alexnet(), input_stages=inputs), cluster(), samples=10)
+    for _ in range(WINDOW):
+        live.saw(Tier.COMPUTE, Timings(stages={0: 20.0}))
+    assert live.now()[0].stage(0).seconds == {"compute.cpu": (0.0, 2.0)}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import pytest
+import torch
 
+from upriver.client.planning import cores_for_inputs
 from upriver.errors import ConfigError
 from upriver.policies import POLICIES
 from upriver.profile import build_profile, cluster_from
 from upriver.profile.build import has_lines, with_lines, with_peaks
+from upriver.profile.files import profile_from_json, profile_to_json
 from upriver.types import Profile, TailProfile, Tier, Timings, Workload
 
 
@@ -58,6 +62,31 @@ def test_seconds_are_medians_per_sample_without_the_warm_up() -> None:
     assert profile.stage(2).seconds["storage"] == (0.0, pytest.approx(0.2))
     assert profile.stage(-1).seconds["storage"] == (0.0, pytest.approx(0.05))
     assert profile.stage(0).seconds["compute"] == (0.0, pytest.approx(0.01))
+
+
+def test_input_stages_have_cores_of_their_own_where_there_are_some() -> None:
+    profile = build(timings(STEADY), timings(STEADY), cpus_apart=True)
+    assert profile.stage(-1).seconds == {"storage": (0.0, 0.05), "compute.cpu": (0.0, 0.05)}
+    assert profile.stage(1).seconds == {"storage": (0.0, 0.1), "compute": (0.0, 0.1)}
+    assert profile_from_json(profile_to_json(profile)) == profile
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "threads", "expected"),
+    [
+        ("cpu", 1, 1, (False, 1)),
+        ("cpu", 8, 8, (False, 8)),
+        ("cpu", 8, 16, (False, 8)),
+        ("cpu", 8, 6, (True, 2)),
+        ("cuda", 8, 8, (True, 8)),
+    ],
+)
+def test_which_cores_input_stages_have(
+    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, threads: int, expected: tuple[bool, int]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert cores_for_inputs(torch.device(device)) == expected
 
 
 def test_a_single_micro_batch_counts_although_it_is_warm_up() -> None:

@@ -303,6 +303,7 @@ class Measuring:
             link=link,
             tail=tail,
             at_once=sum(each.at_once for each in passed),
+            num_workers=options.num_workers,
             # Every rank asks the same servers for as much, and all wait for what others ask.
             load=options.num_ranks / sum(each.at_once for each in passed) * self._waiting(passed),
             kept=kept,

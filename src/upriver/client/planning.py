@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -135,6 +136,7 @@ def profile_and_cluster(
     link: LinkEstimate,
     tail: TailProfile,
     at_once: int,
+    num_workers: int,
     load: float,
     kept: Kept | None = None,
 ) -> tuple[Profile, Cluster]:
@@ -142,6 +144,7 @@ def profile_and_cluster(
 
     Args:
         at_once: Micro-batches that the servers compute at once.
+        num_workers: Threads that run input stages here.
         load: Factor on the servers' seconds.
         kept: What an earlier job measured: it counts for all that follows from ``here`` and ``there``.
     """
@@ -149,6 +152,7 @@ def profile_and_cluster(
     if program is None:
         raise UpriverError("a model that runs unsplit has nothing to plan")
     micro_batch = program.micro_batch
+    apart, cores = cores_for_inputs(program.device)
     profile = (
         kept.profile
         if kept is not None
@@ -163,6 +167,7 @@ def profile_and_cluster(
             storage=there,
             compute=here.timings,
             samples_per_timing=micro_batch,
+            cpus_apart=apart,
         )
     )
     cluster = cluster_from(
@@ -175,12 +180,25 @@ def profile_and_cluster(
         storage=there,
         compute=here.timings,
         concurrency=at_once,
+        inputs_at_once=min(num_workers, cores),
         load=load,
         device=program.device,
     )
     if kept is not None:
         cluster = _with_rates_of(cluster, kept.cluster)
     return replace(profile, model=name, tail=tail), cluster
+
+
+def cores_for_inputs(device: torch.device) -> tuple[bool, int]:
+    """Whether input stages have cores beside what runs the model here, and on how many they run at once.
+
+    Where the model's threads take every core the two take turns, and while input stages run they have all.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if device.type != "cpu":
+        return True, cores
+    spare = cores - torch.get_num_threads()
+    return (True, spare) if spare > 0 else (False, cores)
 
 
 def make_plan(

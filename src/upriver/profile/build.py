@@ -80,6 +80,7 @@ def build_profile(
     compute: Sequence[Timings],
     samples_per_timing: int,
     input_bytes: Mapping[int, float] | None = None,
+    cpus_apart: bool = False,
     tail: TailProfile | None = None,
 ) -> Profile:
     """Put measurements together.
@@ -97,6 +98,7 @@ def build_profile(
         samples_per_timing: Samples in each of those micro-batches.
         input_bytes: Position to the mean size of a sample there, after each input stage; one that is not
             known counts as a finished sample.
+        cpus_apart: Whether the compute tier has cores for input stages beside what runs the model.
         tail: Cost of the trainable rest; None counts it as free.
 
     Raises:
@@ -106,8 +108,12 @@ def build_profile(
     steady = {Tier.STORAGE: _without_warm_up(storage), Tier.COMPUTE: _without_warm_up(compute)}
 
     def seconds(name: str, position: int) -> dict[str, tuple[float, float]]:
+        cpus = {Tier.COMPUTE} if cpus_apart and position <= 0 else ()
         return {
-            str(tier): (0.0, _stage_seconds(name, position, tier, timings) / samples_per_timing)
+            f"{tier}.cpu" if tier in cpus else str(tier): (
+                0.0,
+                _stage_seconds(name, position, tier, timings) / samples_per_timing,
+            )
             for tier, timings in steady.items()
         }
 
@@ -202,6 +208,7 @@ def cluster_from(
     storage_memory_bytes: float | None = None,
     compute_memory_bytes: float | None = None,
     concurrency: int = 1,
+    inputs_at_once: int = 1,
     load: float = 1.0,
     device: torch.device = _CPU,
 ) -> Cluster:
@@ -220,6 +227,7 @@ def cluster_from(
         storage_memory_bytes: As the server says; None where it does not, which rules no cut out.
         compute_memory_bytes: None asks what is available now where ``device`` computes.
         concurrency: Requests that the servers run at once.
+        inputs_at_once: Micro-batches whose input stages run at once on the compute tier.
         load: Factor on the storage tier's compute seconds.
         device: On which the compute tier, this process, runs the model.
     """
@@ -239,7 +247,10 @@ def cluster_from(
             seconds_per_byte={"read": read, "encode": encode},
         ),
         compute=ComputeTier(
-            memory_bytes=float(here), micro_batch=micro_batch, seconds_per_byte={"decode": decode}
+            memory_bytes=float(here),
+            micro_batch=micro_batch,
+            concurrency=inputs_at_once,
+            seconds_per_byte={"decode": decode},
         ),
     )
 

@@ -89,6 +89,7 @@ class _Compute(_Strict):
     memory_bytes: float | None
     seconds_per_byte: _ComputeRates
     micro_batch: int | None = None
+    concurrency: int = 1
 
 
 class _Cluster(_Strict):

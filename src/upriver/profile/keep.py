@@ -142,9 +142,10 @@ def as_of_today(profile: Profile, factors: Mapping[Tier, float]) -> Profile:
 
     def scaled(stage: StageProfile) -> StageProfile:
         today = {
-            str(tier): (stage.seconds[tier][0] * factor, stage.seconds[tier][1] * factor)
+            key: (stage.seconds[key][0] * factor, stage.seconds[key][1] * factor)
             for tier, factor in factors.items()
-            if tier in stage.seconds
+            for key in (str(tier), f"{tier}.cpu")
+            if key in stage.seconds
         }
         return replace(stage, seconds={**stage.seconds, **today})
 

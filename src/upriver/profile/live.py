@@ -125,9 +125,10 @@ class LiveProfile:
         measured = dict(enumerate(stages[: last - first + 1], start=first))
         seconds = {position: dict(stage.seconds) for position, stage in measured.items()}
         for tier in (Tier.STORAGE, Tier.COMPUTE):
-            on_tier = {position: given[tier] for position, given in seconds.items() if tier in given}
-            for position, line in self._lines(tier, on_tier).items():
-                seconds[position][tier] = line
+            keys = {position: key for position, given in seconds.items() if (key := _key(tier, given))}
+            lines = self._lines(tier, {position: seconds[position][key] for position, key in keys.items()})
+            for position, line in lines.items():
+                seconds[position][keys[position]] = line
         fresh = (replace(stage, seconds=seconds[position]) for position, stage in measured.items())
         return (*fresh, *stages[len(measured) :])
 
@@ -157,6 +158,11 @@ class LiveProfile:
         if self._bandwidths:
             link = replace(link, bandwidth_bytes_per_s=median(self.recent_bandwidths(LINK_WINDOW)))
         return replace(cluster, link=link, storage=replace(cluster.storage, seconds_per_byte=rates))
+
+
+def _key(tier: Tier, seconds: Mapping[str, _Line]) -> str:
+    """Under which name a stage has its seconds on a tier; empty where it has none."""
+    return next((key for key in (str(tier), f"{tier}.cpu") if key in seconds), "")
 
 
 def _change(now: Mapping[int, float], before: Mapping[int, float]) -> float:
