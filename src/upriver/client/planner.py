@@ -117,7 +117,11 @@ class Planner:
             return self._unsplit(self.policy, f"the model runs unsplit: {self.parts.why_not}"), None
         if not self._asks_servers(shares):
             return self._unsplit("nosplit", "asked for: everything runs on the compute tier"), None
-        return self._with_servers(self._measuring_of(), shares)
+        try:
+            return self._with_servers(self._measuring_of(), shares)
+        except BaseException:
+            self.close()
+            raise
 
     def best_size(self, cut: int | Mapping[int, float] | None) -> int:
         """The micro-batch with which an epoch is predicted to be shortest; see `upriver.client.sizes`.
