@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import Counter
 
@@ -11,10 +12,10 @@ import torch
 
 import upriver
 from tests.client.conftest import Reference
-from tests.client.test_job_near import free_port, start
+from tests.client.test_job_near import start
 from tests.client.training import BATCH, MICRO, optimizer_of, run, same, train
 from tests.program.nets import frozen_small
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, NoFeasibleCut
 from upriver.pipeline import Dataset
 
 MIXES = {
@@ -73,7 +74,7 @@ def test_a_job_that_goes_on_planning_runs_what_it_planned(
 
 @pytest.mark.slow
 def test_killing_the_server_in_mid_epoch_changes_no_bit(data: Dataset, plain: Reference) -> None:
-    server = start(data, free_port())
+    server = start(data, 0)
     with upriver.connect(server.url) as near:
         model = frozen_small()
         with near.finetune(
@@ -152,3 +153,28 @@ def test_a_mix_is_replayed_at_its_own_cuts(data: Dataset, near: upriver.Near) ->
 def test_shares_that_are_none(data: Dataset, near: upriver.Near, cut: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         near.finetune(frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, cut=cut)  # type: ignore[arg-type]
+
+
+def test_a_memory_that_fits_no_cut_is_an_error_that_names_what_is_missing(
+    data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With so many bytes more there is one cut that fits, and the job takes it."""
+    has = 1000
+
+    def finetune() -> upriver.FinetuneJob:
+        monkeypatch.setattr("upriver.profile.build.available_bytes", lambda device: has)
+        return near.finetune(frozen_small(), data, batch_size=BATCH, micro_batch=MICRO)
+
+    with pytest.raises(NoFeasibleCut, match=r"does not fit: compute memory is short by \d+ bytes") as caught:
+        finetune()
+    said = str(caught.value)
+    assert "micro-batches of 8 and a training batch of 12, has 1 kB" in said
+    [(cut, short)] = re.findall(r"cut (-?\d+), .* short by (\d+) bytes", said)
+    has += int(short)
+    with finetune() as job:
+        assert int(cut) in {row.cut for row in job.plan.table if row.feasible}
+        assert all(row.feasible for row in job.plan.table if row.cut in {r.cut for r in job.plan.routes})
+        assert not all(row.feasible for row in job.plan.table)
+    has -= 1
+    with pytest.raises(NoFeasibleCut, match="compute memory is short by 1 bytes"):
+        finetune()

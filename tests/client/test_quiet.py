@@ -15,6 +15,7 @@ import upriver
 from tests.client.conftest import Reference
 from tests.client.training import BATCH, MICRO, optimizer_of, same, train
 from tests.program.nets import frozen_small
+from tests.server.running import wait_for
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.link import LinkMeter
 from upriver.client.pool import Health, ServerPool
@@ -109,12 +110,16 @@ def test_a_job_probes_when_everything_has_crossed(
         assert job._quiet is not None
         job._quiet._after_s = AFTER_S
         steps = len(job)
+
+        def until_quiet() -> None:
+            wait_for(lambda: near.meter.quiet_s > 2 * AFTER_S)
+
         losses = train(
             job,
             model,
             optimizer_of(model),
             epochs=2,
-            after_step=lambda step: time.sleep(4 * AFTER_S if step % steps in (0, steps - 1) else 0),
+            after_step=lambda step: until_quiet() if step % steps in (0, steps - 2, steps - 1) else None,
         )
-    assert "the link was quiet; it carries" in caplog.text
+        wait_for(lambda: "the link was quiet; it carries" in caplog.text)
     assert same((losses, model), plain)

@@ -7,18 +7,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import upriver
 from tests.client.conftest import Reference
-from tests.client.test_job_near import free_port, start
+from tests.client.test_job_near import start
 from tests.client.training import BATCH, MICRO, STAGES, images, optimizer_of, same, train
 from tests.program.nets import frozen_small
+from tests.server.running import wait_for
+from upriver.client.deal import deal
 from upriver.client.embedded import EmbeddedServer
+from upriver.client.job import FinetuneJob
+from upriver.client.loader import STORE_REST_S
 from upriver.errors import StoreError
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
@@ -30,7 +36,7 @@ pytestmark = pytest.mark.slow
 def test_a_server_that_stops_is_named_by_the_plan(
     data: Dataset, plain: Reference, sign: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, model, whys = start(data, free_port()), frozen_small(), []
+    server, model, whys = start(data, 0), frozen_small(), []
     with upriver.connect(server.url) as near:
         with near.finetune(
             model,
@@ -64,7 +70,7 @@ def test_a_server_that_stops_is_named_by_the_plan(
 
 
 def test_a_plan_that_needs_no_server_says_nothing(data: Dataset) -> None:
-    server = start(data, free_port())
+    server = start(data, 0)
     with (
         upriver.connect(server.url) as near,
         near.finetune(frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, policy="nosplit") as job,
@@ -99,7 +105,8 @@ def apart(tmp_path: Path) -> Iterator[Apart]:
     ):
         assert objects.stdout is not None
         url = json.loads(objects.stdout.readline())["listening"]
-        options = {"endpoint": url, "region": "none", "anonymous": "true", "max_retries": "1"}
+        patience = {"read_timeout_s": "1.5", "timeout_s": "3", "max_retries": "1"}
+        options = {"endpoint": url, "region": "none", "anonymous": "true", **patience}
         store = upriver.Store.open("s3://store", options=options)
         yield Apart(near, upriver.index(store, "photos", stages=STAGES), objects, server)
         objects.kill()
@@ -145,6 +152,87 @@ def test_a_plan_of_no_servers_turns_to_them_once_they_pass_the_canary(
         early = {each.source for each in job.placed[:4]}
         late = {each.cut for each in job.placed if each.epoch == 1}
     assert early == {"local"} and late == {6}
+    assert same((losses, model), plain)
+
+
+class Rest:
+    """The clock by which a store that was lost is left alone: it stands still until somebody moves it on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("upriver.client.loader.time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def end(self) -> None:
+        self.now += STORE_REST_S
+
+
+def as_dealt(job: FinetuneJob, epoch: int) -> bool:
+    """Whether each micro-batch of an epoch went the way that the plan says."""
+    placed = [-4 if each.source == "local" else each.cut for each in job.placed if each.epoch == epoch]
+    return placed == [hand.cut for hand in deal(job.plan.routes, len(placed), start=-4)]
+
+
+def test_a_store_that_stalls_is_named_servers_make_its_share_and_it_is_used_again(
+    apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still takes connections, and says nothing: what a link does that stops without a word."""
+    model, whys, rest = frozen_small(), [], Rest(monkeypatch)
+    with apart.near.finetune(model, apart.data, cut={-4: 0.4, 2: 0.6}, **SMALL) as job:
+
+        def stall(step: int) -> None:
+            whys.append(job.plan.why)
+            if step == 4:
+                os.kill(apart.objects.pid, signal.SIGSTOP)
+            if step == 10:
+                os.kill(apart.objects.pid, signal.SIGCONT)
+                rest.end()
+
+        losses = train(job, model, optimizer_of(model), epochs=2, after_step=stall)
+        placed, report = job.placed, job.report
+        assert as_dealt(job, epoch=1) and not as_dealt(job, epoch=0)
+    assert "the store cannot be read from here now" in whys[9] and "servers make that share" in whys[9]
+    assert whys[-1] == whys[0] and "store" not in whys[0]
+    stalled, after = (
+        [each.source == "local" for each in placed if each.epoch == 0 and each.index in indices]
+        for indices in (range(9, 14), range(18, 25))
+    )
+    assert not any(stalled) and any(after)
+    assert sum(report.samples.values()) == 400
+    assert same((losses, model), plain)
+
+
+def test_a_job_goes_on_when_store_and_server_have_both_stalled_and_come_back(
+    apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come back once one of them has been given up, and before the other one is."""
+    model, whys, rest = frozen_small(), [], Rest(monkeypatch)
+    stalled, options = (apart.objects.pid, apart.server.pid), {**SMALL, "window_bytes": 1 << 18}
+    with apart.near.finetune(model, apart.data, cut={-4: 0.4, 2: 0.6}, **options) as job:
+        asked = job.plan.why
+
+        def come_back() -> None:
+            wait_for(lambda: job.plan.why != asked)
+            for pid in stalled:
+                os.kill(pid, signal.SIGCONT)
+            rest.end()
+
+        returning = threading.Thread(target=come_back)
+
+        def stall(step: int) -> None:
+            whys.append(job.plan.why)
+            if step == 4:
+                for pid in stalled:
+                    os.kill(pid, signal.SIGSTOP)
+                returning.start()
+            if step == len(job):
+                returning.join()
+                wait_for(lambda: job.plan.why == asked)
+
+        losses = train(job, model, optimizer_of(model), epochs=2, after_step=stall)
+        assert as_dealt(job, epoch=1) and not as_dealt(job, epoch=0)
+        report = job.report
+    assert whys[-1] == asked
+    assert set(report.samples) == {"local", apart.server.url} and sum(report.samples.values()) == 400
     assert same((losses, model), plain)
 
 
