@@ -127,6 +127,25 @@ def test_resuming_after_any_step_gives_the_rest_of_the_uninterrupted_run(tmp_pat
             assert same((losses, model), (losses, again))
 
 
+def test_a_job_that_went_back_can_be_replayed(tmp_path: Path) -> None:
+    data = photos(tmp_path)
+    options = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7}
+    near = upriver.connect()
+    with near.finetune(frozen_small(), data, **options, policy="nosplit") as job:
+        steps = iter(job)
+        next(steps)
+        state = job.state_dict()
+        for _ in range(2):
+            next(steps)
+        whole = [features for _ in range(2) for features, _ in job]
+        job.load_state_dict(state)
+        assert len(list(job)) == 4
+    assert [(p.epoch, p.index) for p in job.placed] == [(e, i) for e in range(3) for i in range(7)]
+    with near.finetune(frozen_small(), data, **options, replay=job.placed) as again:
+        list(again)
+        assert all(map(torch.equal, whole, [features for _ in range(2) for features, _ in again]))
+
+
 def test_a_break_begins_the_next_epoch(tmp_path: Path) -> None:
     data = photos(tmp_path, 24)
     with upriver.connect().finetune(

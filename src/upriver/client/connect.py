@@ -71,7 +71,7 @@ class Near:
         self._closed = False
         self.measured: Measured | None = None
         self._embedded: dict[tuple[str, str], EmbeddedServer] = {}
-        self._jobs: list[FinetuneJob] = []
+        self._jobs: set[FinetuneJob] = set()
         self._lock = threading.Lock()
 
     def finetune(
@@ -188,7 +188,7 @@ class Near:
         tell = checks.function("on_progress", on_progress) or (lambda text: log.info("%s", text))
         patience_or_none = patience if checks.flag("replan", replan) else None
         job = self._prepare(wrapped, dataset, options, choices, cut=cut, tell=tell, patience=patience_or_none)
-        self._jobs.append(job)
+        self._jobs.add(job)
         return job
 
     def _prepare(
@@ -204,7 +204,7 @@ class Near:
     ) -> FinetuneJob:
         """Split the model, choose its micro-batch, plan, and put the job together."""
         model = wrapped.model
-        direct = dataset.with_store(MeteredStore(dataset.store, self.meter))
+        direct = self._metered(dataset)
 
         def split_for(options: JobOptions) -> Split:
             return split(
@@ -251,6 +251,8 @@ class Near:
             run=run,
             pool=pool,
             link_bytes=lambda: self.meter.total_bytes,
+            metered=self._metered,
+            closed=self._jobs.discard,
             tolerance=planner.allowed,
             replay=planner.replay,
             replanner=planner.replanner,
@@ -264,32 +266,38 @@ class Near:
             ServerUnavailable: If an embedded server cannot be started.
             ConfigError: If the dataset's store cannot be shared with another process.
         """
-        urls, token = self._urls, self._token
-        if not urls:
-            server = self._embed(dataset)
-            urls, token = (server.url,), self._token
-        return [ServerClient(url, token=token, meter=self.meter) for url in urls]
+        urls = self._urls or (self._embed(dataset).url,)
+        return [ServerClient(url, token=self._token, meter=self.meter) for url in urls]
+
+    def _metered(self, dataset: Dataset) -> Dataset:
+        """The same dataset, read over the metered link."""
+        return dataset.with_store(MeteredStore(dataset.store, self.meter))
 
     def _embed(self, dataset: Dataset) -> EmbeddedServer:
+        """The embedded server for a dataset's store, started where none runs."""
         store = dataset.store
+        key = (store.name, store.uri)
         with self._lock:
             self._check_open()
-            key = (store.name, store.uri)
-            if key not in self._embedded:
-                server = EmbeddedServer.start(
+            server = self._embedded.get(key)
+            if server is not None and not server.running:
+                log.warning("the embedded server at %s has ended; starting another", server.url)
+                self._embedded.pop(key).close()
+                server = None
+            if server is None:
+                server = self._embedded[key] = EmbeddedServer.start(
                     {store.name: store.uri},
                     threads=self._threads or torch.get_num_threads(),
                     cpu=self._cpus,
                     token=self._token,
                 )
-                self._embedded[key] = server
-            return self._embedded[key]
+            return server
 
     def close(self) -> None:
         """End all jobs and the embedded server; no further jobs. May be called again."""
         with self._lock:
             self._closed = True
-        for job in self._jobs:
+        for job in list(self._jobs):
             job.close()
         for server in self._embedded.values():
             server.close()

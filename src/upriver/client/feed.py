@@ -17,13 +17,13 @@ from upriver.client.order import EpochOrder
 from upriver.client.pool import ServerPool
 from upriver.client.replan import Replanner
 from upriver.client.report import Tally
-from upriver.client.routes import Placed
+from upriver.client.routes import Places
 from upriver.client.servers import Question
 from upriver.client.slots import Dealt, Pin, Way, Window
 from upriver.client.window import told, window_for
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
-from upriver.pipeline import Dataset
+from upriver.pipeline import Dataset, InputChain
 from upriver.program.split import Split
 from upriver.protocol import RunRequest
 from upriver.types import MicroBatch, Plan, Tier, Timings
@@ -35,12 +35,12 @@ class Feed:
     """Makes loaders, and keeps what they delivered. Knows nothing of the job, which can be collected.
 
     Args:
-        start: Position of the stored bytes.
+        chain: The training data's; its cuts are those that plans name and canaries cover.
         log_level: At which each micro-batch's place is logged.
 
     Attributes:
         tally: What passes that are over have delivered.
-        placed: Where the micro-batches of training were computed.
+        places: Where the micro-batches of training were computed.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Feed:
         split: Split,
         options: JobOptions,
         *,
-        start: int,
+        chain: InputChain,
         pool: ServerPool | None,
         replanner: Replanner | None,
         device: torch.device,
         log_level: int,
     ) -> None:
-        self._split, self._options, self._start = split, options, start
+        self._split, self._options, self._chain = split, options, chain
         self._pool, self._replanner = pool, replanner
         self._device, self._log_level = device, log_level
         self.tally = Tally()
-        self.placed: list[Placed] = []
+        self.places = Places()
 
     @contextlib.contextmanager
     def training(
@@ -76,10 +76,10 @@ class Feed:
         Args:
             pins: Micro-batches that must come from a certain place.
         """
-        placed, replanner, level = self.placed, self._replanner, self._log_level
+        places, replanner, level = self.places, self._replanner, self._log_level
 
         def note(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
-            placed.append(Placed(epoch=epoch, index=index, source=source, cut=batch.position))
+            places.note(epoch=epoch, index=index, source=source, cut=batch.position)
             log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, batch.position)
             if replanner is not None:
                 tier = Tier.COMPUTE if source == LOCAL else Tier.STORAGE
@@ -87,19 +87,57 @@ class Feed:
                 replanner.saw(tier, timings, sent_bytes=sent_bytes)
 
         log.info("%s", told(self.window(plan)))
-        first = first_micro_batch(order, step)
-        with self._loading(dataset, plan, order, epoch=epoch, first=first, pins=pins, note=note) as loader:
+        with self._loading(
+            dataset,
+            plan,
+            order,
+            dealt=deal(plan.routes, len(order.micro_batches), start=dataset.chain.start),
+            pool=self._pool,
+            epoch=epoch,
+            first=first_micro_batch(order, step),
+            pins=pins,
+            note=note,
+        ) as loader:
             yield loader
 
     @contextlib.contextmanager
-    def evaluating(self, dataset: Dataset, plan: Plan, order: EpochOrder) -> Iterator[Loader]:
-        """A loader for one pass over a dataset of its own."""
+    def evaluating(
+        self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
+    ) -> Iterator[Loader]:
+        """A loader for one pass over a dataset of its own.
+
+        Args:
+            servers: Whether they can read the dataset; where not, all of it is made here.
+        """
 
         def note(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
             pass
 
-        with self._loading(dataset, plan, order, epoch=0, first=0, pins={}, note=note) as loader:
+        with self._loading(
+            dataset,
+            plan,
+            order,
+            dealt=self._dealt_elsewhere(dataset, plan, order, servers=servers),
+            pool=self._pool if servers else None,
+            epoch=0,
+            first=0,
+            pins={},
+            note=note,
+        ) as loader:
             yield loader
+
+    def _dealt_elsewhere(
+        self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
+    ) -> tuple[Dealt, ...]:
+        """The routes of another dataset's micro-batches, as like the plan's as may be.
+
+        In another chain a cut below 0 lies behind other stages, and maybe none, so no canary has covered it:
+        what would take it is made here.
+        """
+        hands = deal(plan.routes, len(order.micro_batches), start=self._chain.start)
+        first = self._chain.start if dataset.chain == self._chain else 0
+        here = Dealt(way=Way.LOCAL, cut=dataset.chain.start)
+        return tuple(hand if servers and hand.cut >= first else here for hand in hands)
 
     @contextlib.contextmanager
     def _loading(
@@ -108,13 +146,14 @@ class Feed:
         plan: Plan,
         order: EpochOrder,
         *,
+        dealt: Sequence[Dealt],
+        pool: ServerPool | None,
         epoch: int,
         first: int,
         pins: Mapping[int, Pin],
         note: Callable[[int, str, MicroBatch, Timings], None],
     ) -> Iterator[Loader]:
         """A loader for one pass; what it delivered is added up when it ends."""
-        dealt = deal(plan.routes, len(order.micro_batches), start=dataset.chain.start)
         tally = self.tally
 
         def count(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
@@ -131,7 +170,7 @@ class Feed:
                 on_bad_sample=self._options.on_bad_sample,
             ),
             first=first,
-            remote=self._remote(dataset, order, epoch, pins, dealt),
+            remote=self._remote(pool, dataset, order, epoch, pins, dealt),
             window=self.window(plan),
             num_workers=self._options.num_workers,
             expected_bytes=self._expected_bytes(),
@@ -180,6 +219,7 @@ class Feed:
 
     def _remote(
         self,
+        pool: ServerPool | None,
         dataset: Dataset,
         order: EpochOrder,
         epoch: int,
@@ -189,7 +229,7 @@ class Feed:
         program = self._split.program
         ways = (*(hand.way for hand in dealt), *(pin.way for pin in pins.values()))
         asks = self._replanner is not None or Way.REMOTE in ways
-        if self._pool is None or program is None or not asks:
+        if pool is None or program is None or not asks:
             return None
         question = Question(
             dataset=dataset,
@@ -204,7 +244,7 @@ class Feed:
             return question.request([micro_batches[i] for i in indices], stop=stop, epoch=epoch)
 
         return Remote(
-            pool=self._pool,
+            pool=pool,
             make_request=make_request,
             connections=self._options.connections,
             per_request=self._options.per_request,
@@ -221,7 +261,7 @@ class Feed:
         options = self._options
         return window_for(
             plan,
-            start=self._start,
+            start=self._chain.start,
             batch_size=options.batch_size,
             micro_batch=options.micro_batch,
             connections=options.connections,
@@ -243,7 +283,7 @@ class Feed:
             return {}
         sizes = {
             cut: int(self._crossing_bytes(cut) * self._options.micro_batch)
-            for cut in range(self._start + 1, program.num_stages + 1)
+            for cut in range(self._chain.start + 1, program.num_stages + 1)
         }
         remote: dict[Way | Dealt, int] = {Dealt(way=Way.REMOTE, cut=cut): size for cut, size in sizes.items()}
         return remote | {Way.LOCAL: sizes[0]}

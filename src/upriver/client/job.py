@@ -34,7 +34,7 @@ from upriver.client.slots import Window
 from upriver.client.standing import Standing
 from upriver.client.window import told
 from upriver.client.wrapping import TailRunner
-from upriver.errors import ConfigError, DatasetError
+from upriver.errors import ConfigError, DatasetError, StoreError
 from upriver.pipeline import Dataset
 from upriver.program.freeze import FrozenGuard, keep_in_eval
 from upriver.program.split import Split
@@ -71,12 +71,19 @@ class FinetuneJob:
         run: TailRunner,
         pool: ServerPool | None,
         link_bytes: Callable[[], int],
+        metered: Callable[[Dataset], Dataset],
+        closed: Callable[[FinetuneJob], None],
         tolerance: Tolerance | None,
         replay: Routes,
         replanner: Replanner | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        """Made by ``finetune``."""
+        """Made by ``finetune``.
+
+        Args:
+            metered: Gives a dataset whose reads are counted as crossing the link.
+            closed: Called when the job is closed.
+        """
         self._replanner, self._notes = replanner, notes
         self._switches: list[Switch] = []
         self._plan = plan
@@ -88,7 +95,8 @@ class FinetuneJob:
         self._exact, self._tolerance, self._autocast = choices.exact, tolerance, choices.autocast
         self._replay = replay
         self._pool = pool
-        self._link_bytes = link_bytes
+        self._link_bytes, self._metered = link_bytes, metered
+        self._on_close = closed
         self._standing = Standing(pool, start=dataset.chain.start)
         self._quiet = QuietLink(pool, link_bytes) if pool is not None and replanner is not None else None
         self._closed = False
@@ -103,7 +111,7 @@ class FinetuneJob:
         self._feed = Feed(
             split,
             options,
-            start=dataset.chain.start,
+            chain=dataset.chain,
             pool=pool,
             replanner=replanner,
             device=self._device,
@@ -198,7 +206,7 @@ class FinetuneJob:
         """After a training step: ask the policy again, and go on with what it says when that lasts."""
         self._standing.tell(self._plan, self._store_lost)
         replanner, loader = self._replanner, self._loader
-        if replanner is None or loader is None:
+        if replanner is None or loader is None or self._closed:
             return
         if self._quiet is not None:
             self._quiet.look()
@@ -206,7 +214,7 @@ class FinetuneJob:
         if found is None:
             return
         plan, before, after = found
-        self._plan = replace(plan, measured=self._plan.measured, why="; ".join((plan.why, *self._notes)))
+        self._plan = replace(plan, why="; ".join((plan.why, *self._notes)))
         start = self._dataset.chain.start
         loader.deal(deal(plan.routes, len(order.micro_batches), start=start), self.window)
         switch = Switch(
@@ -252,11 +260,13 @@ class FinetuneJob:
     def evaluate(self, dataset: Dataset, metric: Any, *, batch_size: int | None = None) -> float:
         """A metric over another dataset, which takes the same path; nothing is trained, nothing is shuffled.
 
+        Servers take part where they can read the dataset: it must lie in the training data's store, and this
+        side must be able to write its index there. Else all of it is read from here.
+
         Args:
             dataset: Held-out samples; its own input stages are used.
             metric: ``metric(outputs, targets)`` giving a mean over the batch, or an object with
-                ``update(outputs,
-                targets)`` and ``compute()``.
+                ``update(outputs, targets)`` and ``compute()``.
             batch_size: Samples at once in the tail; the job's where not given.
 
         Returns:
@@ -274,12 +284,13 @@ class FinetuneJob:
         order = EpochOrder(
             ids=tuple(range(len(dataset))), batch_size=size, micro_batch=self._options.micro_batch
         )
-        if self._pool is not None:
-            dataset.publish()
+        dataset = self._metered(dataset)
         form, finish = self._split.tail.values, self._feed.finisher(dataset, epoch=0)
         total, count = 0.0, 0
         with (
-            self._feed.evaluating(dataset, self._plan, order) as loader,
+            self._feed.evaluating(
+                dataset, self._plan, order, servers=self._servers_can_read(dataset)
+            ) as loader,
             torch.no_grad(),
             in_eval(self._model),
         ):
@@ -296,6 +307,20 @@ class FinetuneJob:
         if not count:
             raise DatasetError("no sample of the dataset could be evaluated")
         return float(metric.compute()) if keeps_count else total / count
+
+    def _servers_can_read(self, dataset: Dataset) -> bool:
+        """Whether servers can be asked for samples of a dataset, which is published for them."""
+        if self._pool is None:
+            return False
+        if _place(dataset) != _place(self._dataset):
+            log.info("evaluating without servers: %r lies in another store than what is trained on", dataset)
+            return False
+        try:
+            dataset.publish()
+        except StoreError as error:
+            log.warning("evaluating without servers: the index cannot be put where they read it: %s", error)
+            return False
+        return True
 
     # ----------------------------------------------------------------------------- state and report
 
@@ -355,12 +380,12 @@ class FinetuneJob:
 
     @property
     def placed(self) -> Sequence[Placed]:
-        """Where every micro-batch of training so far was computed.
+        """Where every micro-batch of training so far was computed, in order; each once, as it came last.
 
         Given to a later ``finetune(..., replay=job.placed)``, each is computed there again: the same bits, in
         a ``numeric`` job too.
         """
-        return tuple(self._feed.placed)
+        return self._feed.places.all()
 
     @property
     def plan(self) -> Plan:
@@ -404,9 +429,18 @@ class FinetuneJob:
         self.close_loader()
         if self._pool is not None:
             self._pool.close()
+        for beside in (self._quiet, self._replanner):
+            if beside is not None:
+                beside.close()
+        self._on_close(self)
 
     def __enter__(self) -> FinetuneJob:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _place(dataset: Dataset) -> tuple[str, str, str]:
+    """Where servers look for a dataset's index."""
+    return dataset.store.name, dataset.store.uri, dataset.prefix
