@@ -20,7 +20,8 @@ class Report:
         skipped: Ids of samples that could not be read and were left out, in the order in which they were due.
         epoch_s: Wall-clock seconds of each finished epoch, the caller's training steps included.
         epoch_bytes: Bytes that crossed the link in each finished epoch.
-        phases: Seconds by source and phase (``local``, or a server's URL).
+        phases: Seconds by source and phase. A source is ``local``, a server's URL, or ``finish``: the rest of
+            the prefix, which runs here on what any of them gave.
         exact: ``bitwise`` or ``numeric``.
         tolerance: By how much a server's features may differ; None where they may not.
     """
