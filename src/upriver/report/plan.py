@@ -1,27 +1,11 @@
-"""A plan for people and for programs.
-
-A plan prints itself (``str(plan)``), so that it explains itself in every layer; this module adds what ran to
-that text and gives the JSON form.
-"""
+"""A plan for programs: its JSON form. For people a plan prints itself (``str(plan)``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from upriver.types import CutRow, Plan, Route, Tier
-
-
-def render(plan: Plan, *, measured: Mapping[int, float] | None = None) -> str:
-    """The table, cut by cut, and why the chosen cut won; plain text of at most 110 columns.
-
-    Args:
-        plan: What was decided.
-        measured: Cut to the seconds of an epoch that really ran at it, where ``plan`` does not hold them
-            already.
-    """
-    return str(plan if measured is None else replace(plan, measured=dict(measured)))
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
