@@ -83,6 +83,9 @@ class LinkRig(Rig):
             stack.callback(self._end_child)
             self._answer(START_LIMIT_S)
             self._ask({"do": "publish"}, START_LIMIT_S)
+            for mbit in (AFTER_MBIT, self.setting.mbit or 0.0):
+                self.set_mbit(mbit)
+                bed.check()
             self._stack = stack.pop_all()
         return self
 
@@ -105,12 +108,20 @@ class LinkRig(Rig):
 
     @contextmanager
     def jitter(self, mbit: float) -> Iterator[None]:
-        """The rate changes each second, by up to a fifth."""
+        """The rate changes each second, by up to a fifth.
+
+        Raises:
+            TestbedError: From the end of the block: if it could not be changed.
+        """
         over, draw = threading.Event(), random.Random(0)
+        failed: list[Exception] = []
 
         def change() -> None:
-            while not over.wait(EVERY_S):
-                self.set_mbit(mbit * draw.uniform(1 - JITTER, 1 + JITTER))
+            try:
+                while not over.wait(EVERY_S):
+                    self.set_mbit(mbit * draw.uniform(1 - JITTER, 1 + JITTER))
+            except Exception as error:
+                failed.append(error)
 
         thread = threading.Thread(target=change)
         thread.start()
@@ -119,6 +130,8 @@ class LinkRig(Rig):
         finally:
             over.set()
             thread.join()
+        if failed:
+            raise failed[0]
 
 
 def undisturbed(rig: LinkRig, mbit: float, length: Length) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import random
 import time
 
 from _common import RESULTS, Spread, commit, machine, table, versions
+from upriver.cost import CostModel
 from upriver.policies import POLICIES
 from upriver.types import (
     Cluster,
@@ -58,7 +59,7 @@ def question(seed: int) -> tuple[Profile, Cluster, Workload]:
     )
     cluster = Cluster(
         link=Link(bandwidth_bytes_per_s=10 ** draw.uniform(5.5, 8)),
-        storage=StorageTier(memory_bytes=1.2e8, seconds_per_byte={"read": 1e-9, "encode": 1e-9}),
+        storage=StorageTier(memory_bytes=6e7, seconds_per_byte={"read": 1e-9, "encode": 1e-9}),
         compute=ComputeTier(memory_bytes=1e12, micro_batch=16, seconds_per_byte={"decode": 1e-9}),
     )
     return profile, cluster, WORKLOAD
@@ -70,6 +71,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args()
     questions = [question(seed) for seed in range(REPEATS + 1)]
+    for asked in questions:
+        assert 0 < CostModel(*asked).feasible.sum() <= STAGES, "some cuts fit the memory, and some do not"
     taken: dict[str, list[float]] = {name: [] for name in POLICIES}
     routes: dict[str, int] = dict.fromkeys(POLICIES, 0)
     for number, asked in enumerate(questions):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import link_change
+import testbed
 from _link_change_report import GOAL, Change, Jitter, report, same_losses, verdict
 
 OLD, NEW = {"-1": 0.4, "11": 0.6}, {"11": 1.0}
@@ -95,3 +99,83 @@ def test_the_link_changes_in_the_middle_of_an_epoch() -> None:
     ):
         per_epoch = setting.samples // setting.batch_size
         assert 0 < length.before < per_epoch and length.after > GOAL
+
+
+# ------------------------------------------------------------------------------------------- the link
+
+
+class Bed:
+    """A testbed that notes what is done with its link, in order."""
+
+    def __init__(self, done: list[object]) -> None:
+        self.done = done
+
+    def __enter__(self) -> Bed:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.done.append("end")
+
+    def run_server(self, *args: object) -> SimpleNamespace:
+        return SimpleNamespace(url="http://storage")
+
+    def run_objects(self, *args: object) -> SimpleNamespace:
+        return SimpleNamespace(uri="s3://store", options={})
+
+    def popen(self, *args: object, **options: object) -> None:
+        pass
+
+    def end(self, process: object) -> None:
+        pass
+
+    def set_rate(self, rate: float) -> None:
+        self.done.append(8e-6 * rate)
+
+    def check(self) -> None:
+        self.done.append("check")
+
+
+def test_the_link_is_checked_at_each_rate_before_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(link_change, "make_data", lambda setting, folder: None)
+    monkeypatch.setattr(link_change, "Testbed", lambda rate: Bed(done))
+    monkeypatch.setattr(link_change.LinkRig, "_answer", lambda rig, limit_s: {})
+    monkeypatch.setattr(link_change.LinkRig, "_ask", lambda rig, order, limit_s: done.append(order["do"]))
+    with link_change.LinkRig(link_change.SETTING, tmp_path) as rig:
+        rig.begin()
+    assert done == ["publish", 20.0, "check", 200.0, "check", "begin", "end"]
+
+
+class Jittering(link_change.LinkRig):
+    """A rig of which only the link's rate is used."""
+
+    def __init__(self, fails_after: int | None = None) -> None:
+        self.rates: list[float] = []
+        self.fails_after = fails_after
+        self.changed = threading.Event()
+
+    def set_mbit(self, mbit: float) -> None:
+        if len(self.rates) == self.fails_after:
+            self.changed.set()
+            raise testbed.TestbedError("tc has failed")
+        self.rates.append(mbit)
+        if self.fails_after is None and len(self.rates) == 50:
+            self.changed.set()
+
+
+def test_jitter_stays_within_a_fifth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_change, "EVERY_S", 1e-4)
+    rig = Jittering()
+    with rig.jitter(100.0):
+        assert rig.changed.wait(60)
+    assert min(rig.rates) < 85 and max(rig.rates) > 115
+    assert all(80 <= rate <= 120 for rate in rig.rates)
+
+
+def test_jitter_that_has_ended_by_itself_is_no_run_without_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_change, "EVERY_S", 1e-4)
+    rig = Jittering(fails_after=3)
+    with pytest.raises(testbed.TestbedError, match="tc has failed"), rig.jitter(100.0):
+        assert rig.changed.wait(60)
