@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,21 @@ import pytest
 from _published_data import RUNS, Pair, Run, pairs, read_runs
 from _published_model import LABEL_BYTES, Network, Profiled, capture, cluster_of, fit_machines, predict
 from _published_report import Held, bytes_off, hold
+from upriver.cost import CostModel
 from upriver.errors import ConfigError
+from upriver.policies import POLICIES
+from upriver.types import (
+    Cluster,
+    ComputeTier,
+    InputProfile,
+    Link,
+    Profile,
+    StageProfile,
+    StorageTier,
+    TailProfile,
+    Tier,
+    Workload,
+)
 
 NETWORKS = 5
 PUBLISHED = 184
@@ -223,3 +238,133 @@ def test_runs_that_contradict_the_model_are_refused() -> None:
     slower = replace(known[0], late=replace(known[0].late, forward_s=10.0))
     with pytest.raises(ConfigError, match="forward_s must fall from split 1 to 17"):
         predict(slower, machines)
+
+
+# ------------------------------------------------------------- decisions, with and without model reuse
+
+
+REQUEST = 128
+TABLE_4 = {"alexnet": (0.387, 0.500), "vgg11": (0.838, 1.511)}
+"""HAPI (2025), section 5.6: seconds for which a request's model is loaded, and those of the server in all."""
+
+Question = tuple[Profile, Cluster, Workload]
+
+
+@pytest.fixture(scope="module")
+def vgg11() -> Network:
+    return capture("vgg11")
+
+
+def asked(
+    model: str,
+    network: Network,
+    *,
+    batch: int,
+    reuse: bool,
+    split: int,
+    slower_there: float,
+    slower_here: float = 1.0,
+) -> Question:
+    """The paper's two machines (section 5.1), from Table 4 and the authors' runs over the same link.
+
+    Args:
+        model: A network of Table 4.
+        network: Its capture.
+        batch: The training batch.
+        reuse: Whether the server keeps the model.
+        split: Where Table 4's request left the server; what it says beyond loading, forward pass and sending
+            is reading.
+        slower_there: How many times as long as published the server takes for a forward pass.
+        slower_here: The same of all that the training side does.
+    """
+    [pair] = [pair for pair in pairs(read_runs()) if (pair.model, pair.link_gbps) == (model, 12.0)]
+    known, per_sample = Profiled.of(network, pair), slower_here / pair.runs[0].train_batch
+    load_s, total_s = TABLE_4[model]
+    per_flop, encode = known.seconds_per_flop, encode_s_per_byte(pair)
+    forward_s = slower_there * per_flop * network.flops[split]
+    read_s = (total_s - load_s) / REQUEST - forward_s - encode * network.out_bytes[split]
+    assert read_s > 0
+    profile = Profile(
+        model=model,
+        freeze=known.late.split,
+        input=InputProfile(stored_bytes=network.out_bytes[0], tensor_bytes=network.out_bytes[0]),
+        stages=tuple(
+            StageProfile(
+                name=name,
+                kind="model",
+                out_bytes=out_bytes,
+                seconds={
+                    Tier.STORAGE: (0.0, per_flop * flops),
+                    Tier.COMPUTE: (0.0, slower_here * per_flop * flops),
+                },
+            )
+            for name, out_bytes, flops in zip(
+                network.names[1:],
+                network.out_bytes[1:],
+                (b - a for a, b in pairwise(network.flops)),
+                strict=True,
+            )
+        ),
+        tail=TailProfile(seconds=(0.0, per_sample * known.batch_s)),
+        model_load_s={Tier.STORAGE: load_s},
+    )
+    cluster = Cluster(
+        link=Link(bandwidth_bytes_per_s=1.5e9),
+        storage=StorageTier(
+            concurrency=4,
+            load=slower_there,
+            seconds_per_byte={"read": read_s / network.out_bytes[0], "encode": encode},
+            reuse_model=reuse,
+            request_samples=REQUEST,
+        ),
+        compute=ComputeTier(seconds_per_byte={"decode": slower_here * known.receive_s_per_byte}),
+        stream="request",
+    )
+    return profile, cluster, Workload(batch_size=batch, num_samples=30720)
+
+
+def encode_s_per_byte(pair: Pair) -> float:
+    """Beyond the link's rate: from the first two splits that follow each other and ship different bytes."""
+    for run, other in pairwise(pair.runs):
+        more = other.received_bytes_per_batch - run.received_bytes_per_batch
+        if more:
+            return (other.fetch_s - run.fetch_s) / more - 1 / run.bandwidth_bytes_per_s
+    raise ValueError(f"all splits of {pair.model} ship the same bytes")
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0, 4.0])
+def test_hapi_splits_alexnet_where_the_server_keeps_the_model_only(alexnet: Network, slower: float) -> None:
+    """Section 5.6: batches of 128 are split at 16, and not at all where each request loads the model.
+
+    So it is whatever part of what Table 4 leaves is the forward pass.
+    """
+    cuts = {}
+    for reuse in (True, False):
+        question = asked("alexnet", alexnet, batch=REQUEST, reuse=reuse, split=16, slower_there=slower)
+        phases = CostModel(*question).phases(16)
+        spent = REQUEST * (phases.storage_forward + phases.storage_parallel) + phases.model_load
+        assert spent == pytest.approx(0.113 if reuse else 0.500)
+        cuts[reuse] = POLICIES["hapi"](*question).cut
+    assert cuts == {True: 16, False: 0}
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0, 4.0])
+def test_hapi_does_not_split_vgg11_where_each_request_loads_the_model(vgg11: Network, slower: float) -> None:
+    """Section 5.6, batches of 512: four requests at once, and each loads 0.5 GB of weights."""
+    question = asked("vgg11", vgg11, batch=512, reuse=False, split=11, slower_there=slower)
+    assert POLICIES["hapi"](*question).cut == 0
+
+
+def test_hapi_splits_vgg11_at_11_where_the_server_keeps_the_model(vgg11: Network) -> None:
+    """Section 5.6, batches of 512, on machines that are slower than when the runs were published.
+
+    The paper does not say how long the forward passes took: with the published ones the training side alone
+    would be done first. With factors of 4 and 2 both of the paper's decisions follow.
+    """
+    cuts = {
+        reuse: POLICIES["hapi"](
+            *asked("vgg11", vgg11, batch=512, reuse=reuse, split=11, slower_there=4.0, slower_here=2.0)
+        ).cut
+        for reuse in (True, False)
+    }
+    assert cuts == {True: 11, False: 0}
