@@ -69,7 +69,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
     watched("measure", Gate, lambda _, kwargs: seen.canaries.append(kwargs["stop"]))
     for name in ("run", "run_in_steps"):
         watched(name, LocalCanary, lambda *_, name=name: seen.here.append(name))
-    watched("make_plan", planner, lambda found, _: seen.profiles.append(found[1]))
+    watched("make_plan", planner, lambda _, given: seen.profiles.append(given["profile"]))
 
     def link(server: Any) -> Any:
         seen.links += 1

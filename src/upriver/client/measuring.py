@@ -60,6 +60,7 @@ class Measured:
         profile: With the seconds of today.
         cluster: Likewise.
         servers: Those that passed the canary.
+        at_once: Address of each of them to the micro-batches that it computes at once.
         caps: What the first of them takes.
         kept: Whether its stages were measured by an earlier job.
         seconds: What each part took: ``canary``, ``stages``, ``link``, ``tail``, ``memory``,
@@ -70,6 +71,7 @@ class Measured:
     profile: Profile
     cluster: Cluster
     servers: tuple[ServerClient, ...]
+    at_once: Mapping[str, int]
     caps: Caps
     kept: bool
     seconds: Mapping[str, float]
@@ -181,6 +183,7 @@ class Measuring:
             profile=lined or profile,
             cluster=cluster,
             servers=tuple(each.client for each in passed),
+            at_once={each.client.url: each.at_once for each in passed},
             caps=first.info.caps,
             kept=kept is not None and lined is None,
             seconds=dict(self._clock.seconds),

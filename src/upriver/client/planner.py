@@ -286,7 +286,13 @@ class Planner:
             patience=patience,
             prove=prove,
             bandwidth=self.bandwidth,
+            capacity=lambda: self._capacity([server.url for server in up()]),
         )
+
+    def _capacity(self, up: Sequence[str]) -> float:
+        """What these servers compute at once, over what those measured did; a new one counts 1."""
+        known = self.measured.at_once if self.measured is not None else {}
+        return sum(known.get(url, 1) for url in up) / max(1, sum(known.values()))
 
     def _remote_cuts(self, plan: Plan) -> tuple[int, ...]:
         """The cuts at which servers are asked."""
@@ -314,15 +320,11 @@ class Planner:
         self.notes = list(measured.notes)
         if shares is None and has_lines(measured.profile) and not self.options.chosen:
             self.notes += advice(self._epochs(measured, shares), self.options.micro_batch)
-        plan, profile, cluster = make_plan(
-            self.policy,
-            profile=measured.profile,
-            cluster=measured.cluster,
-            workload=self.workload,
-            notes=self.notes,
-        )
+        profile, cluster = measured.profile, measured.cluster
         self._model = CostModel(profile, cluster, self.workload)
-        return plan
+        return make_plan(
+            self.policy, profile=profile, cluster=cluster, workload=self.workload, notes=self.notes
+        )
 
     def _routes(self, shares: Mapping[int, float]) -> tuple[Route, ...]:
         start, stop = self.dataset.chain.start, self.parts.freeze

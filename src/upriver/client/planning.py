@@ -203,7 +203,7 @@ def cores_for_inputs(device: torch.device) -> tuple[bool, int]:
 
 def make_plan(
     policy: str, *, profile: Profile, cluster: Cluster, workload: Workload, notes: Sequence[str] = ()
-) -> tuple[Plan, Profile, Cluster]:
+) -> Plan:
     """Ask a policy, with what was measured; the plan's ``why`` ends with the notes.
 
     Raises:
@@ -212,7 +212,7 @@ def make_plan(
     plan = choose(policy, profile, cluster, workload)
     if notes:
         plan = replace(plan, why="; ".join((plan.why.rstrip("."), *notes)))
-    return plan, profile, cluster
+    return plan
 
 
 def _with_rates_of(cluster: Cluster, earlier: Cluster) -> Cluster:

@@ -85,6 +85,7 @@ class Replanner:
         live: What is known; fed through the methods below.
         prove: Lets the servers pass the canary at some cuts; raises where they do not.
         bandwidth: What the link has lately carried, if it has carried anything.
+        capacity: What can be asked of servers now, over what could be when the job began.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class Replanner:
         patience: Patience,
         prove: Prove,
         bandwidth: Callable[[], float | None],
+        capacity: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self.plan = plan
+        self.plan, self._capacity = plan, capacity
         self._policy, self._live, self._workload = policy, live, workload
         self._patience, self._prove, self._bandwidth = patience, _in_turn(prove), bandwidth
         self._better, self._again_at = 0, 0.0
@@ -129,6 +131,7 @@ class Replanner:
         if bandwidth is not None:
             self._live.carried(bandwidth)
         profile, cluster = self._live.now()
+        cluster = self._with_capacity(cluster)
         if bandwidth is not None and _another(bandwidth, self._planned_for):
             self._prepare(profile, cluster, bandwidth)
         cluster = self._unchanged(cluster)
@@ -145,6 +148,14 @@ class Replanner:
         self.plan, self._better = fresh, 0
         self._planned_for = cluster.link.bandwidth_bytes_per_s
         return fresh, now, fresh.predicted
+
+    def _with_capacity(self, cluster: Cluster) -> Cluster:
+        """The same cluster with the servers that are there; where none is, no plan is for what is not."""
+        capacity, storage = self._capacity(), cluster.storage
+        if capacity <= 0:
+            return cluster
+        at_once = max(1, round(storage.concurrency * capacity))
+        return replace(cluster, storage=replace(storage, load=storage.load / capacity, concurrency=at_once))
 
     def _prepare(self, profile: Profile, cluster: Cluster, bandwidth: float) -> None:
         """Have servers asked for the canary that a plan for this link would need.

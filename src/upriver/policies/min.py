@@ -13,14 +13,13 @@ Departures: where nothing is frozen the paper has no such split; this answers no
 from __future__ import annotations
 
 from upriver.cost import CostModel
-from upriver.policies._common import plan_at
+from upriver.policies._common import plan_at, splits
 from upriver.types import Cluster, Plan, Profile, Workload
 
 
 def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
     """Cut after the earliest frozen stage with the smallest output."""
-    layers = range(1, profile.freeze + 1)
-    cut = min(layers, key=profile.cut_bytes, default=profile.unsplit)
+    cut = min(splits(profile), key=profile.cut_bytes, default=profile.unsplit)
     return plan_at(
         "min", cut, CostModel(profile, cluster, workload), rule="the earliest of the smallest outputs"
     )
