@@ -151,3 +151,6 @@ class Scripted:
     def after_step(self, trained_s: float, samples: int) -> tuple[Plan, Cost, Cost] | None:
         self.steps += 1
         return self.found if self.steps == 5 else None
+
+    def close(self) -> None:
+        pass
