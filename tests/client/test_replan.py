@@ -263,8 +263,9 @@ def test_a_link_that_becomes_thin_changes_the_plan_and_no_bit(
             targets.extend(job.report.samples.values())
     finally:
         near.meter.rate_bytes_per_s = 25e6
-    assert first == 6 and last in (-2, -1) and placed[-1].cut == last
-    assert [route.cut for route in switches[-1].routes] == [last]
+    taken = [route.cut for switch in switches for route in switch.routes]
+    assert first == 6 and taken[0] in (-2, -1) and taken[-1] == last
+    assert {6, taken[0]} <= {each.cut for each in placed}, "what was chosen is what was done"
     assert len(losses) == len(wanted) and all(map(torch.equal, losses, wanted))
     for name, value in model.state_dict().items():
         assert torch.equal(value, reference.state_dict()[name])

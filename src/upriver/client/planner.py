@@ -138,7 +138,11 @@ class Planner:
         shares = self._shares(cut)
         if self.parts.program is None or not self._asks_servers(shares):
             return self.options.micro_batch
-        measured = self._measure(self._measuring_of(), shares)
+        try:
+            measured = self._measure(self._measuring_of(), shares)
+        except BaseException:
+            self.close()
+            raise
         if measured is None:
             return self.options.micro_batch
         epochs = self._epochs(measured, shares)
