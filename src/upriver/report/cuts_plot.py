@@ -34,11 +34,11 @@ class CutRow(Protocol):
 
 
 def plot_cuts(rows: Sequence[CutRow], *, title: str, path: Path) -> None:
-    """Write the picture as PNG: bytes as steps, operations as a line, hatched where no cut is legal.
+    """Write the picture: bytes as steps, operations as a line, hatched where no cut is legal.
 
     Args:
         title: One line above everything.
-        path: Where to; its directory must exist.
+        path: Where to; its directory must exist, and its suffix says in which form.
 
     Raises:
         OSError: If the file cannot be written.
