@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 
 from testbed import Testbed
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     with Testbed(check=False) as bed:
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
         pids = [bed.popen(side, sleeper).pid for side in bed.addresses]
