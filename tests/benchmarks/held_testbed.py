@@ -10,7 +10,8 @@ import time
 from testbed import Testbed
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+    # Jobs that a shell started in the background begin with it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Testbed(check=False) as bed:
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
         pids = [bed.popen(side, sleeper).pid for side in bed.addresses]
