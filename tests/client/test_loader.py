@@ -3,6 +3,7 @@ import random
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +107,7 @@ SCRIPTS = st.lists(STEPS, max_size=8)
     num_workers=st.integers(1, 3),
     budget=st.integers(0, 10),
     consumer_s=st.sampled_from([0.0, 0.001]),
+    finish_s=st.sampled_from([None, 0.0, 0.001]),
     data=st.data(),
 )
 def test_exactly_once_in_order_whatever_happens(
@@ -119,6 +121,7 @@ def test_exactly_once_in_order_whatever_happens(
     num_workers,
     budget,
     consumer_s,
+    finish_s,
     data,
 ):
     first = data.draw(st.integers(0, num), label="first")
@@ -136,13 +139,26 @@ def test_exactly_once_in_order_whatever_happens(
     def make_request(indices, cut=None):
         started.wait()
         ahead(indices[-1])
-        assert list(indices) == list(range(indices[0], indices[0] + len(indices)))
+        assert list(indices) == list(range(indices[0], indices[-1] + 1, connections))
         return request_for(micro_batches)(indices)
 
     def local(ids):
         started.wait()
         ahead(index_of[ids])
         return locally(ids)
+
+    finished: list[tuple[int, ...]] = []
+
+    def finish(batch: MicroBatch) -> MicroBatch:
+        assert threading.current_thread() is threading.main_thread()
+        assert batch.position == 0
+        finished.append(batch.ids)
+        time.sleep(finish_s)
+        return replace(batch, position=9, tensors=tuple(-tensor for tensor in batch.tensors))
+
+    def unfinished(batch: MicroBatch) -> MicroBatch:
+        assert batch.position == 9
+        return replace(batch, position=0, tensors=tuple(-tensor for tensor in batch.tensors))
 
     started = threading.Event()  # the callables look at the loader, which starts before it has a name
     asking = None
@@ -158,7 +174,8 @@ def test_exactly_once_in_order_whatever_happens(
         window=Window(micro_batches=window, num_bytes=most_bytes),
         num_workers=num_workers,
         expected_bytes=EXPECTED,
-        on_timings=lambda index, source, batch, timings: seen_timings.append((index, source)),
+        on_timings=lambda index, source, came, timings: seen_timings.append((index, source, came.position)),
+        finish=None if finish_s is None else finish,
     )
     started.set()
     got = []
@@ -170,17 +187,66 @@ def test_exactly_once_in_order_whatever_happens(
                 time.sleep(consumer_s)
     if pool:
         pool.close()
+    if finish_s is not None:
+        got = [unfinished(batch) for batch in got]
+        assert sorted(finished) == sorted(micro_batches[first:]), "each once, ahead of its turn or not"
     check(got, micro_batches[first:])
     assert too_far == []
-    assert [index for index, _ in seen_timings] == list(range(first, num))
+    assert [index for index, _, _ in seen_timings] == list(range(first, num))
+    assert {position for _, _, position in seen_timings} <= {0}, "as they came"
     report = loader.report
     assert sum(report.samples.values()) == sum(len(ids) for ids in micro_batches[first:])
     for source, samples in report.samples.items():
-        assert samples == sum(len(micro_batches[i]) for i, by in seen_timings if by == source)
+        assert samples == sum(len(micro_batches[i]) for i, by, _ in seen_timings if by == source)
     assert all(len(request) <= per_request for server in servers for request in server.requests)
 
 
 # ------------------------------------------------------------------------------------ single stories
+
+
+def test_what_has_come_is_finished_while_the_one_that_is_due_is_on_its_way():
+    """The first one takes until all others were worked on, which is while it is waited for."""
+    micro_batches = epoch(6)
+    others_done, finished = threading.Event(), []
+
+    def local(ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
+        if ids == micro_batches[0]:
+            assert others_done.wait(60)
+        return locally(ids)
+
+    def finish(batch: MicroBatch) -> MicroBatch:
+        finished.append(batch.ids)
+        if len(finished) == 5:
+            others_done.set()
+        return batch
+
+    with Loader(micro_batches, local=local, num_workers=3, finish=finish) as loader:
+        check(list(loader), micro_batches)
+    assert finished[-1] == micro_batches[0] and sorted(finished) == sorted(micro_batches)
+
+
+def test_what_cannot_be_finished_is_an_error_in_its_turn():
+    micro_batches = epoch(4)
+    tried, got = threading.Event(), []
+
+    def local(ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
+        if ids == micro_batches[0]:
+            assert tried.wait(60)
+        return locally(ids)
+
+    def finish(batch: MicroBatch) -> MicroBatch:
+        if batch.ids == micro_batches[2]:
+            tried.set()
+            raise BadSample(sample=batch.ids[0], object_name="x", reason="torn")
+        return batch
+
+    with (
+        Loader(micro_batches, local=local, num_workers=2, finish=finish) as loader,
+        pytest.raises(BadSample, match="torn"),
+    ):
+        for batch in loader:
+            got.append(batch)
+    check(got, micro_batches[:2])
 
 
 def test_the_plain_way():

@@ -33,6 +33,61 @@ def test_only_the_one_that_is_due_can_be_taken():
     assert not slots.ready
 
 
+def test_with_a_stride_each_gets_the_next_one_that_is_due():
+    slots = table(20, micro_batches=20)
+    claims = [slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 3, stride=4)) for _ in range(4)]
+    assert [claim.indices for claim in claims] == [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
+    assert slots.find(Way.REMOTE, 3, stride=4) == (12, 16)
+
+
+def test_a_stride_counts_micro_batches_of_the_same_route():
+    dealt = [
+        Dealt(way=Way.LOCAL, cut=-1) if index % 3 == 1 else Dealt(way=Way.REMOTE, cut=2)
+        for index in range(12)
+    ]
+    slots = SlotTable(12, first=0, window=Window(micro_batches=12), dealt=dealt)
+    assert slots.find(Way.REMOTE, 3, stride=2) == (0, 3, 6)
+    slots.claim(Way.REMOTE, (0, 3, 6))
+    assert slots.find(Way.REMOTE, 3, stride=2) == (2, 5, 8)
+    slots.claim(Way.REMOTE, (2, 5, 8))
+    assert slots.find(Way.REMOTE, 9, stride=2) == (9,)
+
+
+def test_a_strided_run_that_the_window_cuts_short_waits_for_it_to_move_on():
+    slots = table(40, micro_batches=12)
+    for _ in range(2):
+        slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 3, stride=2))
+    assert slots.find(Way.REMOTE, 4, stride=2) == (), "6, 8 and 10 lie in it; 12 does not yet"
+    assert slots.find(Way.REMOTE, 3, stride=2) == (6, 8, 10)
+
+
+def test_what_was_done_to_one_that_waits_is_handed_out_in_its_turn():
+    slots = table()
+    claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 3))
+    assert slots.unfinished() is None
+    slots.deliver(claim, 0, delivery(0))
+    assert slots.unfinished() is None, "it is due"
+    slots.deliver(claim, 2, delivery(2))
+    index, found = slots.unfinished()
+    assert index == 2
+    held = slots.held_bytes
+    larger = MicroBatch(ids=(2,), position=5, tensors=(torch.zeros(11),))
+    slots.finish(index, found.finished(larger))
+    assert slots.unfinished() is None
+    assert slots.held_bytes == held + 40
+    slots.deliver(claim, 1, delivery(1))
+    slots.take()
+    slots.take()
+    taken = slots.take()
+    assert taken.result() is larger and taken.done
+    assert (taken.arrival.position, taken.arrival.num_bytes) == (0, 4)
+
+
+def test_what_failed_to_be_finished_is_tried_again_in_its_turn():
+    done = delivery(1).finished(None)
+    assert not done.done and done.came is not None and done.result().ids == (1,)
+
+
 def test_what_arrives_twice_or_late_is_dropped():
     slots = table()
     first = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 2))

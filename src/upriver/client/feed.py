@@ -10,7 +10,7 @@ import torch
 
 from upriver.client.deal import deal
 from upriver.client.flow import Values, first_micro_batch
-from upriver.client.loader import LOCAL, Loader, Remote
+from upriver.client.loader import LOCAL, Finish, Loader, Remote
 from upriver.client.local import LocalSource
 from upriver.client.options import JobOptions
 from upriver.client.order import EpochOrder
@@ -19,7 +19,7 @@ from upriver.client.replan import Replanner
 from upriver.client.report import Tally
 from upriver.client.routes import Places
 from upriver.client.servers import Question
-from upriver.client.slots import Dealt, Pin, Way, Window
+from upriver.client.slots import Came, Dealt, Pin, Way, Window
 from upriver.client.window import told, window_for
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
@@ -78,13 +78,16 @@ class Feed:
         """
         places, replanner, level = self.places, self._replanner, self._log_level
 
-        def note(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
-            places.note(epoch=epoch, index=index, source=source, cut=batch.position)
-            log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, batch.position)
+        def note(index: int, source: str, came: Came, timings: Timings) -> None:
+            places.note(epoch=epoch, index=index, source=source, cut=came.position)
+            log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, came.position)
             if replanner is not None:
                 tier = Tier.COMPUTE if source == LOCAL else Tier.STORAGE
-                sent_bytes = sum(tensor.nbytes for tensor in batch.tensors)
-                replanner.saw(tier, timings, sent_bytes=sent_bytes)
+                replanner.saw(tier, timings, sent_bytes=came.num_bytes)
+
+        def saw(timings: Timings) -> None:
+            if replanner is not None:
+                replanner.saw(Tier.COMPUTE, timings)
 
         log.info("%s", told(self.window(plan)))
         with self._loading(
@@ -97,6 +100,7 @@ class Feed:
             first=first_micro_batch(order, step),
             pins=pins,
             note=note,
+            saw=saw,
         ) as loader:
             yield loader
 
@@ -110,7 +114,7 @@ class Feed:
             servers: Whether they can read the dataset; where not, all of it is made here.
         """
 
-        def note(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
+        def note(index: int, source: str, came: Came, timings: Timings) -> None:
             pass
 
         with self._loading(
@@ -123,6 +127,7 @@ class Feed:
             first=0,
             pins={},
             note=note,
+            saw=lambda timings: None,
         ) as loader:
             yield loader
 
@@ -151,14 +156,20 @@ class Feed:
         epoch: int,
         first: int,
         pins: Mapping[int, Pin],
-        note: Callable[[int, str, MicroBatch, Timings], None],
+        note: Callable[[int, str, Came, Timings], None],
+        saw: Callable[[Timings], None],
     ) -> Iterator[Loader]:
-        """A loader for one pass; what it delivered is added up when it ends."""
+        """A loader for one pass; what it delivered is added up when it ends.
+
+        Args:
+            note: Told what was handed out.
+            saw: Told what the rest of the prefix has taken here.
+        """
         tally = self.tally
 
-        def count(index: int, source: str, batch: MicroBatch, timings: Timings) -> None:
+        def count(index: int, source: str, came: Came, timings: Timings) -> None:
             tally.timings(source, timings)
-            note(index, source, batch, timings)
+            note(index, source, came, timings)
 
         loader = Loader(
             order.micro_batches,
@@ -175,6 +186,7 @@ class Feed:
             num_workers=self._options.num_workers,
             expected_bytes=self._expected_bytes(),
             on_timings=count,
+            finish=self._finisher(dataset, epoch, saw),
             pins=pins,
             dealt=dealt,
         )
@@ -184,17 +196,15 @@ class Feed:
             loader.close()
             tally.add(loader.report)
 
-    def finisher(
-        self, dataset: Dataset, epoch: int, saw: Callable[[Timings], None] = lambda timings: None
-    ) -> Callable[[MicroBatch], Values]:
-        """What runs the rest of the prefix on a micro-batch, here, up to the freeze point.
+    def values(self, batch: MicroBatch) -> Values:
+        """What crosses the freeze point, where the tail runs."""
+        return tuple(value.to(self._device) for value in batch.tensors)
 
-        Args:
-            saw: Told what it took.
-        """
+    def _finisher(self, dataset: Dataset, epoch: int, saw: Callable[[Timings], None]) -> Finish:
+        """What runs the rest of the prefix on a micro-batch, here, up to the freeze point."""
         engine = self._engine(dataset)
 
-        def finish(batch: MicroBatch) -> Values:
+        def finish(batch: MicroBatch) -> MicroBatch:
             clock = Clock()
             # Only input stages can find a sample bad, and name its object; as a rule they have run.
             names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
@@ -209,7 +219,7 @@ class Feed:
             )
             self.tally.timings("finish", clock.timings())
             saw(clock.timings())
-            return tuple(value.to(self._device) for value in done.tensors)
+            return done
 
         return finish
 

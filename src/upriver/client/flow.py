@@ -72,7 +72,7 @@ def steps(
     Args:
         batches: Micro-batches in order, from :func:`first_micro_batch` of ``first`` on.
         form: Knows where the samples lie in the values.
-        finish: Runs what is left of the prefix on one of them and gives the values at the freeze point.
+        finish: Gives the values at the freeze point of one of them.
         first: The step to begin with.
 
     Yields:

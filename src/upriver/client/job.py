@@ -39,7 +39,7 @@ from upriver.pipeline import Dataset
 from upriver.program.freeze import FrozenGuard, keep_in_eval
 from upriver.program.split import Split
 from upriver.program.trace import in_eval
-from upriver.types import Plan, Tier, Timings, require_type
+from upriver.types import Plan, require_type
 
 log = logging.getLogger("upriver")
 
@@ -241,7 +241,7 @@ class FinetuneJob:
             self._dataset, self._plan, order, epoch=self._epoch, step=self._step, pins=pins
         ) as loader:
             self._loader = loader
-            form, finish = self._split.tail.values, self._feed.finisher(self._dataset, self._epoch, self._saw)
+            form, finish = self._split.tail.values, self._feed.values
             try:
                 for values, ids in steps(loader, order, form=form, finish=finish, first=self._step):
                     if values is None:
@@ -250,10 +250,6 @@ class FinetuneJob:
             finally:
                 if self._loader is loader:  # closing an old iteration must not end the new one
                     self._loader = None
-
-    def _saw(self, timings: Timings) -> None:
-        if self._replanner is not None:
-            self._replanner.saw(Tier.COMPUTE, timings)
 
     # ------------------------------------------------------------------------------------- judging
 
@@ -285,7 +281,7 @@ class FinetuneJob:
             ids=tuple(range(len(dataset))), batch_size=size, micro_batch=self._options.micro_batch
         )
         dataset = self._metered(dataset)
-        form, finish = self._split.tail.values, self._feed.finisher(dataset, epoch=0)
+        form, finish = self._split.tail.values, self._feed.values
         total, count = 0.0, 0
         with (
             self._feed.evaluating(

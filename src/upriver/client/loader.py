@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from upriver.client.pool import Answer, Lease, ServerPool
-from upriver.client.slots import Claim, Dealt, Delivery, Pin, SlotTable, Way, Window
+from upriver.client.slots import Came, Claim, Dealt, Delivery, Pin, SlotTable, Way, Window
 from upriver.errors import (
     ConfigError,
     NotAuthorized,
@@ -53,6 +53,9 @@ redone."""
 
 MakeLocally = Callable[[tuple[int, ...]], tuple[MicroBatch, Timings]]
 """The plain way: sample ids to their micro-batch, made here."""
+
+Finish = Callable[[MicroBatch], MicroBatch]
+"""A micro-batch as it came to the same as it is used; gives the same whenever it is called."""
 
 RequestMaker = Callable[[Sequence[int], "int | None"], "RunRequest"]
 """Indices of micro-batches that take the same route, and its cut where there is one, to the request."""
@@ -126,7 +129,10 @@ class Loader:
         window: How far to run ahead.
         num_workers: Threads of the plain way.
         expected_bytes: What a micro-batch weighs in memory, by route or way, before any has arrived.
-        on_timings: Called with index, source, the micro-batch and its timings when it is handed out.
+        on_timings: Called with index, source, what the micro-batch was when it came, and its timings, when it
+            is handed out.
+        finish: What is left to be done to a micro-batch here, in the thread that takes it. Where the one that
+            is due has not come, it is done to those that have: that time would be lost.
         pins: Micro-batches that must come from a certain place, as in an earlier run: nobody else is asked
             for them, and what fails there is an error.
         dealt: The route of each micro-batch, where not all are to take the same.
@@ -142,7 +148,8 @@ class Loader:
         window: Window | None = None,
         num_workers: int = 1,
         expected_bytes: Mapping[Way | Dealt, int] | None = None,
-        on_timings: Callable[[int, str, MicroBatch, Timings], None] | None = None,
+        on_timings: Callable[[int, str, Came, Timings], None] | None = None,
+        finish: Finish | None = None,
         pins: Mapping[int, Pin] | None = None,
         dealt: Sequence[Dealt] | None = None,
     ) -> None:
@@ -159,7 +166,7 @@ class Loader:
             dealt=dealt,
         )
         self._crew = _Crew(micro_batches, table, local=local, remote=remote)
-        self._on_timings = on_timings
+        self._on_timings, self._finish = on_timings, finish
         self._samples: dict[str, int] = {}
         self._skipped: list[int] = []
         self._crew.start(num_workers=num_workers)
@@ -195,15 +202,18 @@ class Loader:
             LoaderClosed: After `close`.
         """
         try:
-            index, delivery = self._crew.take()
+            index, delivery = self._crew.take(self._finish)
             batch = delivery.result()
+            if self._finish is not None and not delivery.done:
+                delivery = delivery.finished(self._finish(batch))
+                batch = delivery.result()
         except BaseException:  # the end of the epoch too: no thread outlives it
             self.close()
             raise
         self._samples[delivery.source] = self._samples.get(delivery.source, 0) + len(batch.ids)
         self._skipped.extend(batch.skipped)
         if self._on_timings is not None:
-            self._on_timings(index, delivery.source, batch, delivery.timings)
+            self._on_timings(index, delivery.source, delivery.arrival, delivery.timings)
         return batch
 
     def deal(self, dealt: Sequence[Dealt], window: Window | None = None) -> None:
@@ -264,23 +274,46 @@ class _Crew:
             thread.start()
         _LIVE.add(self)
 
-    def take(self) -> tuple[int, Delivery]:
-        """Wait for the micro-batch that is due, or the error in its place; StopIteration at the end."""
+    def take(self, finish: Finish | None) -> tuple[int, Delivery]:
+        """Wait for the micro-batch that is due, or the error in its place; StopIteration at the end.
+
+        Args:
+            finish: Done meanwhile to others that have come.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: (
+                        self._failure
+                        or self._stopped
+                        or self.table.done
+                        or self.table.ready
+                        or (finish is not None and self.table.unfinished())
+                    )
+                )
+                if self._failure is not None:
+                    raise self._failure
+                if self.table.done:
+                    raise StopIteration
+                if self._stopped:
+                    raise LoaderClosed(f"the loader was closed at micro-batch {self.table.taken}")
+                if self.table.ready:
+                    index = self.table.taken
+                    delivery = self.table.take()
+                    self._failure = delivery.error
+                    self._changed.notify_all()  # the window has moved on
+                    return index, delivery
+                ahead = self.table.unfinished()
+            if ahead is not None and finish is not None:
+                self._finish(*ahead, finish)
+
+    def _finish(self, index: int, delivery: Delivery, finish: Finish) -> None:
+        """Do what is left to be done to a micro-batch; what goes wrong does so again in its turn."""
+        batch: MicroBatch | None = None
+        with suppress(Exception):
+            batch = finish(delivery.result())
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure or self._stopped or self.table.done or self.table.ready
-            )
-            if self._failure is not None:
-                raise self._failure
-            if self.table.done:
-                raise StopIteration
-            if self._stopped:
-                raise LoaderClosed(f"the loader was closed at micro-batch {self.table.taken}")
-            index = self.table.taken
-            delivery = self.table.take()
-            self._failure = delivery.error
-            self._changed.notify_all()  # the window has moved on
-        return index, delivery
+            self.table.finish(index, delivery.finished(batch))
 
     def deal(self, dealt: Sequence[Dealt], window: Window | None) -> None:
         """See the loader's."""
@@ -349,7 +382,8 @@ class _Crew:
             while not self._stopped:
                 # Requests as long as the window would leave nothing to send while the consumer is at work.
                 even = self.table.window.micro_batches // (remote.connections + 1)
-                if run := self.table.find(Way.REMOTE, max(1, min(remote.per_request, even))):
+                longest = max(1, min(remote.per_request, even))
+                if run := self.table.find(Way.REMOTE, longest, stride=remote.connections):
                     pin = self.table.pin(run[0])
                     if lease := pool.borrow(None if pin is None else pin.source):
                         return lease, self.table.claim(Way.REMOTE, run)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 
 from upriver.errors import ConfigError
 from upriver.types import MicroBatch, Timings
@@ -80,14 +81,46 @@ class Dealt:
     cut: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Came:
+    """A micro-batch as it came.
+
+    Attributes:
+        position: Where it stood.
+        num_bytes: Of its tensors.
+    """
+
+    position: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Delivery:
-    """What came of a micro-batch: itself, or the error that stands in its place."""
+    """What came of a micro-batch: itself, or the error that stands in its place.
+
+    Attributes:
+        came: What it was when it came, once more was done to it here, or tried.
+        done: Whether nothing is left to be done to it here.
+    """
 
     source: str
     batch: MicroBatch | None = None
     timings: Timings = field(default_factory=Timings)
     error: Exception | None = None
+    came: Came | None = None
+    done: bool = False
+
+    @property
+    def arrival(self) -> Came:
+        """What it was when it came."""
+        if self.came is not None:
+            return self.came
+        batch = self.result()
+        return Came(position=batch.position, num_bytes=sum(tensor.nbytes for tensor in batch.tensors))
+
+    def finished(self, batch: MicroBatch | None) -> Delivery:
+        """The same with nothing left to be done here; None where that failed: its turn tells."""
+        return replace(self, batch=batch or self.batch, came=self.arrival, done=batch is not None)
 
     def result(self) -> MicroBatch:
         """The micro-batch; raises what stands in its place."""
@@ -187,26 +220,29 @@ class SlotTable:
 
     # -------------------------------------------------------------------------------- finding work
 
-    def find(self, way: Way, limit: int, *, only_failed: bool = False) -> tuple[int, ...]:
-        """The run of free micro-batches, at most ``limit``, that ``way`` should work on next.
+    def find(self, way: Way, limit: int, *, stride: int = 1, only_failed: bool = False) -> tuple[int, ...]:
+        """The free micro-batches, at most ``limit``, that ``way`` should work on next.
 
-        They are neighbours, but for micro-batches of other routes in between.
+        They are neighbours, but for micro-batches of other routes in between. Or each is so many of its route
+        behind the one before it: of ``stride`` who ask, each then gets the next one that is due, and what is
+        made at the same time is taken one after the other.
 
         Args:
             way: Who asks. Those that failed too often remotely are left to the local way.
             limit: Longest run.
+            stride: Steps from one to the next.
             only_failed: Only those that failed too often remotely.
         """
         run: list[int] = []
         for index in self._free(way, only_failed=only_failed):
-            if run and not self._alike(index, run[-1]):
+            if run and (not self._alike(index, run[-1]) or index < self._ahead(run[-1], stride)):
                 continue
-            if len(run) == limit or (run and index != self._next_alike(run[-1])):
+            if len(run) == limit or (run and index != self._ahead(run[-1], stride)):
                 break
             if not self._fits(index, len(run), way):
                 break
             run.append(index)
-        return () if self._worth_waiting(run, limit) else tuple(run)
+        return () if self._worth_waiting(run, limit, stride) else tuple(run)
 
     def pin(self, index: int) -> Pin | None:
         """Where this micro-batch must come from; None when from anywhere."""
@@ -229,10 +265,11 @@ class SlotTable:
         """Whether servers have failed at it too often."""
         return self._failures.get(index, 0) >= MAX_REMOTE_ATTEMPTS
 
-    def _next_alike(self, index: int) -> int:
-        """The next micro-batch that could go with this one; the end of the epoch where none is in reach."""
+    def _ahead(self, index: int, steps: int) -> int:
+        """So many further of those that could go with this one; the end of the epoch if none is in reach."""
         later = range(index + 1, min(self._stop, self._window_end + self.window.micro_batches))
-        return next((other for other in later if self._alike(other, index)), self._stop)
+        alike = (other for other in later if self._alike(other, index))
+        return next(islice(alike, steps - 1, None), self._stop)
 
     def _cut(self, index: int) -> int | None:
         if (pin := self.pin(index)) is not None:
@@ -280,7 +317,7 @@ class SlotTable:
         expected = self._expected(way, self._cut(index)) * (found + 1)
         return index == self.taken or self._held_bytes + expected <= self.window.num_bytes
 
-    def _worth_waiting(self, run: Sequence[int], limit: int) -> bool:
+    def _worth_waiting(self, run: Sequence[int], limit: int, stride: int) -> bool:
         """Whether a run cut short by the window's end should wait until the window has moved on.
 
         Otherwise each step of the consumer would start a request for a single micro-batch. Of a route with a
@@ -288,7 +325,7 @@ class SlotTable:
         """
         if not 0 < len(run) < limit or run[0] == self.taken:
             return False
-        short = self._window_end <= self._next_alike(run[-1]) < self._stop
+        short = self._window_end <= self._ahead(run[-1], stride) < self._stop
         near = run[-1] + 1 < self._window_end and run[0] - self.taken < self.window.micro_batches // 2
         return short and not near
 
@@ -375,6 +412,21 @@ class SlotTable:
         """Whether the micro-batch that is due has arrived."""
         slot = self._slots.get(self.taken)
         return slot is not None and slot.delivery is not None
+
+    def unfinished(self) -> tuple[int, Delivery] | None:
+        """The first micro-batch behind the one that is due that has arrived and was not touched since."""
+        for index in range(self.taken + 1, min(self._stop, self._window_end)):
+            slot = self._slots.get(index)
+            delivery = slot.delivery if slot is not None else None
+            if delivery is not None and delivery.batch is not None and delivery.came is None:
+                return index, delivery
+        return None
+
+    def finish(self, index: int, delivery: Delivery) -> None:
+        """Put what has been done to a micro-batch in its slot."""
+        slot, num_bytes = self._slots[index], delivery.num_bytes
+        self._held_bytes += num_bytes - slot.num_bytes
+        slot.num_bytes, slot.delivery = num_bytes, delivery
 
     def take(self) -> Delivery:
         """Hand out the micro-batch that is due; only when `ready`."""

@@ -170,16 +170,17 @@ class Runner:
     async def _in_order(self, order: Order) -> AsyncGenerator[tuple[Result, Timings]]:
         """Results in the order of the request, a few computed ahead while earlier ones are sent."""
         todo = deque(range(len(order.request.micro_batches)))
+        turns = asyncio.Semaphore(self._config.workers)
         pending: deque[asyncio.Task[tuple[Result, Timings]]] = deque()
         nbytes = 0
         try:
             while todo or pending:
-                self._start_more(order, todo, pending, nbytes)
+                self._start_more(order, todo, pending, nbytes, turns)
                 result, timings = await pending.popleft()
                 nbytes = len(result.payload)
                 self._waiting_bytes += nbytes
                 try:
-                    self._start_more(order, todo, pending, nbytes)
+                    self._start_more(order, todo, pending, nbytes, turns)
                     yield result, timings
                 finally:
                     self._waiting_bytes -= nbytes
@@ -195,18 +196,27 @@ class Runner:
         todo: deque[int],
         pending: deque[asyncio.Task[tuple[Result, Timings]]],
         nbytes: int,
+        turns: asyncio.Semaphore,
     ) -> None:
-        """What is due now always starts; what is ahead does not while answers pile up for slow readers."""
+        """What is due now always starts; what is ahead does not while answers pile up for slow readers.
+
+        What is ahead is read, but stands in no line for a worker before what is due of other requests.
+        """
         while todo and len(pending) < self._config.workers + AHEAD:
             ahead_bytes = (len(pending) + 1) * nbytes
             if pending and self._waiting_bytes + ahead_bytes > self._config.buffer_budget_bytes:
                 return
-            pending.append(asyncio.ensure_future(self._one(order, todo.popleft())))
+            pending.append(asyncio.ensure_future(self._one(order, todo.popleft(), turns)))
 
-    async def _one(self, order: Order, index: int) -> tuple[Result, Timings]:
+    async def _one(self, order: Order, index: int, turns: asyncio.Semaphore) -> tuple[Result, Timings]:
         clock = Clock()
         job = await self._job(order, index, clock)
-        result = await self._pool.run(job, clock)
+        with clock.phase("queue"):
+            await turns.acquire()
+        try:
+            result = await self._pool.run(job, clock)
+        finally:
+            turns.release()
         for phase, seconds in result.timings.phases.items():
             clock.add(phase, seconds)
         for position, seconds in result.timings.stages.items():
