@@ -245,13 +245,17 @@ def test_load_shows_what_waits(one_worker, sizes, world):
         assert (before.running, before.queue, before.expected_wait_s) == (0, 0, 0)
         assert before.k >= 1
         assert len(before.workers) == 1
-        with stopped(one_worker), answering(one_worker, request) as response:
-            wait_for(lambda: client.load().queue >= 1)
+        with (
+            stopped(one_worker),
+            answering(one_worker, request) as first,
+            answering(one_worker, request) as second,
+        ):
+            wait_for(lambda: client.load().queue == 1)
             busy = client.load()
-            assert busy.running == 1
+            assert busy.running == 2, "what the first one has ahead waits for its own turn"
             assert busy.expected_wait_s > 0
             go_on(one_worker)
-            assert len(messages(response)) == 7
+            assert [len(messages(response)) for response in (first, second)] == [7, 7]
         wait_for(lambda: client.load().running == 0)
         after = client.load()
         assert after.queue == 0
