@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.client.scripted_transport import BATCH_BYTES, ScriptedServer, Step, make_batch, request_for
-from upriver.client.loader import LOCAL, Loader, LoaderClosed, Remote
+from upriver.client.loader import LOCAL, Loader, LoaderClosed, MakeLocally, Remote
 from upriver.client.pool import ServerPool
 from upriver.client.retry import Backoff, RetryBudget
 from upriver.client.slots import MAX_REMOTE_ATTEMPTS, Way, Window
@@ -204,15 +204,21 @@ def test_exactly_once_in_order_whatever_happens(
 # ------------------------------------------------------------------------------------ single stories
 
 
+def first_waits_for(event: threading.Event, micro_batches: list[tuple[int, ...]]) -> MakeLocally:
+    """The plain way, on which the first micro-batch comes once something has happened."""
+
+    def local(ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
+        if ids == micro_batches[0]:
+            assert event.wait(60)
+        return locally(ids)
+
+    return local
+
+
 def test_what_has_come_is_finished_while_the_one_that_is_due_is_on_its_way():
     """The first one takes until all others were worked on, which is while it is waited for."""
     micro_batches = epoch(6)
     others_done, finished = threading.Event(), []
-
-    def local(ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
-        if ids == micro_batches[0]:
-            assert others_done.wait(60)
-        return locally(ids)
 
     def finish(batch: MicroBatch) -> MicroBatch:
         finished.append(batch.ids)
@@ -220,6 +226,7 @@ def test_what_has_come_is_finished_while_the_one_that_is_due_is_on_its_way():
             others_done.set()
         return batch
 
+    local = first_waits_for(others_done, micro_batches)
     with Loader(micro_batches, local=local, num_workers=3, finish=finish) as loader:
         check(list(loader), micro_batches)
     assert finished[-1] == micro_batches[0] and sorted(finished) == sorted(micro_batches)
@@ -229,17 +236,13 @@ def test_what_cannot_be_finished_is_an_error_in_its_turn():
     micro_batches = epoch(4)
     tried, got = threading.Event(), []
 
-    def local(ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
-        if ids == micro_batches[0]:
-            assert tried.wait(60)
-        return locally(ids)
-
     def finish(batch: MicroBatch) -> MicroBatch:
         if batch.ids == micro_batches[2]:
             tried.set()
             raise BadSample(sample=batch.ids[0], object_name="x", reason="torn")
         return batch
 
+    local = first_waits_for(tried, micro_batches)
     with (
         Loader(micro_batches, local=local, num_workers=2, finish=finish) as loader,
         pytest.raises(BadSample, match="torn"),

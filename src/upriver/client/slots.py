@@ -374,13 +374,16 @@ class SlotTable:
             return False
         if delivery.error is not None:
             self._stop = min(self._stop, index + 1)  # nothing after an error will be delivered
-        num_bytes = delivery.num_bytes
+        self._fill(slot, delivery)
         kind = _kind(claim.way, claim.cut)
-        self._largest_bytes[kind] = max(self._largest_bytes.get(kind, 0), num_bytes)
-        self._held_bytes += num_bytes - slot.num_bytes
-        slot.num_bytes = num_bytes
-        slot.delivery = delivery
+        self._largest_bytes[kind] = max(self._largest_bytes.get(kind, 0), slot.num_bytes)
         return True
+
+    def _fill(self, slot: _Slot, delivery: Delivery) -> None:
+        """Hold a delivery, and count what it really weighs."""
+        num_bytes = delivery.num_bytes
+        self._held_bytes += num_bytes - slot.num_bytes
+        slot.num_bytes, slot.delivery = num_bytes, delivery
 
     def missing(self, claim: Claim) -> tuple[int, ...]:
         """The claim's micro-batches that have not arrived."""
@@ -424,9 +427,7 @@ class SlotTable:
 
     def finish(self, index: int, delivery: Delivery) -> None:
         """Put what has been done to a micro-batch in its slot."""
-        slot, num_bytes = self._slots[index], delivery.num_bytes
-        self._held_bytes += num_bytes - slot.num_bytes
-        slot.num_bytes, slot.delivery = num_bytes, delivery
+        self._fill(self._slots[index], delivery)
 
     def take(self) -> Delivery:
         """Hand out the micro-batch that is due; only when `ready`."""
