@@ -170,17 +170,17 @@ class Runner:
     async def _in_order(self, order: Order) -> AsyncGenerator[tuple[Result, Timings]]:
         """Results in the order of the request, a few computed ahead while earlier ones are sent."""
         todo = deque(range(len(order.request.micro_batches)))
-        turns = asyncio.Semaphore(self._config.workers)
+        line: deque[asyncio.Event] = deque(maxlen=self._config.workers)
         pending: deque[asyncio.Task[tuple[Result, Timings]]] = deque()
         nbytes = 0
         try:
             while todo or pending:
-                self._start_more(order, todo, pending, nbytes, turns)
+                self._start_more(order, todo, pending, nbytes, line)
                 result, timings = await pending.popleft()
                 nbytes = len(result.payload)
                 self._waiting_bytes += nbytes
                 try:
-                    self._start_more(order, todo, pending, nbytes, turns)
+                    self._start_more(order, todo, pending, nbytes, line)
                     yield result, timings
                 finally:
                     self._waiting_bytes -= nbytes
@@ -196,27 +196,34 @@ class Runner:
         todo: deque[int],
         pending: deque[asyncio.Task[tuple[Result, Timings]]],
         nbytes: int,
-        turns: asyncio.Semaphore,
+        line: deque[asyncio.Event],
     ) -> None:
         """What is due now always starts; what is ahead does not while answers pile up for slow readers.
 
-        What is ahead is read, but stands in no line for a worker before what is due of other requests.
+        What is ahead is read, but stands in no line for a worker before what is due of other requests: each
+        waits until the one as many places before it as there are workers is computed, whichever was read
+        first.
         """
         while todo and len(pending) < self._config.workers + AHEAD:
             ahead_bytes = (len(pending) + 1) * nbytes
             if pending and self._waiting_bytes + ahead_bytes > self._config.buffer_budget_bytes:
                 return
-            pending.append(asyncio.ensure_future(self._one(order, todo.popleft(), turns)))
+            before = line[0] if len(line) == line.maxlen else None
+            line.append(asyncio.Event())
+            pending.append(asyncio.ensure_future(self._one(order, todo.popleft(), before, line[-1])))
 
-    async def _one(self, order: Order, index: int, turns: asyncio.Semaphore) -> tuple[Result, Timings]:
+    async def _one(
+        self, order: Order, index: int, before: asyncio.Event | None, computed: asyncio.Event
+    ) -> tuple[Result, Timings]:
         clock = Clock()
         job = await self._job(order, index, clock)
-        with clock.phase("queue"):
-            await turns.acquire()
+        if before is not None:
+            with clock.phase("queue"):
+                await before.wait()
         try:
             result = await self._pool.run(job, clock)
         finally:
-            turns.release()
+            computed.set()
         for phase, seconds in result.timings.phases.items():
             clock.add(phase, seconds)
         for position, seconds in result.timings.stages.items():
