@@ -237,6 +237,31 @@ def test_bytes_over_a_network_count_as_they_arrive():
     assert meter.quiet_s < 60
 
 
+def test_as_many_reads_fill_a_link_as_come_while_a_store_looks(link):
+    assert link.meter.filled_by(100_000) is None, "nothing has crossed"
+    link.carry(1e6, seconds=2)
+    assert link.meter.filled_by(100_000) is None, "no store has been asked"
+    for waited_s in (0.9, 0.25, 0.5):  # on a full link heads wait for other bytes, too
+        link.meter.head_came(waited_s)
+    assert link.meter.filled_by(100_000) == 2 + 2
+    assert link.meter.filled_by(1e6) == 2
+    assert link.meter.filled_by(0) > 1000
+
+
+def test_a_store_over_a_network_says_how_long_it_looked():
+    with S3Server() as server:
+        server.objects["bucket/some"] = bytes(300_000)
+        options = {"endpoint": server.url, "region": "none", "anonymous": "true"}
+        meter, heads = LinkMeter(), []
+        meter.head_came = heads.append
+        far = MeteredStore(Store.open("s3://bucket", options=options), meter)
+        far.get("some")
+        far.get_range("some", 0, 10)
+        with pytest.raises(ObjectNotFound, match="missing"):
+            far.get("missing")
+    assert len(heads) == 2 and all(0 < seconds < 60 for seconds in heads)
+
+
 def test_throttled_async_reads_do_not_block_the_loop(tmp_path):
     store = Store.open(tmp_path.as_uri())
     store.put("x", bytes(200_000))

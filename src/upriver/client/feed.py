@@ -10,6 +10,7 @@ import torch
 
 from upriver.client.deal import deal
 from upriver.client.flow import Values, first_micro_batch
+from upriver.client.link import MeteredStore
 from upriver.client.loader import LOCAL, Finish, Loader, Remote
 from upriver.client.local import LocalSource
 from upriver.client.options import JobOptions
@@ -171,6 +172,7 @@ class Feed:
             tally.timings(source, timings)
             note(index, source, came, timings)
 
+        remote, store = self._remote(pool, dataset, order, epoch, pins, dealt), dataset.store
         loader = Loader(
             order.micro_batches,
             local=LocalSource(
@@ -179,9 +181,10 @@ class Feed:
                 seed=self._options.seed,
                 epoch=epoch,
                 on_bad_sample=self._options.on_bad_sample,
+                shared=store.meter if remote is not None and isinstance(store, MeteredStore) else None,
             ),
             first=first,
-            remote=self._remote(pool, dataset, order, epoch, pins, dealt),
+            remote=remote,
             window=self.window(plan),
             num_workers=self._options.num_workers,
             expected_bytes=self._expected_bytes(),

@@ -63,6 +63,11 @@ FRESH_BUSY_S = 0.15
 a burst, or a head without a body."""
 
 
+HEADS = 64
+"""Requests to a store of which the quickest says how long it takes to look for an object: while the link is
+full, most of their heads have waited for other bytes."""
+
+
 class _Point(NamedTuple):
     """Where the counters stood at some moment."""
 
@@ -95,6 +100,7 @@ class LinkMeter:
         self._last_at = time.monotonic()  # something crossed
         self._checkpoints = deque([_Point(self._last_at, 0.0, 0)])
         self._before_pause: float | None = None
+        self._heads: deque[float] = deque(maxlen=HEADS)
 
     @property
     def bytes_by_kind(self) -> Mapping[Kind, int]:
@@ -200,6 +206,23 @@ class LinkMeter:
             self._checkpoint(time.monotonic())
             return self._rate()
 
+    def head_came(self, seconds: float) -> None:
+        """A store has begun to answer so long after it was asked."""
+        with self._lock:
+            self._heads.append(seconds)
+
+    def filled_by(self, num_bytes: float) -> int | None:
+        """How many objects of so many bytes, read at once, fill the link; None before that can be known.
+
+        One that arrives, one that is asked for meanwhile, and as many more as would arrive while a store
+        looks for one.
+        """
+        with self._lock:
+            rate, wait_s = self._rate(), min(self._heads, default=None)
+        if rate is None or wait_s is None:
+            return None
+        return 2 + int(wait_s * rate / max(num_bytes, 1.0))
+
     def _rate(self) -> float | None:
         first = self._checkpoints[0]
         busy_s, num_bytes = self._busy_s - first.busy_s, sum(self._bytes.values()) - first.num_bytes
@@ -296,9 +319,10 @@ class MeteredStore(Store):
 
     def _arriving(self, path: str, options: Any) -> bytes:
         """What an object's request gives, accounted piece by piece as it arrives."""
-        pieces = []
+        pieces, asked_at = [], time.monotonic()
         with self._errors("read", path), self.meter.pending():
             answer = obstore.get(self._backend, self._checked(path), options=options)
+            self.meter.head_came(time.monotonic() - asked_at)
             with self.meter.transfer():
                 for piece in answer.stream(min_chunk_size=PIECE_BYTES):
                     self.meter.account(len(piece), "direct")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
+from upriver.client.link import LinkMeter
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine, OnBadSample
-from upriver.engine.read import read_samples
+from upriver.engine.read import CONCURRENCY, read_samples
 from upriver.pipeline import Dataset
 from upriver.types import MicroBatch, Timings
 
@@ -21,6 +24,9 @@ class LocalSource:
         seed: Of the job.
         epoch: Of the pass over the data.
         on_bad_sample: As `upriver.engine.engine.Engine.begin`.
+        shared: The link, where servers answer over it, too. What is read then fills it and no more, one
+            micro-batch after the other: connections share a link evenly, so an answer that is due would wait
+            for a dozen objects that are not.
     """
 
     dataset: Dataset
@@ -28,6 +34,8 @@ class LocalSource:
     seed: int
     epoch: int
     on_bad_sample: OnBadSample = "fail"
+    shared: LinkMeter | None = None
+    _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __call__(self, ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
         """The micro-batch of these samples at position 0.
@@ -35,9 +43,9 @@ class LocalSource:
         Raises:
             UpriverError: As `read_samples` and `Engine.begin`.
         """
-        clock = Clock()
-        with clock.phase("read"):
-            blobs = read_samples(self.dataset, ids)
+        clock, at_once = Clock(), self._at_once(ids)
+        with self._turn if at_once < CONCURRENCY else nullcontext(), clock.phase("read"):
+            blobs = read_samples(self.dataset, ids, at_once=at_once)
         batch = self.engine.begin(
             blobs,
             ids,
@@ -49,3 +57,11 @@ class LocalSource:
             clock=clock,
         )
         return batch, clock.timings()
+
+    def _at_once(self, ids: tuple[int, ...]) -> int:
+        """GETs to have in flight."""
+        refs = self.dataset.locate(ids)
+        if self.shared is None or not refs:
+            return CONCURRENCY
+        enough = self.shared.filled_by(sum(ref.stop - ref.start for ref in refs) / len(refs))
+        return CONCURRENCY if enough is None else min(enough, CONCURRENCY)

@@ -61,12 +61,13 @@ def plan_gets(refs: Sequence[SampleRef]) -> list[Get]:
     return gets
 
 
-def read_samples(dataset: Dataset, ids: Sequence[int]) -> list[memoryview]:
+def read_samples(dataset: Dataset, ids: Sequence[int], *, at_once: int = CONCURRENCY) -> list[memoryview]:
     """The stored bytes of samples, in the order asked for; an id may come more than once.
 
     Args:
         dataset: Says where they are, and in which store.
         ids: Rows of its index.
+        at_once: GETs in flight.
 
     Returns:
         Read-only views; neighbours share the buffer they were fetched into.
@@ -81,7 +82,7 @@ def read_samples(dataset: Dataset, ids: Sequence[int]) -> list[memoryview]:
     if len(gets) <= 1:
         bodies = [_fetch(dataset, get) for get in gets]
     else:
-        with ThreadPoolExecutor(min(CONCURRENCY, len(gets))) as pool:
+        with ThreadPoolExecutor(min(at_once, len(gets))) as pool:
             bodies = list(pool.map(lambda get: _fetch(dataset, get), gets))
     return _spread(gets, bodies, len(ids))
 
