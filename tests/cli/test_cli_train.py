@@ -283,10 +283,10 @@ def test_a_store_that_fails_costs_no_step(
     last, photo = last_of_first_epoch(folder)
     elsewhere, real = folder / "elsewhere", local.read_samples
 
-    def read(dataset: Any, ids: Any) -> Any:
+    def read(dataset: Any, ids: Any, **options: Any) -> Any:
         if last in ids:
             photo.rename(elsewhere)
-        return real(dataset, ids)
+        return real(dataset, ids, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(local, "read_samples", read)

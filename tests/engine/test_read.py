@@ -142,7 +142,11 @@ def test_only_so_many_gets_run_at_once(
 
     monkeypatch.setattr(read, "CONCURRENCY", 3)
     dataset.store.__class__ = Slow
-    reader(dataset, list(range(0, 60, 3)))
+    ids = list(range(0, 60, 3))
+    if reader is read_samples:
+        read_samples(dataset, ids, at_once=3)
+    else:
+        reader(dataset, ids)
     assert isinstance(dataset.store, CountingStore)
     assert 1 < dataset.store.most_running <= 3
 
