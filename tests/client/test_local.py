@@ -39,9 +39,7 @@ def dataset(tmp_path: Path) -> Dataset:
         stream = io.BytesIO()
         Image.new("RGB", (4, 2), (number, 0, 255)).save(stream, "PNG")
         store.put(f"data/class{number % 3}/{number:02}.png", stream.getvalue())
-    found = index(store, "data", stages=(Decode(),))
-    store.gets.clear()
-    return found
+    return index(store, "data", stages=(Decode(),))
 
 
 def epoch(dataset: Dataset, shared: LinkMeter | None) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from upriver.client.link import LinkMeter
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine, OnBadSample
 from upriver.engine.read import CONCURRENCY, read_samples
-from upriver.pipeline import Dataset
+from upriver.pipeline import Dataset, SampleRef
 from upriver.types import MicroBatch, Timings
 
 
@@ -43,13 +44,14 @@ class LocalSource:
         Raises:
             UpriverError: As `read_samples` and `Engine.begin`.
         """
-        clock, at_once = Clock(), self._at_once(ids)
+        clock, refs = Clock(), self.dataset.locate(ids)
+        at_once = self._at_once(refs)
         with self._turn if at_once < CONCURRENCY else nullcontext(), clock.phase("read"):
             blobs = read_samples(self.dataset, ids, at_once=at_once)
         batch = self.engine.begin(
             blobs,
             ids,
-            object_names=[ref.object for ref in self.dataset.locate(ids)],
+            object_names=[ref.object for ref in refs],
             stop=0,
             seed=self.seed,
             epoch=self.epoch,
@@ -58,9 +60,8 @@ class LocalSource:
         )
         return batch, clock.timings()
 
-    def _at_once(self, ids: tuple[int, ...]) -> int:
+    def _at_once(self, refs: Sequence[SampleRef]) -> int:
         """GETs to have in flight."""
-        refs = self.dataset.locate(ids)
         if self.shared is None or not refs:
             return CONCURRENCY
         enough = self.shared.filled_by(sum(ref.stop - ref.start for ref in refs) / len(refs))
