@@ -14,7 +14,7 @@ from tests.client.scripted_transport import BATCH_BYTES, ScriptedServer, Step, m
 from upriver.client.loader import LOCAL, Loader, LoaderClosed, MakeLocally, Remote
 from upriver.client.pool import ServerPool
 from upriver.client.retry import Backoff, RetryBudget
-from upriver.client.slots import MAX_REMOTE_ATTEMPTS, Way, Window
+from upriver.client.slots import MAX_REMOTE_ATTEMPTS, Dealt, Way, Window
 from upriver.client.transport import AnswerClosed
 from upriver.errors import (
     BadSample,
@@ -202,6 +202,31 @@ def test_exactly_once_in_order_whatever_happens(
 
 
 # ------------------------------------------------------------------------------------ single stories
+
+
+def test_requests_are_the_shorter_the_more_routes_there_are():
+    micro_batches, asked = epoch(24), []
+    dealt = [Dealt(way=Way.REMOTE, cut=1 + index % 2) for index in range(16)]
+    dealt += [Dealt(way=Way.REMOTE, cut=2)] * 8
+
+    def make_request(indices, cut):
+        asked.append((cut, indices))
+        return request_for(micro_batches)(indices)
+
+    with (
+        pool_of(ScriptedServer("a")) as pool,
+        Loader(
+            micro_batches,
+            local=locally,
+            remote=Remote(pool=pool, make_request=make_request, connections=2, per_request=4),
+            window=Window(micro_batches=16),
+            dealt=dealt,
+        ) as loader,
+    ):
+        check(list(loader), micro_batches)
+    assert all(dealt[index].cut == cut for cut, indices in asked for index in indices)
+    assert max(len(indices) for cut, indices in asked if cut == 1) == 2
+    assert max(len(indices) for cut, indices in asked if cut == 2) > 2, "alone again, at the end"
 
 
 def first_waits_for(event: threading.Event, micro_batches: list[tuple[int, ...]]) -> MakeLocally:

@@ -124,7 +124,7 @@ def test_what_its_place_cannot_give_is_an_error(error: Exception) -> None:
         Loader(
             wanted,
             local=locally,
-            remote=remote(pool, wanted, connections=1, per_request=3),
+            remote=remote(pool, wanted, connections=1, per_request=6),
             pins=Routes(placed(*"aaabbb")).pins(0),
         ) as loader,
     ):

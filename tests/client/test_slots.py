@@ -53,6 +53,19 @@ def test_a_stride_counts_micro_batches_of_the_same_route():
     assert slots.find(Way.REMOTE, 9, stride=2) == (9,)
 
 
+def test_a_stride_counts_micro_batches_of_other_routes_of_that_way():
+    """Two who ask for each of two routes: nobody gets what is due before it has been given to somebody."""
+    dealt = [Dealt(way=Way.REMOTE, cut=1 + index % 2) for index in range(16)]
+    dealt[9] = Dealt(way=Way.REMOTE, cut=4)
+    slots = SlotTable(16, first=0, window=Window(micro_batches=16), dealt=dealt)
+    assert slots.num_kinds(Way.REMOTE) == 3
+    claims = [slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 3, stride=4)) for _ in range(4)]
+    assert [claim.indices for claim in claims] == [(0, 4, 8), (1, 5, 11), (2, 6, 10), (3, 7)]
+    assert slots.find(Way.REMOTE, 3, stride=4) == (9,)
+    slots.claim(Way.REMOTE, (9,))
+    assert slots.num_kinds(Way.REMOTE) == 2
+
+
 def test_a_strided_run_that_the_window_cuts_short_waits_for_it_to_move_on():
     slots = table(40, micro_batches=12)
     for _ in range(2):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -154,6 +156,38 @@ def test_a_mix_beats_every_single_cut_where_cuts_are_coarse() -> None:
     assert {route.cut: route.share for route in plan.routes} == pytest.approx({0: 0.5, 1: 0.5}, abs=0.011)
     assert epoch_s(plan) < 0.52 * epoch_s(POLICIES["exhaustive"](profile, machines, workload))
     assert "over cut 0" in plan.why and "over cut 1" in plan.why
+
+
+def test_a_third_cut_that_fills_the_pipeline_late_is_left_out() -> None:
+    """With it all three resources finish together, but a micro-batch of it alone takes the link for 0.5 s."""
+    profile = Profile(
+        model="residual",
+        freeze=2,
+        input=InputProfile(stored_bytes=110_000, tensor_bytes=110_000),
+        stages=(
+            stage("wide", 500_000, storage=0.012, compute=0.014),
+            stage("narrow", 100_000, storage=0.016, compute=0.013),
+            stage("tail", 4000, storage=0.008, compute=0.007),
+        ),
+    )
+    machines = Cluster(link=Link(bandwidth_bytes_per_s=16e6), storage=StorageTier(micro_batch=16))
+    workload = Workload(batch_size=32, num_samples=384)
+    model = CostModel(profile, machines, workload)
+    busy = model.epochs.busy[model.epochs.busy.any(axis=1)]
+    program, _ = solved(busy / busy.max(axis=0).min())
+    assert np.count_nonzero(program.shares > NOTHING) == 3
+    plan = POLICIES["upriver"](profile, machines, workload)
+    assert [route.cut for route in plan.routes] == [0, 2]
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_never_behind_two_of_its_cuts(profile: Profile, cluster: Cluster, workload: Workload) -> None:
+    plan = POLICIES["upriver"](profile, cluster, workload)
+    units = min(24, math.ceil(workload.num_samples / cluster.storage.micro_batch))
+    for one, other in combinations(plan.routes, 2):
+        for count in range(1, units):
+            shares = (replace(one, share=count / units), replace(other, share=1 - count / units))
+            assert epoch_s(plan) <= 1.01 * evaluate(shares, profile, cluster, workload).epoch_s * (1 + 1e-9)
 
 
 def test_what_is_within_the_slack_goes_to_the_cheapest_for_the_storage_tier() -> None:

@@ -380,10 +380,7 @@ class _Crew:
         pool = remote.pool
         with self._changed:
             while not self._stopped:
-                # Requests as long as the window would leave nothing to send while the consumer is at work.
-                even = self.table.window.micro_batches // (remote.connections + 1)
-                longest = max(1, min(remote.per_request, even))
-                if run := self.table.find(Way.REMOTE, longest, stride=remote.connections):
+                if run := self.table.find(Way.REMOTE, self._longest(remote), stride=remote.connections):
                     pin = self.table.pin(run[0])
                     if lease := pool.borrow(None if pin is None else pin.source):
                         return lease, self.table.claim(Way.REMOTE, run)
@@ -392,6 +389,17 @@ class _Crew:
                         continue
                 self._changed.wait()
         return None
+
+    def _longest(self, remote: Remote) -> int:
+        """Micro-batches for one request.
+
+        As many as the window has would leave nothing to send while the consumer is at work. And a request is
+        for one route: the more of them there are, the shorter it is. One that is due would otherwise wait for
+        others that are due long after it, until somebody is free for its route.
+        """
+        even = self.table.window.micro_batches // (remote.connections + 1)
+        in_turn = remote.per_request // max(1, self.table.num_kinds(Way.REMOTE))
+        return max(1, min(in_turn, even))
 
     def _cannot_replay(self, run: Sequence[int], pin: Pin, why: str) -> None:
         """A server that a replay needs is lost: another one might give other bits, so say so instead."""

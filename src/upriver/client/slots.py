@@ -223,14 +223,14 @@ class SlotTable:
     def find(self, way: Way, limit: int, *, stride: int = 1, only_failed: bool = False) -> tuple[int, ...]:
         """The free micro-batches, at most ``limit``, that ``way`` should work on next.
 
-        They are neighbours, but for micro-batches of other routes in between. Or each is so many of its route
-        behind the one before it: of ``stride`` who ask, each then gets the next one that is due, and what is
-        made at the same time is taken one after the other.
+        They are neighbours, but for micro-batches of other routes in between. Or each is so many behind the
+        one before it: of ``stride`` who ask, each then gets the next one that is due, and what is made at the
+        same time is taken one after the other.
 
         Args:
             way: Who asks. Those that failed too often remotely are left to the local way.
             limit: Longest run.
-            stride: Steps from one to the next.
+            stride: Steps from one to the next, over micro-batches of that way.
             only_failed: Only those that failed too often remotely.
         """
         run: list[int] = []
@@ -243,6 +243,10 @@ class SlotTable:
                 break
             run.append(index)
         return () if self._worth_waiting(run, limit, stride) else tuple(run)
+
+    def num_kinds(self, way: Way) -> int:
+        """How many requests it takes at least to have all free micro-batches of the window made this way."""
+        return len({(self._route(index), self.pin(index)) for index in self._free(way, only_failed=False)})
 
     def pin(self, index: int) -> Pin | None:
         """Where this micro-batch must come from; None when from anywhere."""
@@ -266,10 +270,17 @@ class SlotTable:
         return self._failures.get(index, 0) >= MAX_REMOTE_ATTEMPTS
 
     def _ahead(self, index: int, steps: int) -> int:
-        """So many further of those that could go with this one; the end of the epoch if none is in reach."""
-        later = range(index + 1, min(self._stop, self._window_end + self.window.micro_batches))
-        alike = (other for other in later if self._alike(other, index))
-        return next(islice(alike, steps - 1, None), self._stop)
+        """The next that could go with this one, so many of its way or more behind; the end if none is."""
+        stop = min(self._stop, self._window_end + self.window.micro_batches)
+        way = self._way(index)
+        others = (other for other in range(index + 1, stop) if self._way(other) is way)
+        earliest = next(islice(others, steps - 1, None), stop)
+        return next((other for other in range(earliest, stop) if self._alike(other, index)), self._stop)
+
+    def _way(self, index: int) -> Way | None:
+        """Who is to make a micro-batch; None where that was not said."""
+        chosen = self.pin(index) or self._route(index)
+        return chosen.way if chosen is not None else None
 
     def _cut(self, index: int) -> int | None:
         if (pin := self.pin(index)) is not None:

@@ -12,9 +12,9 @@ A vertex of that polytope has at most as many shares above zero as there are res
 needed. A second program takes, among the mixes within ``SLACK`` of the best, the one that costs the storage
 tier least: it is the tier that tenants share. Shares are then rounded to whole micro-batches.
 
-What is answered is the best of what was found and of every single cut, by the one cost model (fill and drain
-included, which the program leaves out): never above not splitting, at most ``SLACK`` above the best single
-cut, and among equals the cheapest for the storage tier.
+What is answered is the best of what was found, of every two cuts of it and of every single cut, by the one
+cost model (fill and drain included, which the programs leave out): never above not splitting, at most
+``SLACK`` above the best single cut, and among equals the cheapest for the storage tier.
 """
 
 from __future__ import annotations
@@ -90,7 +90,11 @@ def _singles(model: CostModel, fitting: npt.NDArray[np.intp]) -> list[int]:
 
 
 def _mixes(model: CostModel, fitting: npt.NDArray[np.intp]) -> Iterator[tuple[list[int], list[float]]]:
-    """The shares with the least busiest resource, and those near it that spare the storage tier."""
+    """The shares with the least busiest resource, those near it that spare the storage tier, pairs of both.
+
+    Two cuts of a mix of more can be better than it: that the pipeline fills late for a third one, of which a
+    single micro-batch takes the link for long, is nothing that the programs see.
+    """
     epochs = model.epochs
     busy = epochs.busy[:, fitting]
     busy = busy[busy.any(axis=1)]
@@ -104,6 +108,10 @@ def _mixes(model: CostModel, fitting: npt.NDArray[np.intp]) -> Iterator[tuple[li
     program.cheapest(epochs.storage_s[fitting] / scale, (1 + SLACK) * shortest)
     if (second := _used(fitting, program.shares)) != first:
         yield second
+    for pair in {pair for cuts, _ in (first, second) if len(cuts) > 2 for pair in combinations(cuts, 2)}:
+        two = MixProgram(epochs.busy[:, pair] / scale)
+        two.shortest()
+        yield _used(np.array(pair), two.shares)
 
 
 def _used(cuts: npt.NDArray[np.intp], shares: Array) -> tuple[list[int], list[float]]:
