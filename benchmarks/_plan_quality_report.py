@@ -318,7 +318,7 @@ A plan that is off by less cannot be told from the best.
   the cost model; cuts above it are not run, but for the reference, and no policy may take them. Nothing
   enforces it while a job runs.
 - {facts}.
-- {machine}.
+- {machine}. Machines of this kind, and each setting whole on one of them.
   {versions}.
 
 Runs that do not count:

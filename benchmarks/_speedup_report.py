@@ -338,8 +338,8 @@ What was chosen (a cut, shares of several, or the loader's workers x prefetch fa
   seconds of the core that they have, as the kernel counts them; protocol and copies are in it. The profile's
   bound has the seconds of the stages alone in their place, as measured before the first iteration.
 - `client0.5`: the training process, {way}.
-- Commit {commits}; {machine}.
-  {versions}.
+- Commits {commits}. {machine}. {versions}.
+  Machines of this kind, and each setting whole on one of them.
 
 Seconds of the loader's sweep, workers x prefetch factor, each once, on samples in another order:
 
