@@ -152,8 +152,7 @@ def test_programs_beyond_the_budget_go_and_come_back(own):
             )
             (got,) = run(server, request, [sent])
             assert torch.equal(got.tensors[0], program.run(sent.tensors, 0, 2)[0])
-        # Loaded they take more than their files: none is kept when nobody uses it.
-        wait_for(lambda: server.metric("upriver_program_bytes") <= budget)
+        assert server.metric("upriver_program_bytes") <= budget
         assert server.metric("upriver_program_requests_total", 'found="read"') >= 3
 
 

@@ -24,9 +24,6 @@ from upriver.client.pool import Answer, Lease, ServerPool
 from upriver.client.slots import Came, Claim, Dealt, Delivery, Pin, SlotTable, Way, Window
 from upriver.errors import (
     ConfigError,
-    DeadlineExceeded,
-    DoesNotFit,
-    Forbidden,
     NotAuthorized,
     Overloaded,
     ProgramNotFound,
@@ -68,11 +65,8 @@ MOST_STORE_REST_S = 480.0
 """A store that cannot be read from here is left alone for so long, each time twice as long as before: an
 attempt keeps the micro-batch waiting for as long as the store's own retries take, some 15 s."""
 
-FAILED = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, Forbidden, WorkerCrashed)
+FAILED = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, WorkerCrashed)
 """Errors that say something about a server, nothing about the samples: others can do what is missing."""
-
-NOT_THERE = (DoesNotFit, DeadlineExceeded)
-"""Errors that say that servers are not the place for a micro-batch, and nothing about how well they are."""
 
 
 class LoaderClosed(UpriverError):
@@ -368,26 +362,18 @@ class _Crew:
             except Overloaded:
                 self._release(claim)
             except FAILED as error:
-                self._leave_to_others(claim, lease.client.url, error, may_retry=pool.budget.withdraw)
-            except NOT_THERE as error:
-                self._leave_to_others(claim, lease.client.url, error, may_retry=lambda: False)
+                if self.table.pin(claim.indices[0]) is not None:  # nobody else may do it
+                    self._put_error(claim, lease.client.url, error)
+                else:
+                    self._give_up(claim, retry=pool.budget.withdraw())
             except StoreError as error:
                 # Only the plain kind: a missing or changed object is a fact, and stays one.
                 if type(error) is StoreError:
-                    self._leave_to_others(claim, lease.client.url, error, may_retry=lambda: False)
+                    self._give_up(claim, retry=False)
                 else:
                     self._put_error(claim, lease.client.url, error)
             except Exception as error:
                 self._put_error(claim, lease.client.url, error)
-
-    def _leave_to_others(
-        self, claim: Claim, source: str, error: Exception, *, may_retry: Callable[[], bool]
-    ) -> None:
-        """What a server has not done is done by others, or here; where nobody else may, it is an error."""
-        if self.table.pin(claim.indices[0]) is not None:
-            self._put_error(claim, source, error)
-        else:
-            self._give_up(claim, retry=may_retry())
 
     def _next_request(self, remote: Remote) -> tuple[Lease, Claim] | None:
         """Wait for a run of free micro-batches and a server with room; None when it is over."""

@@ -110,15 +110,6 @@ class Dataset:
             SampleRef(object=name, etag=etag, start=start, stop=stop) for name, etag, start, stop in places
         ]
 
-    def sizes(self, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Stored bytes of samples, in the order asked for.
-
-        Raises:
-            ConfigError: If an id is not a row of the index.
-        """
-        rows = self._rows(ids)
-        return np.asarray(self._stops[rows] - self._starts[rows], dtype=np.int64)
-
     def with_stages(self, stages: Sequence[InputStage]) -> Dataset:
         """The same samples with other input stages: another dataset, not published yet."""
         chain = InputChain(tuple(stages))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
 
 from upriver.protocol import Load
 
@@ -103,13 +102,8 @@ class LoadMeter:
         factor = sum(spent.values()) / sum(best[position] for position in spent)
         self._factors[worker].append((self._now(), max(1.0, factor)))
 
-    def load(self, *, running: int, **more: Any) -> Load:
-        """What it comes to now.
-
-        Args:
-            running: Requests in progress.
-            more: Further fields of the answer, which are not this one's to know.
-        """
+    def load(self, *, running: int) -> Load:
+        """What it comes to now; ``running`` requests are in progress."""
         factors = [self._factor(worker) for worker in self._factors]
         window_s = min(self._window_s, max(self._now() - self._since, 1e-9))
         return Load(
@@ -120,7 +114,6 @@ class LoadMeter:
             expected_wait_s=self._expected_wait_s(),
             k=mean(factors) if factors else 1.0,
             workers=tuple(factors),
-            **more,
         )
 
     def _factor(self, worker: int) -> float:

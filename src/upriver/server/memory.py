@@ -21,10 +21,6 @@ SMALLEST_SLOT = 64 * 1024
 FREE_SLOTS = 4
 """Slots kept for the next micro-batch: one being filled, two waiting to be sent, one input."""
 
-KEPT_BYTES = 8 << 20
-"""A larger free slot gives its memory back: four of them in each worker could hold more than all requests. To
-take it again costs page faults, which are little beside computing as much."""
-
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -48,10 +44,6 @@ class Slot:
     def array(self, nbytes: int) -> Bytes:
         """The first ``nbytes`` bytes; the array and all views of it keep the mapping alive."""
         return np.frombuffer(self._map, dtype=np.uint8, count=nbytes)
-
-    def clear(self) -> None:
-        """Give its memory back to the system, on both sides; the mapping stays, and is all zeros."""
-        self._map.madvise(mmap.MADV_REMOVE)
 
     def close_fd(self) -> None:
         """The worker has mapped it: the descriptor is not needed any more."""
@@ -91,8 +83,6 @@ class SlotPool:
 
     def give_back(self, slot: Slot) -> None:
         """Nobody looks at it any more."""
-        if slot.nbytes > KEPT_BYTES:
-            slot.clear()
         self._free.append(slot)
 
     def lend(self, slot: Slot, nbytes: int) -> memoryview:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from statistics import median
 
@@ -13,11 +12,11 @@ from upriver.errors import Busy, ProtocolError, TooLarge
 from upriver.profile.measure import Seconds, through_first
 from upriver.protocol import ProfileRequest, StageCost, StageCosts, check_version, decode_json
 from upriver.server.config import ServerConfig
+from upriver.server.handle import ProgramFiles
 from upriver.server.jobs import Hello, Measured
-from upriver.server.order import until
 from upriver.server.pool import WorkerPool
+from upriver.server.programs import Programs
 from upriver.server.run import Runner
-from upriver.server.tenants import Tenant
 
 BODY_BYTES = 16 << 10
 """Longest request: a few digests and numbers."""
@@ -36,35 +35,25 @@ class Profiler:
     of a job's time holds for each.
     """
 
-    def __init__(self, config: ServerConfig, *, pool: WorkerPool, runner: Runner) -> None:
-        self._config, self._pool, self._runner = config, pool, runner
+    def __init__(self, config: ServerConfig, *, pool: WorkerPool, programs: Programs, runner: Runner) -> None:
+        self._config, self._pool, self._programs, self._runner = config, pool, programs, runner
         self._at_it = False
 
-    async def measure(
-        self,
-        body: AsyncIterator[bytes],
-        hello: Hello,
-        tenant: Tenant,
-        *,
-        on_request: Callable[[ProfileRequest], None] = lambda request: None,
-    ) -> StageCosts:
-        """Read a request, wait until there is memory for it, and answer it.
-
-        Args:
-            on_request: Told what is asked for.
+    async def measure(self, body: AsyncIterator[bytes], hello: Hello) -> StageCosts:
+        """Read a request and answer it.
 
         Raises:
             Busy: If another profile is being measured.
             Overloaded: If enough is running already.
-            DeadlineExceeded: If it took longer than a request may.
             UpriverError: If it cannot be done.
         """
-        deadline = asyncio.get_running_loop().time() + self._config.deadline_s
-        async with AsyncExitStack() as stack, until(deadline):
+        async with AsyncExitStack() as stack:
             self._enter(stack)
             request = await read_request(body)
-            on_request(request)
-            runs = await self._runs(request, tenant)
+            files = [
+                await stack.enter_async_context(self._programs.use(digest)) for digest in request.programs
+            ]
+            runs = await self._runs(files, request)
         return StageCosts(
             device=self._config.device,
             threads=self._config.threads_per_worker,
@@ -85,16 +74,15 @@ class Profiler:
     def _leave(self) -> None:
         self._at_it = False
 
-    async def _runs(self, request: ProfileRequest, tenant: Tenant) -> list[list[Measured]]:
+    async def _runs(self, files: Sequence[ProgramFiles], request: ProfileRequest) -> list[list[Measured]]:
         """Runs of each program; they take turns, so that a machine that slows down does so for all."""
-        runs: list[list[Measured]] = [[] for _ in request.programs]
+        runs: list[list[Measured]] = [[] for _ in files]
         end = time.monotonic() + BUDGET_S
         for turn in range(request.repeats):
             if turn and time.monotonic() > end:
                 break
-            for digest, of_one in zip(request.programs, runs, strict=True):
-                async with self._runner.borrowed(tenant, digest, stop=request.stop) as (file, use):
-                    of_one.append(await self._pool.measure(file, stop=request.stop, use=use))
+            for file, of_one in zip(files, runs, strict=True):
+                of_one.append(await self._pool.measure(file, stop=request.stop))
             if not turn:
                 check_alike([of_one[0] for of_one in runs])
         return runs
