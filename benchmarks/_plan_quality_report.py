@@ -318,7 +318,8 @@ A plan that is off by less cannot be told from the best.
   the cost model; cuts above it are not run, but for the reference, and no policy may take them. Nothing
   enforces it while a job runs.
 - {facts}.
-- {machine}. Machines of this kind, and each setting whole on one of them.
+- {machine}.
+  Settings may be of different machines of this kind: compare within a row.
   {versions}.
 
 Runs that do not count:

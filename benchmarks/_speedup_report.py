@@ -339,7 +339,7 @@ What was chosen (a cut, shares of several, or the loader's workers x prefetch fa
   bound has the seconds of the stages alone in their place, as measured before the first iteration.
 - `client0.5`: the training process, {way}.
 - Commits {commits}. {machine}. {versions}.
-  Machines of this kind, and each setting whole on one of them.
+  Settings may be of different machines of this kind: compare within a row.
 
 Seconds of the loader's sweep, workers x prefetch factor, each once, on samples in another order:
 
