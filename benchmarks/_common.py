@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -110,10 +111,27 @@ def commit() -> str:
     )
 
 
-def code() -> str:
-    """The tree of ``src`` that is measured, whatever else was committed since; and whether files differ."""
-    changed = _git("status", "--porcelain", "--", "src")
-    return (_git("rev-parse", "--short=12", "HEAD:src") or "unknown") + (", changed" if changed else "")
+POLICIES = "src/upriver/policies"
+
+
+def code(at: str = "HEAD") -> str:
+    """What of ``src`` runs, whatever else was committed since; and whether files differ from it.
+
+    Policies are left out: a run of a benchmark is told its choice, so runs outlast a change of policy.
+    """
+    listed = _git("ls-tree", "-r", at, "src").splitlines()
+    files = [line for line in listed if not line.split("\t", 1)[1].startswith(f"{POLICIES}/")]
+    changed = _git("status", "--porcelain", "--", "src", f":(exclude){POLICIES}")
+    digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:12] if files else "unknown"
+    return digest + (", changed" if changed else "")
+
+
+def policies() -> str:
+    """The tree of the policies that choose; and whether files differ from it."""
+    changed = _git("status", "--porcelain", "--", POLICIES)
+    return (_git("rev-parse", "--short=12", f"HEAD:{POLICIES}") or "unknown") + (
+        ", changed" if changed else ""
+    )
 
 
 def _git(*arguments: str) -> str:

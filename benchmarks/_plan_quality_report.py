@@ -311,7 +311,8 @@ A plan that is off by less cannot be told from the best.
   last optimizer step; what warms up lies before it.
 - A run counts only if its losses are bit for bit those of the run that is not split, its samples and their
   order the same, and every micro-batch ran where the choice says. All runs of a setting are by the same
-  code. A choice of which fewer than {least} repeats count has failed: it is beyond 15 %.
+  code, policies aside, since a run is told its choice. A choice of which fewer than {least} repeats count
+  has failed: it is beyond 15 %.
 - `server0.5`: the near-data server, {way}.
   The object store beside it is not slowed.
 - `cap0.5`: the compute tier's memory lies half-way between what the most frugal and the neediest cut need by

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from _common import RESULTS, code, commit
+from _common import RESULTS, code, commit, policies
 from _slowed import cpu_s, slowed
 from split_overhead import NETWORKS
 from testbed import Testbed, TestbedError
@@ -315,11 +315,16 @@ class Rig:
     def plan(self, records: Records) -> None:
         """What every policy chooses, from one measurement by the running system, unless it is there already.
 
-        Runs by other code count no more then.
+        Runs by other code count no more then. Where only policies have changed, they choose anew from what
+        was measured, if that was kept.
         """
         known = records.rows.get(plan_key(self.setting))
-        if known is None or known["code"] != self.facts["code"]:
-            records.add(plan_key(self.setting), {**self.facts, **self._ask({"do": "plan"}, START_LIMIT_S)})
+        same_code = known is not None and known["code"] == self.facts["code"]
+        if known is not None and same_code and known.get("policies") == policies():
+            return
+        kept = known.get("measured") if known is not None and same_code else None
+        planned = self._ask({"do": "plan", "measured": kept}, START_LIMIT_S)
+        records.add(plan_key(self.setting), {**self.facts, "policies": policies(), **planned})
 
     def run(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """One epoch: seconds from the first request to the last step, bytes by the link's counters.
@@ -440,6 +445,9 @@ def command(
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")
     parser.add_argument("--quick", action="store_true", help="one small setting that says nothing")
     parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
+    parser.add_argument(
+        "--replan", action="store_true", help="let the policies of today choose in finished settings, too"
+    )
     parser.add_argument("--report", action="store_true", help="only write the report from what is there")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
     options = parser.parse_args()
@@ -454,7 +462,7 @@ def command(
         try:
             for setting in settings:
                 wanted = any(part in setting.key for part in options.only)
-                if wanted and found(setting, records).missing:
+                if wanted and (options.replan or found(setting, records).missing):
                     measure(setting, records, deadline)
         except TimeIsUp:
             print("time is up; the next start goes on from here", file=sys.stderr)

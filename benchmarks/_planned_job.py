@@ -41,6 +41,7 @@ from upriver.client.order import EpochOrder, epoch_order
 from upriver.cost import CostModel
 from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize
 from upriver.policies import POLICIES
+from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json
 from upriver.program.remember import cache_folder
 from upriver.types import DEFAULT_MICRO_BATCH, Plan, Route, Tier, Workload
 
@@ -94,7 +95,7 @@ class Trainer:
                     self.finetune(policy="freeze").close()
                 return {}
             case "plan":
-                return self.plan()
+                return self.plan(order["measured"])
             case "run":
                 return self.prepare_run({int(cut): share for cut, share in order["shares"].items()})
             case "loader":
@@ -110,10 +111,15 @@ class Trainer:
             self.model, self.data, batch_size=self.setting.batch_size, replan=False, **given
         )
 
-    def plan(self) -> dict[str, Any]:
-        """Every policy's choice, and what the cost model says of every cut, from one measurement."""
-        measured = self._measured()
-        profile, cluster = measured.profile, measured.cluster
+    def plan(self, kept: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Every policy's choice, and what the cost model says of every cut, from one measurement.
+
+        Args:
+            kept: What was measured before, as ``measured`` in the answer; None to measure now.
+        """
+        found = self._measured() if kept is None else kept
+        profile = profile_from_json(json.dumps(found["profile"]))
+        cluster = cluster_from_json(json.dumps(found["cluster"]))
         workload = Workload(batch_size=self.setting.batch_size, num_samples=len(self.data))
         model = CostModel(profile, cluster, workload)
         if self.setting.cap_share is not None:
@@ -123,7 +129,8 @@ class Trainer:
             model = CostModel(profile, cluster, workload)
         plans = {name: _told(policy(profile, cluster, workload)) for name, policy in POLICIES.items()}
         return {
-            "measuring_s": dict(measured.seconds),
+            "measured": found,
+            "measuring_s": found["seconds"],
             "cuts": list(model.cuts),
             "names": {str(row.cut): row.name for row in model.table()},
             "why_not": {str(cut): why for cut in model.cuts if (why := model.why_not(cut))},
@@ -133,7 +140,7 @@ class Trainer:
             "plans": plans,
         }
 
-    def _measured(self) -> Measured:
+    def _measured(self) -> dict[str, Any]:
         """What a job measures before its first iteration, as if none had measured before.
 
         The frozen weights are in the store already; sending them is no measuring.
@@ -142,7 +149,12 @@ class Trainer:
         self.finetune(policy="freeze").close()
         if self.near.measured is None:
             raise RuntimeError("the job did not measure: no server was found")
-        return self.near.measured
+        measured: Measured = self.near.measured
+        return {
+            "profile": json.loads(profile_to_json(measured.profile)),
+            "cluster": json.loads(cluster_to_json(measured.cluster)),
+            "seconds": dict(measured.seconds),
+        }
 
     def prepare_run(self, shares: Mapping[int, float]) -> dict[str, Any]:
         """A job with that choice, up to its first iteration."""

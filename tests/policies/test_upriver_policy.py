@@ -17,6 +17,7 @@ from tests.planning import alexnet, cluster, clusters, profiles, stage, workload
 from upriver.cost import Array, CostModel, evaluate
 from upriver.policies import POLICIES
 from upriver.policies._simplex import NOTHING, MixProgram
+from upriver.policies.upriver import MARGIN, SLACK
 from upriver.types import Cluster, InputProfile, Link, Plan, Profile, StorageTier, Workload
 
 
@@ -41,6 +42,28 @@ def test_never_behind_a_single_cut_nor_behind_not_splitting(
     plain = POLICIES["nosplit"](*question)
     if plain.feasible:
         assert epoch_s(plan) <= epoch_s(plain)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_a_mix_is_taken_only_for_a_gain_to_rely_on(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    plan = POLICIES["upriver"](profile, cluster, workload)
+    if len(plan.routes) > 1:
+        single = epoch_s(POLICIES["exhaustive"](profile, cluster, workload))
+        assert epoch_s(plan) * (1 + MARGIN) <= (1 + SLACK) * single * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("gain", "cuts"), [(0.02, [1]), (0.20, [0, 1])])
+def test_a_mix_of_little_gain_is_left_for_the_single_cut(gain: float, cuts: list[int]) -> None:
+    """Cut 1 takes the storage tier; of ``gain`` of the samples the compute tier could relieve it."""
+    stages = (stage("all", 1000, storage=0.01, compute=0.01 * (1 - gain) / gain),)
+    freed = InputProfile(stored_bytes=1000, tensor_bytes=1000)
+    profile = Profile(model="one way", freeze=1, input=freed, stages=stages)
+    machines = Cluster(link=Link(bandwidth_bytes_per_s=1e9), storage=StorageTier(micro_batch=16))
+    plan = POLICIES["upriver"](profile, machines, Workload(batch_size=16, num_samples=16 * 5000))
+    assert [route.cut for route in plan.routes] == cuts
+    assert ("too little to rely on" in plan.why) == (len(cuts) == 1)
 
 
 @given(profile=profiles(), cluster=clusters(), workload=workloads)

@@ -14,7 +14,9 @@ tier least: it is the tier that tenants share. Shares are then rounded to whole 
 
 What is answered is the best of what was found, of every two cuts of it and of every single cut, by the one
 cost model (fill and drain included, which the programs leave out): never above not splitting, at most
-``SLACK`` above the best single cut, and among equals the cheapest for the storage tier.
+``SLACK`` above the best single cut, and among equals the cheapest for the storage tier. A mix counts as
+longer than it is predicted by ``MARGIN`` there: it keeps more resources busy at once than the measurements
+behind its prediction did, so a gain below that is none to rely on.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ from upriver.types import Cluster, Plan, Profile, Route, Workload
 SLACK = 0.01
 """How much longer than the shortest an epoch may be if that spares the storage tier."""
 
+MARGIN = 0.05
+"""How much longer than predicted an epoch of a mix is taken to be, when it is held against a single cut."""
+
 
 def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
     """Choose the shares of the cuts."""
@@ -46,13 +51,13 @@ def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
     found = [_of(model, (index,), (1.0,)) for index in _singles(model, fitting)]
     for indices, shares in _mixes(model, fitting):
         found += _rounded(model, indices, shares, units)
-    best = min(found, key=lambda mix: mix.epoch_s)
-    most = (1 + SLACK) * best.epoch_s
+    most = (1 + SLACK) * min(mix.judged_s for mix in found)
     if model.feasible[0]:
         most = min(most, float(model.epochs.epoch_s[0]))
-    allowed = (mix for mix in found if mix.epoch_s <= most)
+    allowed = (mix for mix in found if mix.judged_s <= most)
     chosen = min(allowed, key=lambda mix: (mix.storage_s, len(mix.indices), mix.epoch_s, mix.indices))
-    return plan_with("upriver", chosen.routes(model), model, rule=_rule(chosen, model))
+    shortest_s = min(mix.epoch_s for mix in found)
+    return plan_with("upriver", chosen.routes(model), model, rule=_rule(chosen, shortest_s, model))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +68,11 @@ class _Mix:
     shares: tuple[float, ...]
     epoch_s: float
     storage_s: float
+
+    @property
+    def judged_s(self) -> float:
+        """What an epoch counts as when plans are held against each other."""
+        return self.epoch_s * (1 + MARGIN) if len(self.indices) > 1 else self.epoch_s
 
     def routes(self, model: CostModel) -> tuple[Route, ...]:
         """As the plan has them, the earliest cut first."""
@@ -131,12 +141,13 @@ def _rounded(model: CostModel, indices: Sequence[int], shares: Sequence[float], 
         yield _of(model, [index for index, _ in used], [share for _, share in used])
 
 
-def _rule(mix: _Mix, model: CostModel) -> str:
-    if len(mix.indices) == 1:
-        return (
-            f"cut {model.cuts[mix.indices[0]]} for all samples, as no mix is shorter by more than {SLACK:.0%}"
+def _rule(chosen: _Mix, shortest_s: float, model: CostModel) -> str:
+    if len(chosen.indices) == 1:
+        gain = 1 - shortest_s / chosen.epoch_s if chosen.epoch_s > 0 else 0.0
+        than = (
+            f"by more than {gain:.1%}, too little to rely on" if gain > SLACK else f"by more than {SLACK:.0%}"
         )
-    parts = (
-        f"{share:.1%} over cut {model.cuts[i]}" for i, share in zip(mix.indices, mix.shares, strict=True)
-    )
+        return f"cut {model.cuts[chosen.indices[0]]} for all samples, as no mix is shorter {than}"
+    pairs = zip(chosen.indices, chosen.shares, strict=True)
+    parts = (f"{share:.1%} over cut {model.cuts[index]}" for index, share in pairs)
     return f"a mix, {', '.join(parts)}, with which the resources finish together"
