@@ -318,6 +318,9 @@ A plan that is off by less cannot be told from the best.
 - `cap0.5`: the compute tier's memory lies half-way between what the most frugal and the neediest cut need by
   the cost model; cuts above it are not run, but for the reference, and no policy may take them. Nothing
   enforces it while a job runs.
+- The margin by which `upriver` prefers a single cut (5 %, decision 0009) was chosen after the first five
+  settings: a mix had been 12 % slower than a single cut in one of them. Its policies then chose anew, and
+  what they chose had been run. The other seven settings were measured afterwards.
 - {facts}.
 - {machine}.
   Settings may be of different machines of this kind: compare within a row.
