@@ -114,12 +114,12 @@ def commit() -> str:
 POLICIES = "src/upriver/policies"
 
 
-def code(at: str = "HEAD") -> str:
+def code() -> str:
     """What of ``src`` runs, whatever else was committed since; and whether files differ from it.
 
     Policies are left out: a run of a benchmark is told its choice, so runs outlast a change of policy.
     """
-    listed = _git("ls-tree", "-r", at, "src").splitlines()
+    listed = _git("ls-tree", "-r", "HEAD", "src").splitlines()
     files = [line for line in listed if not line.split("\t", 1)[1].startswith(f"{POLICIES}/")]
     changed = _git("status", "--porcelain", "--", "src", f":(exclude){POLICIES}")
     digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:12] if files else "unknown"
