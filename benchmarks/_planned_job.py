@@ -34,8 +34,8 @@ from _planned import MEASURED, SWEPT, Setting, label_of
 from _planned_loader import Loop
 from split_overhead import build
 from upriver.client import budget
+from upriver.client.crew import LOCAL
 from upriver.client.deal import deal
-from upriver.client.loader import LOCAL
 from upriver.client.measuring import Measured
 from upriver.client.order import EpochOrder, epoch_order
 from upriver.cost import CostModel

@@ -1,7 +1,7 @@
 """A process and all it starts, on a share of its core.
 
 By a quota of the ``cpu`` control group (version 1 or 2) where one can be made. Elsewhere by stopping and
-continuing the process's group in turns of 20 ms, which also stops its network front.
+continuing it and all it started in turns of 20 ms, which also stops its network front.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ PERIOD_S = 0.02
 
 GROUPS = Path("/sys/fs/cgroup")
 
+LOOK_S = 1.0
+"""How often process groups are looked for: workers of a server, and those started later, have their own."""
+
 
 @contextlib.contextmanager
 def slowed(name: str, pid: int, share: float) -> Iterator[str]:
@@ -28,7 +31,7 @@ def slowed(name: str, pid: int, share: float) -> Iterator[str]:
 
     Args:
         name: Of the control group, with this process's id.
-        pid: The process; it leads a process group.
+        pid: The process; it and what it starts are in process groups of their own.
         share: Of one core; 1 leaves it alone.
 
     Yields:
@@ -118,15 +121,35 @@ def _family(pid: int) -> list[int]:
     return []
 
 
+def _process_groups(pid: int) -> set[int]:
+    """Of a process and all it started."""
+    found = set()
+    for member in _family(pid):
+        with contextlib.suppress(ProcessLookupError):
+            found.add(os.getpgid(member))
+    return found - {os.getpgrp()}  # never this one
+
+
+def _signal(groups: set[int], sign: signal.Signals) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, sign)
+
+
 @contextlib.contextmanager
 def _turns(pid: int, share: float) -> Iterator[None]:
     over = threading.Event()
+    groups: set[int] = set()
 
     def take_turns() -> None:
+        looked = float("-inf")
         while not over.is_set():
+            if time.monotonic() - looked >= LOOK_S:
+                groups.clear()  # all of them run now
+                groups.update(_process_groups(pid))
+                looked = time.monotonic()
             for sign, seconds in ((signal.SIGSTOP, 1 - share), (signal.SIGCONT, share)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, sign)
+                _signal(groups, sign)
                 time.sleep(seconds * PERIOD_S)
 
     thread = threading.Thread(target=take_turns, daemon=True)
@@ -136,5 +159,4 @@ def _turns(pid: int, share: float) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGCONT)
+        _signal(groups, signal.SIGCONT)

@@ -59,6 +59,7 @@ def send_raw() -> None:
 def send_frames() -> None:
     """The front's streaming code, fed from a slot as a worker would have left it."""
     import asyncio
+    import math
     from collections.abc import AsyncGenerator
     from contextlib import AsyncExitStack
 
@@ -69,8 +70,8 @@ def send_frames() -> None:
     from starlette.routing import Route
 
     from upriver.protocol import DEFAULT_CAPS, End, data_head, encode, lay_out
+    from upriver.server.body import read_body
     from upriver.server.memory import SlotPool
-    from upriver.server.run import read_body
     from upriver.server.service import bind
     from upriver.server.stream import FrameStream
     from upriver.types import MicroBatch, Timings
@@ -97,7 +98,14 @@ def send_frames() -> None:
 
     async def run(request: Request) -> Response:
         asked, _ = await read_body(request.stream(), DEFAULT_CAPS)
-        return FrameStream(answer(asked), stack=AsyncExitStack(), stall_timeout_s=60, on_sent=lambda _: None)
+        return FrameStream(
+            answer(asked),
+            stack=AsyncExitStack(),
+            stall_timeout_s=60,
+            deadline=math.inf,
+            on_sent=lambda _: None,
+            on_end=lambda _: None,
+        )
 
     written: set[int] = set()
     listener = bind("127.0.0.1", 0)

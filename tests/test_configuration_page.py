@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from upriver.cli.serve import ServeFile
+from upriver.cli.serve_file import CapsSection, ServeFile, StoreSection, TenantSection, TlsSection
 from upriver.cli.stages import input_stages
 from upriver.cli.train import FREE_TO_CHANGE, TrainFile
 from upriver.pipeline.stages import STAGES
+from upriver.protocol import DEFAULT_CAPS
 from upriver.server import ServerConfig
 
 PAGE = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -52,12 +53,44 @@ def test_what_a_resumed_run_may_change_is_there() -> None:
 
 def test_every_key_of_a_server_is_there_with_its_default() -> None:
     config = ServerConfig(stores={"default": "file:///tmp"})
-    known = {"stores": "none, needed", "token_file": "none", "threads": "cores / workers"}
-    expected = {
-        field.name: known.get(field.name) or written(getattr(config, field.name))
-        for field in msgspec.structs.fields(ServeFile)
+    known = {
+        "stores": "none, needed",
+        "tenants": "none",
+        "caps": "as below",
+        "tls": "none",
+        "token_file": "none",
+        "threads": "cores / workers",
+        "memory_budget_bytes": "worked out",
     }
+    expected = {}
+    for field in msgspec.structs.fields(ServeFile):
+        default = getattr(config, field.name, None)
+        expected[field.name] = known.get(field.name) or ("none" if default is None else written(default))
     assert rows(SERVE) == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "schema", "known"),
+    [
+        ("Stores of a server", StoreSection, {}),
+        ("Tenants of a server", TenantSection, {"stores": "every store"}),
+        ("TLS of a server", TlsSection, {}),
+    ],
+)
+def test_every_key_of_a_servers_tables_is_there(section: str, schema: Any, known: dict[str, str]) -> None:
+    expected = {}
+    for field in msgspec.structs.fields(schema):
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        said = "needed" if default is msgspec.NODEFAULT else "none" if default is None else written(default)
+        expected[field.name] = known.get(field.name, said)
+    assert rows(SECTIONS[section]) == expected
+
+
+def test_every_cap_is_there_and_can_be_set() -> None:
+    caps = {field.name for field in msgspec.structs.fields(CapsSection)}
+    assert caps == set(DEFAULT_CAPS.__struct_fields__)
+    expected = {name: written(getattr(DEFAULT_CAPS, name)) for name in caps}
+    assert rows(SECTIONS["Caps of a server"]) == expected
 
 
 def test_every_input_stage_is_there_with_its_fields() -> None:

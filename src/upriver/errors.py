@@ -120,6 +120,12 @@ class NotAuthorized(UpriverError):
     code = "not_authorized"
 
 
+class Forbidden(UpriverError):
+    """Whoever asks is known here, but what is asked for is not theirs."""
+
+    code = "forbidden"
+
+
 class Overloaded(UpriverError):
     """The server has no room for the request now.
 
@@ -138,6 +144,24 @@ class Busy(Overloaded):
     """The server does one such thing at a time, and is at it."""
 
     code = "busy"
+
+
+class QuotaExceeded(Overloaded):
+    """A tenant has as much in progress or waiting as it may; the server takes requests of others."""
+
+    code = "quota"
+
+
+class DoesNotFit(UpriverError):
+    """A request takes more memory than the server has for requests, whoever else is there."""
+
+    code = "does_not_fit"
+
+
+class DeadlineExceeded(UpriverError):
+    """A request took longer than it may."""
+
+    code = "deadline"
 
 
 class WorkerCrashed(UpriverError):

@@ -106,10 +106,12 @@ class Timings:
     Attributes:
         phases: ``queue``, ``read``, ``input``, ``forward``, ``encode`` to seconds.
         stages: Position after a stage to the seconds of that stage (input stages have positions <= 0).
+        expected_wait_s: What another micro-batch of the same tenant would wait there for others.
     """
 
     phases: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[int, float] = field(default_factory=dict)
+    expected_wait_s: float = 0.0
 
 
 # ------------------------------------------------------------------------------------ what is known

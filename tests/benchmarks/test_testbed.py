@@ -21,6 +21,7 @@ import _netns
 import testbed
 import upriver
 from _netns import PAYLOAD_SHARE
+from _swift import run_swift
 from tests.client.training import STAGES, images
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,16 @@ listener = socket.create_server(('192.0.2.2', 7))
 print(flush=True)
 connection = listener.accept()[0]
 """
+READ = """
+import json, sys
+from upriver.store import Store
+
+store = Store.open("s3://photos", options=json.loads(sys.argv[1]))
+if len(sys.argv) > 2:
+    store.put("a", sys.argv[2].encode())
+print(store.get_range("a", 2, 5, etag=store.head("a").etag).decode())
+"""
+NO_SWIFT = ("Swift is not installed", "Swift needs memcached", "takes no user attributes")
 CONNECT = """
 import socket
 connection = socket.create_connection(('192.0.2.2', 7))
@@ -358,3 +369,28 @@ def test_a_real_job_over_the_link_has_the_losses_of_the_unsplit_run(rights: None
 def test_a_server_that_cannot_start_says_why(bed: testbed.Testbed, tmp_path: Path) -> None:
     with pytest.raises(testbed.TestbedError, match=r"(?s)upriver serve.*: ended; it said:.*does not exist"):
         bed.run_server({"default": (tmp_path / "none").as_uri()})
+
+
+@pytest.mark.slow
+def test_a_swift_on_the_storage_side_gives_each_account_its_own_on_both_sides(
+    rights: None, tmp_path: Path
+) -> None:
+    accounts = {"alice": "0123456789", "bob": "abcdefghij"}
+    with testbed.Testbed(check=False) as bed:
+        try:
+            swift = run_swift(
+                bed, tmp_path, tenants=list(accounts), buckets=[f"{name}:photos" for name in accounts]
+            )
+        except testbed.TestbedError as error:
+            if any(words in str(error) for words in NO_SWIFT):
+                pytest.skip(str(error))
+            raise
+        assert set(swift.keys) == set(accounts)
+        for account, content in accounts.items():
+            options = json.dumps(swift.options(account))
+            near = bed.run("storage", [*python(READ), options, content], timeout_s=120)
+            far = bed.run("compute", [*python(READ), options], timeout_s=120)
+            assert near.stdout.strip() == far.stdout.strip() == content[2:5]
+        family = psutil.Process(swift.service.process.pid).children(recursive=True)
+        assert len(family) == 5
+    assert not any(running(process.pid) for process in family)

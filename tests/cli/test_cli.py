@@ -14,7 +14,7 @@ from PIL import Image
 from upriver.cli import app, main
 from upriver.cli.common import emit
 
-COMMANDS = ("demo", "index", "push", "cuts", "plan", "serve", "train")
+COMMANDS = ("demo", "index", "push", "cuts", "plan", "serve", "token", "train")
 
 
 @pytest.fixture

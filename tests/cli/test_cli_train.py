@@ -363,6 +363,37 @@ def test_what_changes_the_training_is_refused(
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ('servers = ["https://127.0.0.1:9"]\nca = "nothing.pem"', "cannot read the authorities nothing.pem"),
+        ('servers = ["https://127.0.0.1:9"]\nkey = "job.key"', "key was given without certificate"),
+        ('servers = ["http://127.0.0.1:9"]\nca = "{folder}/ca.pem"', "ca.pem holds no certificates in PEM"),
+        ('servers = ["ray+http://127.0.0.1:9", "http://127.0.0.1:9"]', "give it alone"),
+        ("adapt_batch = 6", "adapt_batch must be 0, or a whole number of at least two micro-batches"),
+        ("micro_batch = 2\nadapt_batch = 4", "adapt_batch needs exact='numeric'"),
+    ],
+)
+def test_how_servers_are_reached_is_checked_before_anything_is_trained(
+    more: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "ca.pem").write_text("no certificate")
+    path = Path(config(folder, more=more.format(folder=folder)))
+    if "micro_batch = 2" in more:
+        path.write_text(path.read_text().replace("micro_batch = 4", "", 1))
+    assert main(["train", str(path)]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not list(folder.glob("trained.safetensors*.checkpoint"))
+
+
+def test_what_only_says_where_servers_are_may_change(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted_once(capsys, config(folder, more="epochs = 2"))
+    more = 'epochs = 2\nservers = ["http://127.0.0.1:9"]\nadapt_batch = 0'
+    assert trained(capsys, config(folder, more=more))["resumed"] is True
+
+
 def test_fewer_epochs_than_have_begun_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(folder, more="epochs = 3")
     for _ in range(5):

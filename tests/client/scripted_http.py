@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,8 +58,8 @@ class Exchange:
 
 
 @contextmanager
-def scripted(respond: Respond) -> Iterator[str]:
-    """Serve until the block ends; the URL."""
+def scripted(respond: Respond, *, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Serve until the block ends, over TLS if need be; the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -79,10 +80,12 @@ def scripted(respond: Respond) -> Iterator[str]:
             """A client that hangs up is part of the script."""
 
     server = Server(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http{'s' if tls is not None else ''}://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

@@ -11,11 +11,18 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import upriver
+from tests.client.scripted_http import Exchange, scripted
+from tests.client.test_job_near import free_port, start
 from tests.client.training import BATCH, MICRO, optimizer_of, photos, run, same, train
 from tests.program.nets import frozen_small
+from tests.server.running import wait_for
+from upriver.client import discover
+from upriver.client.discover import LISTING_PATH, Listed, Listing
+from upriver.errors import ConfigError
 
 
 def test_an_embedded_server_that_died_is_replaced(tmp_path: Path) -> None:
@@ -94,3 +101,80 @@ def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.Mon
         names = {thread.name for thread in threading.enumerate() if thread.name.startswith("upriver-")}
         assert names <= {"upriver-embedded-stderr"}
         job.close()
+
+
+# ------------------------------------------------------------------------------ servers come and go
+
+
+class Names:
+    """What a directory says; nobody that it names no more is kept."""
+
+    def __init__(self, *urls: str) -> None:
+        self.urls = urls
+
+    def respond(self, exchange: Exchange) -> None:
+        assert (exchange.method, exchange.path) == ("GET", LISTING_PATH)
+        listing = Listing(servers=tuple(Listed(url=url) for url in self.urls), lease_s=0.0)
+        exchange.plain(200, msgspec.json.encode(listing))
+
+
+@pytest.mark.slow
+def test_a_job_uses_the_servers_that_a_directory_names_as_they_come_and_go(tmp_path: Path) -> None:
+    data = photos(tmp_path, 200)
+    plain = run(upriver.connect(), data, policy="nosplit")
+    first, second = start(data, free_port()), start(data, free_port())
+    names, model = Names(first.url), frozen_small()
+    served: dict[int, dict[str, int]] = {}
+    with scripted(names.respond) as url, upriver.connect(url.replace("http", "ray+http", 1)) as near:
+        options = {"policy": "freeze", "window_bytes": 1 << 15, "per_request": 1}
+        with near.finetune(model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, **options) as job:
+            assert [server.url for server in job.servers] == [first.url]
+
+            def change(step: int) -> None:
+                served[step] = dict(job.report.samples)
+                if step == 5:
+                    names.urls = (first.url, second.url)
+                    wait_for(lambda: [server.health for server in job.servers] == ["up", "up"])
+                if step == 17:
+                    names.urls = (second.url,)
+                    wait_for(lambda: [server.url for server in job.servers] == [second.url])
+
+            losses = train(job, model, optimizer_of(model), epochs=2, after_step=change)
+            report = job.report
+        names_of = {thread.name for thread in threading.enumerate()}
+        assert not any(name.startswith(("upriver-following", "upriver-keeper")) for name in names_of)
+    for server in (first, second):
+        server.close()
+    assert same((losses, model), plain[:2])
+    assert set(served[5]) == {first.url} and set(served[17]) == {first.url, second.url}
+    assert report.samples[first.url] < 250 and "local" not in report.samples
+    assert sum(report.samples.values()) == 400
+
+
+def test_a_directory_that_names_nobody_leaves_a_job_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discover.Directory.wait, "__defaults__", (0.0,))
+    data = photos(tmp_path, 16)
+    with (
+        scripted(Names().respond) as url,
+        upriver.connect(url.replace("http", "ray+http", 1)) as near,
+        near.finetune(frozen_small(), data, batch_size=8, micro_batch=MICRO, policy="freeze") as job,
+    ):
+        assert "no near-data server: the directory ray+http://" in job.plan.why
+        assert sum(len(targets) for _, targets in job) == 16
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        (("ray+http://127.0.0.1:1", "http://127.0.0.1:2"), "give it alone"),
+        (("http://127.0.0.1:2", "ray+https://127.0.0.1:1"), "give it alone"),
+        (("ray+http://",), "a server is http://HOST:PORT"),
+        (("ray://127.0.0.1:1",), "a server is http://HOST:PORT"),
+        (("http://[",), "a server is http://HOST:PORT"),
+    ],
+)
+def test_addresses_that_are_none_or_do_not_go_together(urls: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        upriver.connect(*urls)

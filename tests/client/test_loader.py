@@ -11,20 +11,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.client.scripted_transport import BATCH_BYTES, ScriptedServer, Step, make_batch, request_for
-from upriver.client.loader import LOCAL, Loader, LoaderClosed, MakeLocally, Remote
-from upriver.client.pool import ServerPool
+from upriver.client.crew import LOCAL, LoaderClosed, MakeLocally, Remote
+from upriver.client.loader import Loader
+from upriver.client.pool import Health, ServerPool
 from upriver.client.retry import Backoff, RetryBudget
 from upriver.client.slots import MAX_REMOTE_ATTEMPTS, Dealt, Way, Window
 from upriver.client.transport import AnswerClosed
 from upriver.errors import (
     BadSample,
     ConfigError,
+    DeadlineExceeded,
+    DoesNotFit,
+    Forbidden,
     ObjectChanged,
     Overloaded,
     ProgramNotFound,
     ProtocolError,
+    QuotaExceeded,
     ServerUnavailable,
     StoreError,
+    TooLarge,
     WorkerCrashed,
 )
 from upriver.types import MicroBatch, Timings
@@ -79,6 +85,11 @@ ERRORS = st.sampled_from(
     [
         ServerUnavailable("reset"),
         Overloaded("full", retry_after_s=0.001),
+        QuotaExceeded("two at once", retry_after_s=0.001),
+        DoesNotFit("9 GB of memory"),
+        DeadlineExceeded("too slow"),
+        TooLarge("an image of 10000 x 10000 pixels"),
+        Forbidden("not yours"),
         WorkerCrashed("killed"),
         ProgramNotFound("forgotten"),
         ProtocolError("nonsense"),
@@ -414,14 +425,52 @@ def test_a_server_that_always_fails_is_not_asked_for_ever():
     assert len(server.requests) <= len(micro_batches) + 5
 
 
-def test_overload_is_waited_out_not_hammered():
+@pytest.mark.parametrize("kind", [Overloaded, QuotaExceeded])
+def test_overload_is_waited_out_not_hammered(kind):
     micro_batches = epoch(20)
-    server = ScriptedServer("a", [Step(error=Overloaded("full", retry_after_s=0.01))] * 3)
-    with pool_of(server) as pool:
+    server = ScriptedServer("a", [Step(error=kind("full", retry_after_s=0.01))] * 3)
+    with pool_of(server, budget=RetryBudget(1, per_success=0.0)) as pool:
         asking = remote(pool, micro_batches, connections=1)
         with Loader(micro_batches, local=locally, remote=asking) as loader:
             check(list(loader), micro_batches)
+        assert pool.budget.withdraw(), "being refused costs no retry"
     assert loader.report.retried == 0, "being refused is no failure"
+
+
+@pytest.mark.parametrize(
+    "error", [DoesNotFit("needs 9 GB"), DeadlineExceeded("10 s are over"), TooLarge("an image of 100 Mpx")]
+)
+def test_what_does_not_fit_a_server_or_its_time_is_made_here_and_the_server_stays(error):
+    micro_batches = epoch(8)
+    server = ScriptedServer("a", [Step(good=1, error=error)])
+    with pool_of(server, budget=RetryBudget(1, per_success=0.0)) as pool:
+        asking = remote(pool, micro_batches, connections=1, per_request=4)
+        with Loader(micro_batches, local=locally, remote=asking) as loader:
+            check(list(loader), micro_batches)
+        [status] = pool.status()
+        assert (status.health, status.reason, status.available) == (Health.UP, "", 1.0)
+        assert pool.budget.withdraw(), "nothing is tried again"
+    asked = [ids for request in server.requests for ids in request]
+    assert sorted(asked) == sorted(micro_batches), "and each was asked for once"
+    assert loader.report.samples[LOCAL] == sum(map(len, micro_batches[1:4]))
+
+
+def test_a_server_that_is_not_for_this_job_is_told_of_and_the_epoch_goes_on_here():
+    micro_batches, admitted = epoch(8), []
+
+    def admit(client):
+        admitted.append(client.url)
+        if len(admitted) > 1:
+            raise Forbidden("not yours")
+
+    server = ScriptedServer("a", [Step(good=1, error=Forbidden("not yours"))])
+    with pool_of(server, admit=admit, backoff=Backoff(base_s=100, cap_s=100)) as pool:
+        asking = remote(pool, micro_batches, connections=1, per_request=2)
+        with Loader(micro_batches, local=locally, remote=asking) as loader:
+            check(list(loader), micro_batches)
+        [status] = pool.status()
+        assert (status.health, status.reason) == (Health.DOWN, "not yours")
+    assert loader.report.samples["a"] == len(micro_batches[0])
 
 
 def test_resume_at_any_index():
@@ -590,6 +639,68 @@ def test_an_exception_in_the_consumer_leaves_nothing_running():
 def test_empty_epoch():
     with Loader([], local=locally) as loader:
         assert list(loader) == []
+
+
+# ------------------------------------------------------------------------------- servers come and go
+
+
+def slowly(ids):
+    """Here all takes longer than any server does, so that these are worth waiting for."""
+    time.sleep(0.02)
+    return locally(ids)
+
+
+def test_a_server_that_is_added_in_mid_epoch_gets_work():
+    micro_batches, sources, got = epoch(60), [], []
+    with pool_of(ScriptedServer("a", [Step(delay_s=0.002)] * 60)) as pool:
+        asking = remote(pool, micro_batches, connections=4, per_request=1)
+        loader = Loader(
+            micro_batches,
+            local=slowly,
+            remote=asking,
+            window=Window(micro_batches=8),
+            on_timings=lambda index, source, batch, timings: sources.append(source),
+        )
+        with loader:
+            for batch in loader:
+                got.append(batch)
+                if len(got) == 20:
+                    pool.add(ScriptedServer("b", [Step(delay_s=0.002)] * 60))
+                    assert pool.wait_joined(10, {"b"})
+        assert pool.urls == ("a", "b")
+    check(got, micro_batches)
+    assert set(sources[:20]) == {"a"} and set(sources[28:]) == {"a", "b"}
+    assert loader.report.retried == 0
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_server_that_is_dropped_in_mid_epoch_ends_what_it_is_at(both):
+    """Nothing is lost, nothing comes twice, and all stays in order, be there another server or none."""
+    micro_batches, sources, got = epoch(60), [], []
+    leaving = ScriptedServer("a", [Step(delay_s=0.002)] * 60)
+    others = [ScriptedServer("b", [Step(delay_s=0.002)] * 60)] if both else []
+    with pool_of(leaving, *others) as pool:
+        asking = remote(pool, micro_batches, connections=4, per_request=2)
+        loader = Loader(
+            micro_batches,
+            local=slowly if both else locally,
+            remote=asking,
+            window=Window(micro_batches=12),
+            on_timings=lambda index, source, batch, timings: sources.append(source),
+        )
+        with loader:
+            for batch in loader:
+                got.append(batch)
+                if len(got) == 20:
+                    pool.drop("a")
+                    asked = len(leaving.requests)
+                    assert pool.urls == (("b",) if both else ())
+                    assert pool.usable is both
+        assert leaving.closed
+    check(got, micro_batches)
+    assert "a" in sources[:20] and "a" not in sources[33:]
+    assert len(leaving.requests) <= asked + 4, "but for those that had it lent already"
+    assert loader.report.retried == 0, "what it was at came to its end"
 
 
 def test_two_loaders_share_a_pool():

@@ -15,9 +15,20 @@ from tests.client.training import MICRO, run, same
 from tests.program.nets import frozen_small
 from upriver.client import budget, connect, measuring, second
 from upriver.client.measuring import Measured
+from upriver.client.servers import Gate
 from upriver.client.today import waiting
 from upriver.client.transport import ServerClient
-from upriver.errors import Busy, CaptureError, ConfigError, ProgramError, ProtocolError
+from upriver.errors import (
+    Busy,
+    CaptureError,
+    ConfigError,
+    Forbidden,
+    Overloaded,
+    ProgramError,
+    ProtocolError,
+    QuotaExceeded,
+    UpriverError,
+)
 from upriver.pipeline import Dataset
 from upriver.profile import memory
 from upriver.profile.build import has_lines
@@ -224,6 +235,61 @@ def test_a_server_that_does_not_tell_its_load_counts_as_idle(
 
     monkeypatch.setattr(ServerClient, "load", load)
     assert measured_by(near, data)[0].cluster.storage.load == 1.0
+
+
+# --------------------------------------------------------------------------- servers that refuse at first
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, error: UpriverError, times: int) -> list[int]:
+    """Servers refuse the canary so often; where they were asked for it."""
+    asked: list[int] = []
+    real = Gate.measure
+
+    def measure(gate: Gate, server: ServerClient, *, stop: int) -> Any:
+        asked.append(stop)
+        if len(asked) <= times:
+            raise error
+        return real(gate, server, stop=stop)
+
+    monkeypatch.setattr(Gate, "measure", measure)
+    return asked
+
+
+@pytest.mark.parametrize("kind", [Overloaded, QuotaExceeded])
+def test_a_job_that_begins_waits_for_room(
+    data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch, kind: type[Overloaded]
+) -> None:
+    asked = refusing(monkeypatch, kind("full", retry_after_s=0.01), 2)
+    told: list[str] = []
+    _, job = measured_by(near, data, policy="freeze", on_progress=told.append)
+    assert len(asked) > 2 and job.plan.cut >= 1
+    assert sum(text.startswith("waiting for room at http://") for text in told) == 2
+    assert "full" not in job.plan.why
+
+
+def test_it_does_not_wait_for_ever(
+    data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "FULL_S", 0.0)
+    asked = refusing(monkeypatch, Overloaded("full", retry_after_s=1.0), 10**6)
+    with near.finetune(frozen_small(), data, batch_size=12, micro_batch=MICRO, policy="hapi") as job:
+        assert "no server could be used when the job started: full" in job.plan.why
+        assert sum(len(targets) for _, targets in job) == len(data)
+        assert job.report.samples == {"local": len(data)}
+    assert len(asked) == 1
+
+
+def test_a_job_that_may_not_ask_goes_on_plainly_and_says_why(
+    data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(monkeypatch, Forbidden("this dataset is another tenant's"), 10**6)
+    for policy in ("hapi", "freeze"):
+        with near.finetune(frozen_small(), data, batch_size=12, micro_batch=MICRO, policy=policy) as job:
+            assert "this dataset is another tenant's" in job.plan.why
+            assert sum(len(targets) for _, targets in job) == len(data)
+            assert job.report.samples == {"local": len(data)}
+            reasons = {server.reason for server in job.servers}
+            assert reasons <= {"", "this dataset is another tenant's"}
 
 
 # ------------------------------------------------------------------------- a size that the job chooses

@@ -1,3 +1,4 @@
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -5,16 +6,25 @@ from collections.abc import Callable
 import pytest
 
 from tests.client.scripted_transport import ScriptedServer
-from upriver.client.pool import Health, ServerPool
+from upriver.client.pool import DECIDED_REST_S, Health, ServerPool
+from upriver.client.refusals import LEAST
 from upriver.client.retry import Backoff
 from upriver.errors import (
     BadSample,
     ConfigError,
+    DeadlineExceeded,
+    DoesNotFit,
+    Forbidden,
+    NotAuthorized,
     NotExact,
     Overloaded,
+    ProgramError,
     ProgramNotFound,
     ProtocolError,
+    QuotaExceeded,
     ServerUnavailable,
+    TooLarge,
+    UpriverError,
 )
 
 QUICK = {"backoff": Backoff(base_s=0.001, cap_s=0.01), "quiet_s": 0.05}
@@ -51,7 +61,10 @@ def test_lends_the_least_loaded():
         assert again is not None and again.client.url == leases[1].client.url
 
 
-@pytest.mark.parametrize("error", [ServerUnavailable("x"), ProtocolError("x"), ProgramNotFound("x")])
+@pytest.mark.parametrize(
+    "error",
+    [ServerUnavailable("x"), ProtocolError("x"), ProgramNotFound("x"), NotAuthorized("x"), Forbidden("x")],
+)
 def test_a_lost_server_is_out_of_use_until_it_was_admitted_again(error):
     admitted = []
     server = ScriptedServer("a")
@@ -66,11 +79,21 @@ def test_a_lost_server_is_out_of_use_until_it_was_admitted_again(error):
         assert admitted == ["a", "a"]
 
 
-def test_errors_about_samples_say_nothing_about_the_server():
+@pytest.mark.parametrize(
+    "error",
+    [
+        BadSample(sample=1, object_name="o", reason="r"),
+        DoesNotFit("9 GB of memory"),
+        DeadlineExceeded("too slow"),
+        TooLarge("an image of 10000 x 10000 pixels"),
+    ],
+)
+def test_errors_about_the_work_say_nothing_about_the_server(error):
     with ServerPool([ScriptedServer("a")], **SLOW) as pool:
         assert pool.wait_joined(10)
-        fail(pool, BadSample(sample=1, object_name="o", reason="r"))
+        fail(pool, error)
         assert pool.usable
+        assert pool.status()[0].available == 1.0
 
 
 def test_a_server_that_is_not_exact_stays_out_with_its_reason():
@@ -100,17 +123,18 @@ def test_a_server_that_comes_late_is_used():
         assert not refusing.probes
 
 
-def test_overload_lowers_the_limit_then_rests():
+@pytest.mark.parametrize("kind", [Overloaded, QuotaExceeded])
+def test_overload_lowers_the_limit_then_rests(kind):
     with ServerPool([ScriptedServer("a")], max_in_flight=4, **QUICK) as pool:
         assert pool.wait_joined(10)
         first, second = pool.borrow(), pool.borrow()
         assert first and second
-        with pytest.raises(Overloaded), second:
-            raise Overloaded("full", retry_after_s=100)
+        with pytest.raises(kind), second:
+            raise kind("full", retry_after_s=100)
         assert healths(pool) == [Health.UP], "it is still at work on the first"
         assert pool.borrow() is None, "one is what it can take"
-        with pytest.raises(Overloaded), first:
-            raise Overloaded("full", retry_after_s=0.01)
+        with pytest.raises(kind), first:
+            raise kind("full", retry_after_s=0.01)
         assert not pool.usable
         until(lambda: pool.usable)
         for _ in range(9):
@@ -179,6 +203,258 @@ def test_close_stops_the_keepers_whatever_they_do():
     pool.close()
     assert set(threading.enumerate()) == before
     assert pool.borrow() is None
+
+
+def test_a_server_that_has_no_room_to_be_let_in_is_asked_again_when_it_says():
+    asked = []
+
+    def admit(client):
+        asked.append(client.url)
+        if len(asked) < 3:
+            raise QuotaExceeded("two at once", retry_after_s=3)
+
+    with Noting([ScriptedServer("a")], admit=admit, **QUICK) as pool:
+        until(lambda: pool.usable)
+    assert len(asked) == 3
+    assert len(pool.slept) == 2 and all(3 <= s <= 6 for s in pool.slept), "not by its own backoff"
+
+
+class Noting(ServerPool):
+    """Notes for how long its keepers want to sleep, and does not let them."""
+
+    def __init__(self, *args, **options):
+        self.slept = []
+        super().__init__(*args, **options)
+
+    def _sleep(self, member, seconds):
+        self.slept.append(seconds)
+        return super()._sleep(member, 0.0)
+
+
+def test_all_of_a_rest_counts_as_time_in_which_nothing_is_taken():
+    """A server that is left alone for longer than it asked for takes nothing meanwhile, either."""
+    with Noting([ScriptedServer("a")], **QUICK) as pool:
+        assert pool.wait_joined(10)
+        spans = pool._members[0].refusals._spans
+        fail(pool, Overloaded("full", retry_after_s=3))
+        until(lambda: pool.usable)
+        [(began, ended)] = spans
+        [rest_s] = pool.slept
+        assert 3 <= rest_s <= 6
+        assert ended - began >= rest_s
+
+
+def test_who_refuses_again_and_again_is_left_alone_for_longer_whatever_it_says():
+    class Most(random.Random):
+        def uniform(self, least, most):
+            return most
+
+    backoff = Backoff(base_s=1, cap_s=4, rng=Most())
+    with Noting([ScriptedServer("a")], backoff=backoff, quiet_s=60) as pool:
+        assert pool.wait_joined(10)
+        for _ in range(3):
+            fail(pool, Overloaded("full", retry_after_s=0.0))
+            until(lambda: pool.usable)
+        lease = pool.borrow()
+        assert lease is not None
+        with lease:
+            pass
+        fail(pool, Overloaded("full", retry_after_s=0.0))
+        until(lambda: pool.usable)
+        assert pool.slept == [2, 4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "least"),
+    [
+        (DoesNotFit("9 GB of memory"), DECIDED_REST_S),
+        (TooLarge("an answer of 2 GB"), DECIDED_REST_S),
+        (Forbidden("another tenant's"), DECIDED_REST_S),
+        (NotAuthorized("no token"), DECIDED_REST_S),
+        (ProgramError("an operator that is not allowed"), DECIDED_REST_S),
+        (ServerUnavailable("reset"), 0.0),
+    ],
+)
+def test_what_comes_again_until_somebody_changes_it_is_not_tried_every_second(
+    error: UpriverError, least: float
+) -> None:
+    asked = []
+
+    def admit(client):
+        asked.append(client.url)
+        if len(asked) < 3:
+            raise error
+
+    with Noting([ScriptedServer("a")], admit=admit, **QUICK) as pool:
+        until(lambda: pool.usable)
+        assert len(pool.slept) == 2, "but it is tried"
+        assert all(least <= seconds <= 2 * least + 0.01 for seconds in pool.slept)
+        fail(pool, ServerUnavailable("reset"))
+        until(lambda: pool.usable)
+        assert pool.slept[2] <= 0.01, "how long it was left alone before does not matter any more"
+
+
+def test_a_server_that_refuses_all_the_time_is_hardly_there():
+    with ServerPool([ScriptedServer("a"), ScriptedServer("b")], **QUICK) as pool:
+        assert pool.wait_joined(10)
+        member = pool._members[0]
+        assert [status.available for status in pool.status()] == [1.0, 1.0]
+        for _ in range(3):
+            lease = pool.borrow("a")
+            assert lease is not None
+            with pytest.raises(Overloaded), lease:
+                raise Overloaded("full", retry_after_s=0.01)
+            until(lambda: pool.status()[0].health is Health.UP)
+        refusing, well = (status.available for status in pool.status())
+        assert LEAST < refusing < 1.0 and well == 1.0
+        member.refusals.refused(0.0, time.monotonic() + 100)
+        assert pool.status()[0].available < refusing
+
+
+# ------------------------------------------------------------------------------------- come and go
+
+
+def test_a_server_that_is_added_is_let_in_like_all_others():
+    admitted = []
+    with ServerPool([ScriptedServer("a")], admit=lambda client: admitted.append(client.url), **QUICK) as pool:
+        assert pool.wait_joined(10)
+        pool.add(ScriptedServer("b"))
+        assert pool.wait_joined(10, {"b"})
+        assert admitted == ["a", "b"] and pool.urls == ("a", "b")
+        assert [client.url for client in pool.up] == ["a", "b"]
+        assert {lease.client.url for lease in (pool.borrow(), pool.borrow()) if lease} == {"a", "b"}
+
+
+def test_a_server_that_is_there_already_is_added_once():
+    first, again = ScriptedServer("a"), ScriptedServer("a")
+    with ServerPool([first], **QUICK) as pool:
+        assert pool.wait_joined(10)
+        pool.add(again)
+        pool.add(first)
+        assert pool.urls == ("a",)
+        assert again.closed, "nobody else would"
+        assert not first.closed and pool.usable
+
+
+def test_a_server_that_is_dropped_gets_nothing_more_and_ends_what_it_is_at():
+    server, heard = ScriptedServer("a"), threading.Event()
+    with ServerPool([server], **QUICK) as pool:
+        assert pool.wait_joined(10)
+        first, second = pool.borrow(), pool.borrow()
+        assert first and second
+        pool.add_listener(heard.set)
+        pool.drop("a")
+        assert heard.is_set()
+        assert pool.borrow() is None and not pool.usable and pool.urls == () and pool.status() == ()
+        assert pool.lost("a") == "it is none of this job's servers"
+        with first:
+            assert not server.closed, "it owes two answers"
+        assert not server.closed, "it owes one"
+        with pytest.raises(ServerUnavailable), second:
+            raise ServerUnavailable("reset")
+        assert server.closed
+        until(lambda: not any(keeper.is_alive() for keeper in pool._keepers))
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_server_that_owes_nothing_is_let_go_at_once_whatever_its_keeper_does(dead):
+    server = ScriptedServer("a")
+    server.dead = dead  # then its keeper sleeps until it asks again
+    with ServerPool([server], **SLOW) as pool:
+        assert pool.wait_joined(10) is not dead
+        pool.drop("a")
+        assert server.closed
+        until(lambda: not pool._keepers[0].is_alive())
+        pool.drop("a")
+        pool.drop("never there")
+
+
+def test_a_server_that_was_dropped_and_falls_silent_is_broken_off():
+    server = ScriptedServer("a")
+    with ServerPool([server], **QUICK) as pool:
+        assert pool.wait_joined(10)
+        lease = pool.borrow()
+        assert lease is not None
+        pool.drop("a")
+        server.dead = True
+        assert server.aborted.wait(20)
+        assert not server.closed
+        with pytest.raises(ServerUnavailable), lease:
+            raise ServerUnavailable("aborted")
+        assert server.closed
+
+
+@pytest.mark.parametrize("dropped_first", [False, True])
+def test_a_server_that_is_lost_and_dropped_owes_nothing_for_long(dropped_first):
+    """Its keeper goes with it, so nobody would notice that the other answer never comes."""
+    server = ScriptedServer("a")
+    with ServerPool([server], **SLOW) as pool:
+        assert pool.wait_joined(10)
+        first, second = pool.borrow(), pool.borrow()
+        assert first and second
+        if dropped_first:
+            pool.drop("a")
+        with pytest.raises(ServerUnavailable), first:
+            raise ServerUnavailable("reset")
+        pool.drop("a")
+        assert server.aborted.wait(20)
+        assert not server.closed
+        with pytest.raises(ServerUnavailable), second:
+            raise ServerUnavailable("aborted")
+        assert server.closed
+
+
+def test_a_server_may_come_back_while_what_it_was_at_is_not_over():
+    old, new = ScriptedServer("a"), ScriptedServer("a")
+    with ServerPool([old], **QUICK) as pool:
+        assert pool.wait_joined(10)
+        lease = pool.borrow()
+        assert lease is not None
+        pool.drop("a")
+        pool.add(new)
+        assert pool.wait_joined(10)
+        again = pool.borrow("a")
+        assert again is not None and again.client is new
+        with lease, again:
+            pass
+        assert old.closed and not new.closed and pool.usable
+
+
+def test_nothing_is_added_to_a_closed_pool_and_those_that_leave_are_closed_with_it():
+    leaving, late = ScriptedServer("a"), ScriptedServer("b")
+    pool = ServerPool([leaving], **QUICK)
+    assert pool.wait_joined(10)
+    lease = pool.borrow()
+    pool.drop("a")
+    pool.close()
+    assert leaving.closed
+    pool.add(late)
+    assert late.closed and pool.urls == ()
+    assert lease is not None
+    with lease:
+        pass
+
+
+def test_many_come_and_go_at_once_and_no_thread_stays():
+    before = set(threading.enumerate())
+    with ServerPool([ScriptedServer("0")], **QUICK) as pool:
+
+        def churn(first):
+            for number in range(first, first + 20):
+                pool.add(ScriptedServer(str(number)))
+                if lease := pool.borrow():
+                    with lease:
+                        pool.drop(lease.client.url)
+                pool.drop(str(number))
+
+        threads = [threading.Thread(target=churn, args=(100 * n,)) for n in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert set(pool.urls) <= {"0"}
+        assert pool._leaving == []
+    assert set(threading.enumerate()) == before
 
 
 def test_bad_arguments():

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from tests.pipeline.making import samples, shard, write
+from upriver.client.crew import LOCAL, Remote
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.link import LinkMeter, MeteredStore
-from upriver.client.loader import LOCAL, Loader, Remote
+from upriver.client.loader import Loader
 from upriver.client.local import LocalSource
 from upriver.client.pool import Health, ServerPool
 from upriver.client.slots import Window

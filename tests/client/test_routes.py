@@ -13,10 +13,22 @@ from hypothesis import strategies as st
 
 from tests.client.scripted_transport import ScriptedServer, Step
 from tests.client.test_loader import check, epoch, locally, pool_of, remote
-from upriver.client.loader import LOCAL, Loader
+from upriver.client.crew import LOCAL
+from upriver.client.loader import Loader
 from upriver.client.routes import Placed, Places, Routes
 from upriver.client.slots import Pin, Way
-from upriver.errors import ConfigError, NotExact, Overloaded, ServerUnavailable, WorkerCrashed
+from upriver.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DoesNotFit,
+    Forbidden,
+    NotExact,
+    Overloaded,
+    ServerUnavailable,
+    StoreError,
+    TooLarge,
+    WorkerCrashed,
+)
 
 
 def placed(*sources: str, epoch: int = 0, cut: int = 3) -> list[Placed]:
@@ -116,7 +128,18 @@ def test_each_micro_batch_comes_from_its_place(num: int, seed: int, refusals: in
     assert [seen[index] for index in range(len(sources))] == sources
 
 
-@pytest.mark.parametrize("error", [ServerUnavailable("reset"), WorkerCrashed("killed")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ServerUnavailable("reset"),
+        WorkerCrashed("killed"),
+        Forbidden("not yours"),
+        DoesNotFit("needs 9 GB"),
+        DeadlineExceeded("10 s are over"),
+        TooLarge("an image of 100 Mpx"),
+        StoreError("503"),
+    ],
+)
 def test_what_its_place_cannot_give_is_an_error(error: Exception) -> None:
     wanted = epoch(6)
     with (

@@ -21,10 +21,10 @@ from tests.client.test_job_near import start
 from tests.client.training import BATCH, MICRO, STAGES, images, optimizer_of, same, train
 from tests.program.nets import frozen_small
 from tests.server.running import wait_for
+from upriver.client.crew import STORE_REST_S
 from upriver.client.deal import deal
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.job import FinetuneJob
-from upriver.client.loader import STORE_REST_S
 from upriver.errors import StoreError
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
@@ -160,7 +160,7 @@ class Rest:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("upriver.client.loader.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("upriver.client.crew.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def end(self) -> None:
         self.now += STORE_REST_S

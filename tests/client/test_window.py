@@ -58,6 +58,12 @@ def test_every_thread_that_fetches_has_one_under_way_and_one_waiting() -> None:
     assert mixed.micro_batches == 40
 
 
+def test_requests_for_batches_of_several_have_as_many_in_the_window() -> None:
+    assert window({5: 1.0}, together=8).micro_batches == 40, "four requests and what is due before them"
+    assert window({5: 1.0}, together=1) == window({5: 1.0})
+    assert window({START: 1.0}, together=8) == window({START: 1.0}), "nothing is asked for"
+
+
 def test_a_route_with_a_small_share_has_two_in_the_window_but_a_tiny_one_counts_no_more() -> None:
     assert window({3: 0.1, 5: 0.9}, batch_size=16).micro_batches == 20
     assert window({3: 0.001, 5: 0.999}, batch_size=16).micro_batches == 32

@@ -92,7 +92,7 @@ CHAINS = {
 def test_of_a_plain_chain_it_is_exact_for_every_stretch(name: str) -> None:
     make, shape = CHAINS[name]
     program = capture(make().eval(), torch.randn(shape), granularity="op")
-    peaks = StretchPeaks(program)
+    peaks = StretchPeaks(program.graph, program.device)
     for start in range(program.num_stages):
         for stop in range(start, program.num_stages + 1):
             estimate, exact = peaks.of(start, stop), forward_peak(program, start, stop)
@@ -105,7 +105,7 @@ def test_of_a_plain_chain_it_is_exact_for_every_stretch(name: str) -> None:
 def test_the_largest_stage_of_a_stretch_has_room_for_all_of_it(name: str) -> None:
     make, shape = CHAINS[name]
     program = capture(make().eval(), torch.randn(shape), granularity="op")
-    peaks, stages = StretchPeaks(program), stage_peaks(program)
+    peaks, stages = StretchPeaks(program.graph, program.device), stage_peaks(program)
     assert len(stages) == program.num_stages
     for start in range(program.num_stages):
         for stop in range(start + 1, program.num_stages + 1):

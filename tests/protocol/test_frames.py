@@ -163,6 +163,29 @@ def test_an_expanded_tensor_cannot_stand_for_more_than_the_cap():
         read(with_header(change))
 
 
+def test_bools_that_overlap_are_not_looked_at_a_million_times_each():
+    """A thousand of them, in a few kB, would keep a reader busy for minutes."""
+    overlapping = torch.zeros(4096, dtype=torch.bool).as_strided((2048, 2048), (1, 1))
+    with pytest.raises(ProtocolError, match="elements of bool tensors"):
+        read(wire(MicroBatch(ids=(1,), position=0, tensors=(overlapping,))))
+    repeated = torch.ones(1, 4, dtype=torch.bool).expand(200_000_000, 4)
+    (got,) = read(wire(MicroBatch(ids=(1,), position=0, tensors=(repeated,)))).tensors
+    assert (got.shape, got.stride()) == (repeated.shape, repeated.stride())
+
+
+def test_a_name_ends_where_it_ends():
+    """A pattern that ends in ``$`` would let a line's end pass."""
+    header = json.loads(wire(REQUEST)[PREFIX_NBYTES:])
+    for change in (
+        {"program": "1" * 64 + "\n"},
+        {"dataset": {"store": "default\n", "digest": "0" * 64}},
+        {"dataset": {"store": "default", "digest": "0" * 64 + "\n"}},
+    ):
+        body = frame_head(FrameKind.REQUEST, json.dumps({**header, **change}).encode())
+        with pytest.raises(ProtocolError, match="regex"):
+            read(body)
+
+
 def test_a_wrong_byte_in_the_payload_is_found():
     body = bytearray(wire(BATCH))
     body[-1] ^= 1

@@ -108,6 +108,28 @@ def wait_for(condition, *, seconds=60):
         time.sleep(0.02)
 
 
+@contextmanager
+def stopped(server):
+    """The workers stand still, so what is asked stays under way."""
+    for process in _family(server):
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        go_on(server)
+
+
+def go_on(server):
+    """The workers stand still no more."""
+    for process in _family(server):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+
+
+def _family(server):
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
 def connect(server):
     return http.client.HTTPConnection(server.address, timeout=60)
 

@@ -156,6 +156,23 @@ def test_a_connection_that_says_nothing_is_closed(server):
         assert (first[:3], second[:3]) == (b"200", b"408")
 
 
+def test_empty_lines_are_no_requests(server):
+    """They may come before one, and a connection that sends nothing else is idle."""
+    with raw(server) as connection:
+        connection.settimeout(0.2)
+
+        def closed():
+            try:
+                with contextlib.suppress(TimeoutError):
+                    return connection.recv(1) == b""
+                connection.sendall(b"\r\n")
+            except ConnectionError:
+                return True
+            return False
+
+        wait_for(closed, seconds=30)
+
+
 def test_the_rest_of_a_refused_body_is_not_waited_for(server):
     with raw(server) as connection:
         connection.sendall(b"POST /v1/run HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nUPRV")

@@ -12,10 +12,12 @@ import torch
 from tests.pipeline.making import write
 from tests.server.conftest import MICRO_BATCH, images, make_program
 from tests.server.running import answering, ask, body_of, changed, messages, refused, run, wait_for
-from upriver.errors import BadSample, ConfigError, ObjectChanged
+from upriver.errors import BadSample, ConfigError, ObjectChanged, StoreError
 from upriver.pipeline import Decode, index
 from upriver.program import graph_path
 from upriver.protocol import VERSION, DatasetRef, End, RunRequest, decode_info, program_head
+from upriver.server.status import Wording
+from upriver.store import Store
 from upriver.types import MicroBatch, Timings
 
 
@@ -80,7 +82,27 @@ def test_probe_is_capped(server, count):
 def test_other_paths_and_methods_are_refused_in_the_same_form(server):
     assert refused(server, None, "/v1/nothing", "GET")[0] == 404
     assert refused(server, None, "/v1/run", "GET")[0] == 405
+    assert ask(server, "GET", "/v1/run")[1]["allow"] == "POST"
     assert refused(server, None, "/v1/programs/..%2f..%2fetc", "PUT")[0] in (400, 404)
+
+
+def test_an_address_of_bytes_that_are_no_text_is_none_of_ours(server):
+    """Nothing may be made of the query, or of the host, to say so."""
+    host, _, port = server.address.partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as raw:
+        raw.sendall(b"GET /v1/nothing?\xff\xfe HTTP/1.1\r\nHost: " + server.address.encode() + b"\r\n\r\n")
+        assert raw.recv(12) in (b"HTTP/1.1 404", b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("folder", ["plain", "of ours and ä"])
+def test_where_a_store_lies_is_in_no_clients_words(tmp_path, folder):
+    root = tmp_path / folder
+    root.mkdir()
+    wording = Wording({"images": Store.open(root.as_uri(), name="images")})
+    for place in (root.as_uri(), str(root), f"{root}/a/b.png"):
+        told = str(wording.of(StoreError(f"cannot read {place}: no")))
+        assert told.startswith("cannot read store images")
+        assert str(tmp_path) not in told
 
 
 # ------------------------------------------------------------------------------------------ runs

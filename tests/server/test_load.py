@@ -2,7 +2,7 @@
 
 import pytest
 
-from upriver.server.load import LoadMeter
+from upriver.server.load import MAX_JOBS, LoadMeter
 
 
 class Clock:
@@ -43,6 +43,16 @@ def test_utilisation_counts_what_lies_in_the_window_and_what_is_under_way(meter,
     load = meter.load(running=1)
     assert load.window_s == 10
     assert load.utilisation == pytest.approx((6 + 4) / 20)
+
+
+def test_workers_with_very_many_jobs_are_no_less_busy(meter, clock):
+    for _ in range(2 * MAX_JOBS):
+        meter.began(1)
+        clock.now += 1 / 1024
+        meter.ended(1)
+    load = meter.load(running=1)
+    assert load.utilisation == pytest.approx(1 / 2)
+    assert 0 < load.window_s <= 10
 
 
 def test_expected_wait_is_the_queue_at_the_rate_of_the_workers(meter, clock):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from upriver.server.memory import SealedFile, SlotPool, map_privately, map_shared
+from upriver.server.memory import FREE_SLOTS, SealedFile, SlotPool, map_privately, map_shared
 
 
 def test_a_lent_slot_comes_back_with_its_last_view():
@@ -40,6 +40,16 @@ def test_free_slots_are_few_and_dropped_ones_are_told_once():
     assert [pool.take(1 << 20) for _ in range(4)] == slots[3:]
     assert pool.take(1 << 20) not in slots
     assert pool.dropped() == []
+
+
+def test_only_so_many_free_slots_keep_their_memory():
+    pool = SlotPool()
+    slots = [pool.take(1 << 20) for _ in range(FREE_SLOTS + 3)]
+    for slot in slots:
+        slot.array(slot.nbytes)[:] = 1
+    for slot in slots:
+        pool.give_back(slot)
+    assert sum(os.fstat(slot.fd).st_blocks for slot in slots) * 512 == FREE_SLOTS << 20
 
 
 def test_both_sides_see_the_same_bytes_and_neither_can_shrink_them():

@@ -2,8 +2,7 @@
 
 import contextlib
 import json
-import os
-import signal
+import socket
 import threading
 
 import msgspec
@@ -13,7 +12,18 @@ import torch
 from tests.client.scripted_http import scripted
 from tests.program.nets import Small
 from tests.server.conftest import CAPS, MICRO_BATCH, make_program
-from tests.server.running import answering, ask, body_of, messages, refused, run, running, wait_for
+from tests.server.running import (
+    answering,
+    ask,
+    body_of,
+    go_on,
+    messages,
+    refused,
+    run,
+    running,
+    stopped,
+    wait_for,
+)
 from upriver.client.transport import ServerClient
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import Busy, NotAuthorized, Overloaded, ProgramNotFound, ProtocolError
@@ -99,7 +109,7 @@ def test_unknown_programs_are_refused_as_a_run_request_refuses_them(client, serv
         ({"programs": ["0" * 64] * 5}, "programs"),
         ({"programs": ["../etc/passwd"]}, "programs"),
         ({"stop": -1}, "stop"),
-        ({"stop": 10**6}, "stop must lie in"),
+        ({"stop": 10**6}, "stages must lie in"),
         ({"batch": 3}, "batch"),
         ({"protocol": 99}, "version 1"),
     ],
@@ -162,22 +172,6 @@ def one_worker(world, sizes):
 
 
 @contextlib.contextmanager
-def stopped(server):
-    """The workers stand still, so what is asked stays under way."""
-    for pid in server.workers():
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        go_on(server)
-
-
-def go_on(server):
-    for pid in server.workers():
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextlib.contextmanager
 def meanwhile(*calls):
     """Call each in a thread of its own; what they return, once all have."""
     results = [None] * len(calls)
@@ -213,8 +207,20 @@ def test_one_profile_at_a_time(one_worker, sizes):
         assert client.profile(digests, repeats=1).repeats == 1
 
 
+def test_who_is_slow_to_ask_keeps_nobody_from_it(one_worker, sizes):
+    host, _, port = one_worker.address.partition(":")
+    before = one_worker.metric("upriver_bytes_in_total")
+    head = f"POST /v1/profile HTTP/1.1\r\nHost: {one_worker.address}\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as slow:
+        slow.sendall(head.encode() + b"{")
+        wait_for(lambda: one_worker.metric("upriver_bytes_in_total") > before)
+        with ServerClient(one_worker.url) as client:
+            assert client.profile([sizes[0].digest], repeats=1).repeats == 1
+
+
 def test_a_profile_is_admitted_as_a_run_request_is(one_worker, sizes, world):
     request = world.request((0, 1), stop=1, program=sizes[1].digest)
+    run(one_worker, request)  # a worker has said what it takes: that is known from here on
     with ServerClient(one_worker.url) as client:
         with stopped(one_worker), answering(one_worker, request), answering(one_worker, request):
             wait_for(lambda: client.load().running == 2)
@@ -239,7 +245,9 @@ def test_other_requests_are_served_while_a_profile_is_measured(one_worker, sizes
 
 def test_load_shows_what_waits(one_worker, sizes, world):
     request = world.request((0, 1), (2, 3), (4, 5), stop=2, program=sizes[1].digest)
+    run(one_worker, request)
     with ServerClient(one_worker.url) as client:
+        wait_for(lambda: client.load().running == 0)
         before = client.load()
         assert set(json.loads(ask(one_worker, "GET", "/v1/load")[2])) == LOADED_KEYS
         assert (before.running, before.queue, before.expected_wait_s) == (0, 0, 0)
@@ -250,9 +258,9 @@ def test_load_shows_what_waits(one_worker, sizes, world):
             answering(one_worker, request) as first,
             answering(one_worker, request) as second,
         ):
-            wait_for(lambda: client.load().queue == 1)
+            wait_for(lambda: client.load().queue == 2)  # the second one, and what the first one has ahead
             busy = client.load()
-            assert busy.running == 2, "what the first one has ahead waits for its own turn"
+            assert busy.running == 2
             assert busy.expected_wait_s > 0
             go_on(one_worker)
             assert [len(messages(response)) for response in (first, second)] == [7, 7]

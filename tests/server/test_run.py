@@ -1,8 +1,7 @@
-"""In which order a request's micro-batches reach the workers."""
-
-from __future__ import annotations
+"""How a request is answered: in order, one micro-batch computed at a time, the next one read meanwhile."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,82 +9,279 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.engine.clock import Clock
-from upriver.errors import UpriverError
+from upriver.errors import DeadlineExceeded, Overloaded, QuotaExceeded, UpriverError
 from upriver.protocol import RunRequest
 from upriver.server import ServerConfig
+from upriver.server.budget import Budget
 from upriver.server.handle import Result
+from upriver.server.holding import Bodies, Coming, Use
+from upriver.server.load import LoadMeter
 from upriver.server.metrics import Metrics
-from upriver.server.run import Order, Runner
+from upriver.server.needs import TAIL_BYTES
+from upriver.server.order import Asked, Order, groups_of
+from upriver.server.run import Runner
+from upriver.server.status import Wording
+from upriver.server.tenants import ANYONE, Tenant
+from upriver.server.turns import Turns
 from upriver.types import Timings
 
-PARTS = 6
+PARTS = 5
 
 
-class Line:
-    """Stands for the workers: notes who stands in line for one, and how many at once."""
+class Workers:
+    """Stands for the workers: notes what they compute and when."""
 
-    def __init__(self, computing: list[int], broken: int | None = None) -> None:
-        self.came: list[int] = []
-        self.most = self._now = 0
-        self._computing, self._broken = computing, broken
+    def __init__(self, log, computing, nbytes, broken=None):
+        self.log, self._computing, self._nbytes, self._broken = log, computing, nbytes, broken
+        self.load = LoadMeter(1)
+        self.busy = self.most_busy = 0
 
-    async def run(self, index: int, clock: Clock) -> Result:
-        self.came.append(index)
-        self._now += 1
-        self.most = max(self.most, self._now)
-        await turns(self._computing[index])
-        self._now -= 1
+    async def run(self, job, clock, use):
+        index = job.index
+        self.log.append(f"compute {index}")
+        self.busy += 1
+        self.most_busy = max(self.busy, self.most_busy)
+        try:
+            await turns(self._computing[index])
+        finally:
+            self.busy -= 1
         if index == self._broken:
             raise UpriverError("broken")
-        return Result(head=bytes([index]), payload=memoryview(b""), timings=Timings(phases={}, stages={}))
+        frames = [(b"<%d>" % index, memoryview(bytes([index]) * self._nbytes))]
+        return Result(frames=frames, timings=Timings(phases={}, stages={}))
 
 
-async def turns(count: int) -> None:
+async def turns(count):
     """Let others go on so many times."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-async def heads(line: Line, reading: list[int], workers: int) -> list[int]:
-    """What a request of `PARTS` micro-batches is answered with, where reading each takes so many turns."""
+def runner_of(log, reading, computing, nbytes, broken=None, workers=1):
     runner = Runner(
-        ServerConfig(stores={"default": "memory://"}, workers=workers),
-        pool=cast(Any, line),
+        ServerConfig(stores={"default": "memory://"}),
+        pool=cast(Any, Workers(log, computing, nbytes, broken)),
         programs=cast(Any, None),
         datasets=cast(Any, None),
+        budget=Budget(1 << 30),
+        line=cast(Any, None),
+        turns=Turns(workers, one_each=True),
         metrics=Metrics(),
+        wording=Wording({}),
     )
 
-    async def job(order: Order, index: int, clock: Clock) -> Any:
+    async def job(order, index, clock):
+        log.append(f"read {index}")
         await turns(reading[index])
-        return index
+        run = SimpleNamespace(program=None, micro_batch=1, ids=(index,))
+        return cast(Any, SimpleNamespace(index=index, run=run))
 
-    runner._job = job  # type: ignore[method-assign]
-    request = cast(RunRequest, SimpleNamespace(micro_batches=[(index,) for index in range(PARTS)]))
-    order = Order(request=request, dataset=None, program=None, batches=[])
-    return [result.head[0] async for result, _ in runner._in_order(order)]
+    runner.job = job
+    return runner
+
+
+def order_of(deadline=float("inf"), *, ahead=False):
+    request = cast(
+        RunRequest,
+        SimpleNamespace(
+            micro_batches=[(index,) for index in range(PARTS)], micro_batch=1, start=-1, stop=0, program=None
+        ),
+    )
+    asked = Asked(request=request, tenant=ANYONE, dataset=None, batches=[], known={}, deadline=deadline)
+    return Order(
+        asked=asked,
+        admitted=cast(Any, SimpleNamespace(waited_s=0.0)),
+        program=None,
+        use=Use(lambda: None),
+        groups=tuple(range(index, index + 1) for index in range(PARTS)),
+        ahead=ahead,
+    )
+
+
+async def sent(runner, log, order, *, slow=0):
+    """Every buffer, as a socket takes it."""
+    buffers = []
+    async for buffer in runner.answer(order):
+        log.append(f"send {len(buffer)}")
+        await turns(slow)
+        buffers.append(bytes(buffer))
+    return buffers
 
 
 @given(
     reading=st.lists(st.integers(0, 9), min_size=PARTS, max_size=PARTS),
     computing=st.lists(st.integers(0, 9), min_size=PARTS, max_size=PARTS),
-    workers=st.integers(1, 3),
+    nbytes=st.sampled_from([0, 5, TAIL_BYTES + 7]),
+    slow=st.integers(0, 3),
 )
-def test_what_is_due_stands_in_line_first_whichever_was_read_first(
-    reading: list[int], computing: list[int], workers: int
-) -> None:
-    line = Line(computing)
-    assert asyncio.run(heads(line, reading, workers)) == list(range(PARTS))
-    assert sorted(line.came) == list(range(PARTS))
-    assert line.most <= workers
-    assert all(abs(at - index) < workers for at, index in enumerate(line.came)), line.came
+def test_answers_come_in_order_and_nothing_is_computed_before_the_last_one_is_all_but_out(
+    reading, computing, nbytes, slow
+):
+    log = []
+
+    async def go():
+        runner = runner_of(log, reading, computing, nbytes)
+        return await sent(runner, log, order_of(), slow=slow)
+
+    buffers = b"".join(asyncio.run(go()))
+    heads = [buffers.index(b"<%d>" % index) for index in range(PARTS)]
+    assert heads == sorted(heads)
+    assert [at for at in log if at.startswith("compute")] == [f"compute {index}" for index in range(PARTS)]
+    if nbytes > TAIL_BYTES:
+        for index in range(1, PARTS):
+            before = log[: log.index(f"compute {index}")]
+            assert before.count(f"send {nbytes - TAIL_BYTES}") == index, log
+    for index in range(1, PARTS):  # what comes next is read while one is computed, and no more than that
+        assert log.index(f"read {index}") <= log.index(f"compute {index}")
+        if index > 1:
+            assert log.index(f"read {index}") > log.index(f"compute {index - 2}")
 
 
-def test_an_error_ends_an_answer_and_leaves_nothing_waiting() -> None:
-    async def ask() -> None:
-        with pytest.raises(UpriverError, match="broken"):
-            await heads(Line([1] * PARTS, broken=2), [0] * PARTS, 1)
+def test_small_answers_are_computed_ahead_by_one_and_no_more_for_a_reader_that_stalls():
+    async def go():
+        log = []
+        runner = runner_of(log, [0] * PARTS, [3] * PARTS, 3)
+        answer = runner.answer(order_of(ahead=True))
+        await anext(answer)  # the first head, and nothing of it is taken
+        await turns(200)
+        assert [at for at in log if at.startswith("compute")] == ["compute 0", "compute 1"]
+        rest = [bytes(buffer) async for buffer in answer]
+        assert [at for at in log if at.startswith("compute")] == [f"compute {at}" for at in range(PARTS)]
+        assert rest[-1].startswith(b"UPRV")
+
+    asyncio.run(go())
+
+
+def test_with_several_workers_a_request_still_computes_one_micro_batch_at_a_time():
+    """Memory is held for one."""
+
+    async def go():
+        log = []
+        runner = runner_of(log, [0] * PARTS, [5] * PARTS, 3, workers=3)
+        await sent(runner, log, order_of(ahead=True))
+        assert [at for at in log if at.startswith("compute")] == [f"compute {at}" for at in range(PARTS)]
+        assert runner._pool.most_busy == 1
+        first, second = order_of(ahead=True), order_of(ahead=True)
+        await asyncio.gather(sent(runner, log, first), sent(runner, log, second))
+        assert runner._pool.most_busy == 2
+
+    asyncio.run(go())
+
+
+def test_who_sends_slowly_takes_no_more_places_than_twice_its_own():
+    """Before they are read, requests are in no line that knows a quota."""
+
+    async def go():
+        runner = runner_of([], [0] * PARTS, [0] * PARTS, 3)
+        runner._line = cast(Any, SimpleNamespace(retry_after_s=lambda: 2.0))
+        slow, other = Tenant(name="slow", max_requests=3), Tenant(name="other")
+        async with AsyncExitStack() as stack:
+            for _ in range(2 * 3):
+                runner.enter(stack, slow)
+            with pytest.raises(QuotaExceeded, match="at most 3"):
+                runner.enter(stack, slow)
+            runner.enter(stack, other)
+            assert runner.running == 7
+        assert runner.running == 0
+        async with AsyncExitStack() as stack:
+            runner.enter(stack, slow)
+
+    asyncio.run(go())
+
+
+def test_an_error_ends_an_answer_and_leaves_nothing_under_way():
+    async def go():
+        runner, told = runner_of([], [0] * PARTS, [1] * PARTS, 3, broken=2), []
+        answer = runner.answer(order_of(), on_error=lambda error: told.append(str(error)))
+        buffers = b"".join([bytes(buffer) async for buffer in answer])
+        assert b"broken" in buffers
+        assert told == ["broken"]
+        assert buffers.count(bytes([1]) * 3) >= 1
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(ask())
+    asyncio.run(go())
+
+
+def test_work_that_fails_is_charged_and_work_that_is_given_up_is_not_refunded():
+    async def go():
+        runner, charged = runner_of([], [0] * PARTS, [9, 9, 10**6, 0, 0], 3, broken=1), []
+        spent = runner._turns.spent
+
+        def note(tenant, expected_s, took_s):
+            charged.append(took_s)
+            spent(tenant, expected_s, took_s)
+
+        runner._turns.spent = note
+        await sent(runner, [], order_of())
+        assert len(charged) == 2 and min(charged) > 0
+
+        runner._pool._broken = None
+        answer = asyncio.create_task(sent(runner, [], order_of()))
+        await turns(500)
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+        assert len(charged) == 4  # of the first two; the third is still at it
+
+    asyncio.run(go())
+
+
+def test_a_reader_that_goes_leaves_nothing_under_way():
+    async def go():
+        runner = runner_of([], [0] * PARTS, [5] * PARTS, 3)
+        answer = runner.answer(order_of())
+        await anext(answer)
+        await answer.aclose()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(go())
+
+
+def test_a_deadline_is_told_as_an_error_and_ends_what_is_under_way():
+    async def go():
+        runner = runner_of([], [0] * PARTS, [10**6] * PARTS, 3)
+        deadline = asyncio.get_running_loop().time() + 0.01
+        buffers = b"".join(await sent(runner, [], order_of(deadline)))
+        assert DeadlineExceeded.code.encode() in buffers
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(go())
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(1, 4))
+def test_whole_micro_batches_are_joined_and_a_short_one_ends_a_group(sizes, joined):
+    request = cast(
+        RunRequest, SimpleNamespace(micro_batch=4, micro_batches=[tuple(range(size)) for size in sizes])
+    )
+    groups = list(groups_of(request, joined))
+    assert [index for group in groups for index in group] == list(range(len(sizes)))
+    for group in groups:
+        assert 1 <= len(group) <= joined
+        assert all(sizes[index] == 4 for index in group[:-1])
+
+
+def test_memory_is_given_back_when_the_last_user_has_left():
+    released = []
+    use = Use(lambda: released.append(True))
+    use.enter()
+    use.enter()
+    use.leave()
+    assert not released
+    use.leave()
+    assert released == [True]
+
+
+def test_bodies_leave_half_of_the_memory_to_what_computes():
+    budget, asked = Budget(100 * Coming.STEP_BYTES), []
+    bodies = Bodies(budget, asked.append)
+    first, second = Coming(bodies, ANYONE), Coming(bodies, ANYONE)
+    first.room(40 * Coming.STEP_BYTES)
+    second.room(1)
+    second.room(10 * Coming.STEP_BYTES)
+    with pytest.raises(Overloaded):
+        second.room(10 * Coming.STEP_BYTES + 1)
+    assert budget.reserved_bytes == sum(asked) == 50 * Coming.STEP_BYTES
+    first.release()
+    first.release()
+    second.room(90 * Coming.STEP_BYTES)  # nobody else's is here
+    second.release()
+    assert budget.reserved_bytes == 0

@@ -61,7 +61,7 @@ def python(tmp_path):
     return Python(tmp_path / "bin")
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "meta", "no device", ""])
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "no device"])
 def test_a_device_that_is_not_there_is_an_error_before_anything_is_bound(device):
     with pytest.raises(ConfigError, match=rf"device '{device}' .* cpu"):
         Server(ServerConfig(stores={"default": "memory://start"}, port=0, device=device))
@@ -93,6 +93,25 @@ def test_a_python_that_is_not_there_is_named(world, tmp_path):
     assert done.stderr.startswith("error: no worker can start here, 3 were tried: ")
     assert str(tmp_path / "none") in done.stderr
     assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.slow
+def test_a_server_is_ready_when_a_worker_is_and_not_before(world, tmp_path, monkeypatch):
+    gate, slow = tmp_path / "gate", tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nwhile [ ! -e {gate} ]; do sleep 0.05; done\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    with in_thread(world.store.uri, threads=1, sandbox="none") as server:
+        try:
+            assert ask(server, "GET", "/livez")[0] == 200
+            for method, path in (("GET", "/readyz"), ("GET", "/v1/info"), ("POST", "/v1/run")):
+                status, headers, body = ask(server, method, path)
+                assert (status, json.loads(body)["error"]["message"]) == (503, "workers are starting")
+                assert int(headers["retry-after"]) >= 1
+        finally:
+            gate.touch()
+        server.wait_ready()
+        assert len(run(server, world.request((0, 1)))) == 1
 
 
 @pytest.mark.slow

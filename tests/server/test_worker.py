@@ -12,6 +12,7 @@ import pytest
 
 from tests.pipeline.making import npy, pixels
 from tests.server.conftest import make_world
+from tests.server.enclosed import inner
 from tests.server.running import run, running
 from tests.server.test_http import same
 from upriver.pipeline import InputChain, LoadTensor
@@ -28,6 +29,7 @@ SAMPLE = npy(pixels(8, 8))
 READ = Run(
     program=None,
     micro_batch=1,
+    rows=1,
     start=-1,
     stop=-1,
     ids=(0,),
@@ -77,7 +79,7 @@ def worker():
     channel = Channel(ours, FromWorker)
     try:
         channel.set_timeout(120)
-        channel.send(Setup(threads=1, device="cpu", caps=DEFAULT_CAPS))
+        channel.send(Setup(threads=1, device="cpu", caps=DEFAULT_CAPS, memory_bytes=1 << 30))
         found = Worker(process, channel)
         assert isinstance(found.receive(), Hello)
         yield found
@@ -134,7 +136,7 @@ def test_a_worker_without_memory_for_a_slot_is_replaced_and_everyone_gets_their_
     jobs = [(0, 1, 2, 3), (4, 5), (3,), (5, 0)]
     with running(own.store.uri) as server:
         (worker,) = server.wait_ready().workers()
-        allow_no_more(worker, nbytes=8 << 20)
+        allow_no_more(inner(worker), nbytes=8 << 20)
         for ids in jobs:
             (got,) = run(server, own.request(ids))
             same(got, own.here(ids, 0))

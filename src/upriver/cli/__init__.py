@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from upriver import __version__
-from upriver.cli import cuts, demo, index, plan, push, serve, train
+from upriver.cli import cuts, demo, index, plan, push, serve, token, train
 from upriver.errors import UpriverError
 
 EXIT_ERROR, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -35,6 +35,7 @@ app.command("push")(push.push)
 app.command("cuts")(cuts.cuts)
 app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
+app.command("token")(token.token)
 app.command("train")(train.train)
 
 

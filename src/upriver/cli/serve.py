@@ -13,37 +13,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
+from upriver.cli import serve_file
 from upriver.cli.common import DebugOption, JsonOption
-from upriver.cli.config import read_toml
+from upriver.cli.serve_file import Checked, read_token_file
 from upriver.errors import ConfigError
 
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
 SHUTDOWN_GRACE_S = 5.0
 """After its parent has gone, an embedded server may finish what it is doing for so long."""
 
-
-class StoreSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """``[stores.NAME]``: where a store lies and how it is reached (endpoint, credentials)."""
-
-    uri: str
-    options: dict[str, str] = {}
-
-
-class ServeFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
-    """The TOML file of ``--config``; what is left out takes the server's own default."""
-
-    stores: dict[str, str | StoreSection] = {}
-    host: str | None = None
-    port: int | None = None
-    token_file: str | None = None
-    workers: int | None = None
-    threads: int | None = None
-    device: str | None = None
-    prefix: str | None = None
-    program_budget_bytes: int | None = None
+ENGINES = ("process", "ray")
+_OF_RAY = ("address", "replicas", "min_replicas", "max_replicas")
 
 
 def serve(
@@ -61,6 +43,18 @@ def serve(
         str | None, typer.Option(help="Device of the compute processes, cpu by default.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; options given here win over it.")] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="process|ray", help="One server here, or replicas on a Ray cluster.")
+    ] = "process",
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="auto|local|HOST:PORT|ray://…", help="With ray: the cluster, local starts one."),
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="With ray: how many servers, 1 by default.")] = None,
+    min_replicas: Annotated[int | None, typer.Option(help="With ray: at least so many.")] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="With ray: at most so many, more as requests queue up.")
+    ] = None,
     parent_pipe: Annotated[
         int | None, typer.Option(metavar="FD", help="Stop when this inherited pipe reaches its end.")
     ] = None,
@@ -71,21 +65,81 @@ def serve(
 
     When its first compute process is ready it prints one JSON line with "listening" on stdout.
     """
-    file = read_toml(config, ServeFile) if config is not None else ServeFile()
-    settings = _settings(
-        file,
-        stores=_stores(store or [], file.stores),
-        options={"host": host, "port": port, "workers": workers, "threads": threads, "device": device},
-        token=read_token(token_file or (Path(file.token_file) if file.token_file else None)),
-    )
+    document = serve_file.load(config) if config is not None else {}
+    where = str(config) if config is not None else "upriver serve"
+    serve_file.check(document, where=where)  # before options: what they win over is to be right, too
+    options = {"host": host, "port": port, "workers": workers, "threads": threads, "device": device}
+    document |= {name: value for name, value in options.items() if value is not None}
+    document["stores"] = _stores(store or [], document.get("stores", {}))
+    if token_file is not None:
+        document["token_file"] = str(token_file)
+    cluster: dict[str, Any] = dict(zip(_OF_RAY, (address, replicas, min_replicas, max_replicas), strict=True))
+    _check_engine(engine, cluster)
+    file = serve_file.check(document, where=where)
+    token = _token_of(file)
     # A server is ended with SIGTERM in its normal life: that is success, where Ctrl-C is an interruption.
     signal.signal(signal.SIGTERM, _leave)
     if parent_pipe is not None:
         _stop_with_parent(parent_pipe)
-    from upriver.server import ServerConfig
+    if engine == "ray":
+        _serve_on_ray(document, token, **cluster)
+    else:
+        _serve_here(serve_file.settings(file), token)
+
+
+def _serve_here(settings: dict[str, Any], token: str | None) -> None:
+    from upriver.server import ServerConfig, logs
     from upriver.server import serve as run_server
 
-    run_server(ServerConfig(**settings), on_listening=_announce)
+    config = ServerConfig(**settings, token=token)
+    # People are told what they should look at, machines also what is as it should be.
+    level = "INFO" if config.log_format == "json" else "WARNING"
+    logs.configure(config.log_format, level, secrets=_secrets(token, settings))
+    run_server(config, on_listening=_announce)
+
+
+def _secrets(token: str | None, settings: Mapping[str, Any]) -> list[str]:
+    """What must stand in no log, in whatever words: the token, and what opens the stores."""
+    stores = [store for store in settings["stores"].values() if isinstance(store, serve_file.StoreAt)]
+    keys = [
+        store.options.get(name, "") for store in stores for name in ("secret_access_key", "session_token")
+    ]
+    return [secret for secret in (token, *keys) if secret]
+
+
+def _serve_on_ray(
+    document: Mapping[str, Any],
+    token: str | None,
+    *,
+    address: str | None,
+    replicas: int | None,
+    min_replicas: int | None,
+    max_replicas: int | None,
+) -> None:
+    from upriver.cli import serve_ray
+
+    wanted: int | tuple[int, int] = replicas or 1
+    if max_replicas is not None:
+        wanted = (min_replicas or 1, max_replicas)
+    serve_ray.run(document, address=address, replicas=wanted, token=token)
+
+
+def _check_engine(engine: str, cluster: Mapping[str, Any]) -> None:
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
+    given = [f"--{name.replace('_', '-')}" for name, value in cluster.items() if value is not None]
+    if engine != "ray" and given:
+        raise ConfigError(f"{given[0]} is for --engine ray")
+    for name in _OF_RAY[1:]:
+        if cluster[name] is not None and cluster[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {cluster[name]}")
+    least, most = cluster["min_replicas"], cluster["max_replicas"]
+    if cluster["replicas"] is not None and (least or most):
+        raise ConfigError("give --replicas, or --min-replicas and --max-replicas, not both")
+    if most is None and least is not None:
+        raise ConfigError("--min-replicas needs --max-replicas; a fixed number is --replicas")
+    if most is not None and most < (least or 1):
+        raise ConfigError(f"--max-replicas must be at least --min-replicas, got {most} and {least or 1}")
 
 
 def _announce(document: Mapping[str, object]) -> None:
@@ -96,26 +150,15 @@ def _leave(signum: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
-def _settings(
-    file: ServeFile, *, stores: Mapping[str, object], options: Mapping[str, Any], token: str | None
-) -> dict[str, Any]:
-    """What was said, by the file or by options; nothing that was not."""
-    said = {name: value for name, value in options.items() if value is not None}
-    from_file = {
-        name: value
-        for name in file.__struct_fields__
-        if name not in ("stores", "token_file") and (value := getattr(file, name)) is not None
-    }
-    return {**from_file, **said, "stores": stores, "token": token}
-
-
-def _stores(given: Sequence[str], from_file: Mapping[str, str | StoreSection]) -> dict[str, object]:
+def _stores(given: Sequence[str], from_file: object) -> object:
     """Stores by name: those of the file, then those of the command line."""
     from_options: dict[str, object] = {}
     for name, uri in map(split_store, given):
         if name in from_options:
             raise ConfigError(f"--store names {name!r} twice; give each its own: --store NAME=URI")
         from_options[name] = uri
+    if not isinstance(from_file, dict):
+        return from_file  # the file's error, which says what was expected
     named = {**from_file, **from_options}
     if not named:
         raise ConfigError("no store to serve: give --store [NAME=]URI or a [stores] table in --config")
@@ -132,21 +175,20 @@ def split_store(text: str) -> tuple[str, str]:
     return name, uri
 
 
+def _token_of(file: Checked) -> str | None:
+    """The one token: of a file, else of the environment. With tenants that one is left to clients."""
+    if file.plain.token_file is not None:
+        return read_token(Path(file.plain.token_file))
+    return None if file.tenants else read_token(None)
+
+
 def read_token(path: Path | None) -> str | None:
     """The token of a file, else of the environment, else none.
 
     Raises:
         ConfigError: If the file cannot be read or is empty.
     """
-    if path is None:
-        return os.environ.get(TOKEN_VARIABLE) or None
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
-    if not token:
-        raise ConfigError(f"the token file {path} is empty")
-    return token
+    return os.environ.get(TOKEN_VARIABLE) or None if path is None else read_token_file(path)
 
 
 def _stop_with_parent(fd: int) -> None:

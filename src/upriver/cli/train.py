@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from upriver.cli.training import Trainer
+    from upriver.client.connect import Near
     from upriver.client.job import FinetuneJob
     from upriver.client.options import MicroBatchSize
     from upriver.pipeline import Dataset
@@ -40,6 +41,10 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         stages: Input stages, as for ``upriver index``.
         classifier: Linear layer to replace when it tells another number of classes apart; the last if absent.
         servers: Addresses; an embedded server without.
+        token_file: File with the token for them.
+        ca: File with the authorities that vouch for servers at https://; the system's if absent.
+        certificate: File with the certificate shown to servers that ask for one; ``key`` with its key.
+        adapt_batch: Most samples that a server may run at once; with ``exact = "numeric"`` only.
         micro_batch: ``auto`` chooses by what is measured, once: a run that goes on keeps what was chosen.
     """
 
@@ -64,11 +69,15 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     seed: int = 0
     servers: list[str] = []
     token_file: str | None = None
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
     store_name: str = "default"
     store_options: dict[str, str] = {}
     policy: str = "upriver"
     replan: bool = True
     exact: Literal["bitwise", "numeric"] = "bitwise"
+    adapt_batch: int = 0
     autocast: Literal["bfloat16", "float16"] | None = None
     granularity: Literal["module", "op"] = "module"
     compile_tail: bool = False
@@ -77,10 +86,14 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
 
 
 FREE_TO_CHANGE = {
+    "adapt_batch",
     "epochs",
     "output",
     "servers",
     "token_file",
+    "ca",
+    "certificate",
+    "key",
     "store",
     "store_name",
     "store_options",
@@ -90,7 +103,8 @@ FREE_TO_CHANGE = {
     "heldout",
     "heldout_stages",
 }
-"""Settings that a resumed run may have others of: none of them changes a trained bit.
+"""Settings that a resumed run may have others of: none of them changes a trained bit, but for what
+``exact = "numeric"`` leaves to servers in any case.
 
 With another ``output`` the checkpoint must be renamed along, or it is not found."""
 
@@ -109,11 +123,10 @@ def train(
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"the directory of output {settings.output!r} does not exist")
     from upriver.cli.checkpoint import save_tensors
-    from upriver.client.connect import connect
 
     dataset, heldout = _datasets(settings)
     model = _model(settings, len(dataset.classes))
-    with connect(*settings.servers, token=_token(settings)) as near, progress_bar() as bar:
+    with _near(settings) as near, progress_bar() as bar:
         task = bar.add_task("preparing", total=settings.epochs * len(dataset))
         job = near.finetune(
             model,
@@ -123,6 +136,7 @@ def train(
             policy=settings.policy,
             replan=settings.replan,
             exact=settings.exact,
+            adapt_batch=settings.adapt_batch,
             autocast=settings.autocast,
             granularity=settings.granularity,
             compile_tail=settings.compile_tail,
@@ -275,10 +289,18 @@ def _interrupted(checkpoint: Path) -> str:
     return f"interrupted; the same command goes on from the checkpoint {checkpoint}"
 
 
-def _token(settings: TrainFile) -> str | None:
+def _near(settings: TrainFile) -> Near:
+    """The servers, and what opens their doors."""
     from upriver.cli.serve import read_token
+    from upriver.client.connect import connect
 
-    return read_token(Path(settings.token_file) if settings.token_file is not None else None)
+    return connect(
+        *settings.servers,
+        token=read_token(Path(settings.token_file) if settings.token_file is not None else None),
+        ca=settings.ca,
+        certificate=settings.certificate,
+        key=settings.key,
+    )
 
 
 def _tell(record: dict[str, Any]) -> None:

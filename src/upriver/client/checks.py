@@ -6,8 +6,10 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from upriver.client.connection import Address
+from upriver.client.discover import Directory, is_directory
 from upriver.errors import ConfigError
 from upriver.text import printable
 from upriver.types import require_type
@@ -83,10 +85,28 @@ def function(name: str, value: _T) -> _T:
 
 
 def addresses(urls: Sequence[str]) -> tuple[str, ...]:
-    """Addresses of servers."""
+    """Addresses of servers, or of a directory that knows them."""
     for url in urls:
-        Address.parse(require_type("a server's address", url, str, "http://HOST:PORT"), None)
+        require_type("a server's address", url, str, "http://HOST:PORT")
+        if not _is_directory(url):
+            Address.parse(url, None)
+        elif len(urls) == 1:
+            Directory(url)
+        else:
+            raise ConfigError(f"{url} names servers that come and go: give it alone, without other addresses")
     return tuple(urls)
+
+
+def encrypts(url: str) -> bool:
+    """Whether an address is spoken to over TLS, or leads to servers that may be."""
+    return is_directory(url) or urlsplit(url).scheme == "https"
+
+
+def _is_directory(url: str) -> bool:
+    try:
+        return is_directory(url)
+    except ValueError:  # no address at all, as will be said
+        return False
 
 
 def token(value: str | None) -> str | None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from upriver.client import checks
 from upriver.client.compare import Exact
+from upriver.client.discover import Directory, Following, is_directory
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.example import example_of
 from upriver.client.job import FinetuneJob
@@ -22,6 +23,7 @@ from upriver.client.options import AUTO, Choices, Granularity, JobOptions, Micro
 from upriver.client.planner import Planner
 from upriver.client.replan import GAIN, PATIENCE, Patience
 from upriver.client.routes import Placed
+from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
 from upriver.client.wrapping import TailRunner, Wrapped, shard_of, uncompiled, unwrap
 from upriver.engine.engine import OnBadSample
@@ -42,6 +44,9 @@ class Near:
     Args:
         urls: Addresses of servers; none starts an embedded one, on this machine, when the first job needs it.
         token: Sent with every request.
+        ca: For https: authorities that vouch for the servers, those of the system if None.
+        certificate: For https: shown to servers that ask for one.
+        key: Of the certificate.
         meter: Counts what crosses the link, and emulates a thinner one if it has a rate.
         server_cpus: For an embedded server: the CPUs it may use.
         server_threads: For an embedded server: threads of its compute worker. As many as torch uses
@@ -57,6 +62,9 @@ class Near:
         urls: Sequence[str] = (),
         *,
         token: str | None = None,
+        ca: FilePath | None = None,
+        certificate: FilePath | None = None,
+        key: FilePath | None = None,
         meter: LinkMeter | None = None,
         server_cpus: set[int] | None = None,
         server_threads: int | None = None,
@@ -64,6 +72,12 @@ class Near:
         self.meter = LinkMeter() if meter is None else require_type("meter", meter, LinkMeter, "LinkMeter()")
         self._urls = checks.addresses(urls)
         self._token = checks.token(token)
+        self._tls = client_context(ca=ca, certificate=certificate, key=key)
+        if self._tls is not None and not any(map(checks.encrypts, self._urls)):
+            raise ConfigError("ca, certificate and key are for servers at https://…, and none is given")
+        self._directory: Directory | None = None
+        if self._urls and is_directory(self._urls[0]):
+            self._directory = Directory(self._urls[0], tls=self._tls)
         self._cpus = checks.cores(server_cpus)
         if server_threads is not None:
             checks.whole("server_threads", server_threads, most=checks.MAX_THREADS)
@@ -100,6 +114,7 @@ class Near:
         num_workers: int | None = None,
         connections: int = 4,
         per_request: int = 4,
+        adapt_batch: int = 0,
         window_bytes: int = WINDOW_BYTES,
         on_progress: Callable[[str], None] | None = None,
     ) -> FinetuneJob:
@@ -144,6 +159,11 @@ class Near:
             num_workers: Threads that read and decode here when samples come straight from the store.
             connections: Requests in flight.
             per_request: Micro-batches in a request.
+            adapt_batch: Most samples that a server may run at once, up to ``batch_size``; with
+                ``exact="numeric"`` only. The frozen part is captured at two, four, eight … micro-batches,
+                too, and a server that has room and reason chooses among them. Requests and window are made
+                long enough for that. Which size it was is not written down, so such a run cannot be had
+                again by ``replay``.
             window_bytes: Memory that prefetched micro-batches may take.
             on_progress: Told what is being done.
 
@@ -170,6 +190,7 @@ class Near:
             window_bytes=window_bytes,
             rank=rank,
             num_ranks=num_ranks,
+            adapt_batch=adapt_batch,
         )
         choices = Choices.checked(
             policy=policy,
@@ -181,6 +202,8 @@ class Near:
         )
         if options.chosen and choices.replay:
             raise ConfigError(f'replay needs the micro_batch of the run that is replayed, got "{AUTO}"')
+        if options.adapt_batch:
+            _check_adapting(choices)
         patience = Patience(gain=replan_gain, iterations=checks.whole("replan_patience", replan_patience))
         if len(dataset) == 0:
             raise DatasetError("the dataset is empty")
@@ -241,6 +264,9 @@ class Near:
             run = TailRunner(parts.tail, wrapped, compile_options=choices.compile_options)
             plan, pool = planner.plan(cut)
         self.measured = planner.measured
+        following = None
+        if self._directory is not None and pool is not None:
+            following = Following(self._directory, pool, self._client, urls=pool.urls)
         return FinetuneJob(
             model,
             direct,
@@ -257,17 +283,24 @@ class Near:
             replay=planner.replay,
             replanner=planner.replanner,
             notes=planner.notes,
+            larger=planner.offers,
+            following=following,
         )
 
     def servers(self, dataset: Dataset) -> list[ServerClient]:
         """A client for each server, the embedded one started if it is needed.
 
         Raises:
-            ServerUnavailable: If an embedded server cannot be started.
+            ServerUnavailable: If an embedded server cannot be started, or a directory names none.
             ConfigError: If the dataset's store cannot be shared with another process.
         """
-        urls = self._urls or (self._embed(dataset).url,)
-        return [ServerClient(url, token=self._token, meter=self.meter) for url in urls]
+        if self._directory is not None:
+            named = [server.url.rstrip("/") for server in self._directory.wait().servers]
+            return [self._client(url) for url in dict.fromkeys(named)]
+        return [self._client(url) for url in self._urls or (self._embed(dataset).url,)]
+
+    def _client(self, url: str) -> ServerClient:
+        return ServerClient(url, token=self._token, meter=self.meter, tls=self._tls)
 
     def _metered(self, dataset: Dataset) -> Dataset:
         """The same dataset, read over the metered link."""
@@ -314,9 +347,23 @@ class Near:
         self.close()
 
 
+def _check_adapting(choices: Choices) -> None:
+    """Servers may choose how many samples they run at once only where low bits are theirs."""
+    if choices.replay:
+        raise ConfigError("adapt_batch must be 0 to replay a run: another size of batch gives other low bits")
+    if choices.exact != "numeric":
+        raise ConfigError(
+            f"adapt_batch needs exact='numeric', as other sizes of batch give other low bits; got "
+            f"exact={choices.exact!r}"
+        )
+
+
 def connect(
     *urls: str,
     token: str | None = None,
+    ca: FilePath | None = None,
+    certificate: FilePath | None = None,
+    key: FilePath | None = None,
     meter: LinkMeter | None = None,
     server_cpus: set[int] | None = None,
     server_threads: int | None = None,
@@ -326,14 +373,28 @@ def connect(
     Nothing is sent before a job needs it, and a job without a server that answers runs the plain way.
 
     Args:
-        urls: ``http://host:port`` of each server; all of them reach the same stores.
+        urls: ``http://host:port`` or ``https://host:port`` of each server; all of them reach the same stores.
+            Or one ``ray+http://host:port``, which names servers that come and go: they are used as they are.
         token: Sent with every request.
+        ca: File with the authorities that vouch for servers at ``https://``, in PEM; the system's if None.
+        certificate: File with the certificate that is shown to servers that ask for one, in PEM.
+        key: File with its private key, in PEM and without a password.
         meter: Counts what crosses the link, and emulates a thinner one if it has a rate.
         server_cpus: For an embedded server: the CPUs it may use.
         server_threads: For an embedded server: threads of its compute worker. As many as torch uses
             here where not given: another number changes the bits of some networks.
 
     Raises:
-        ConfigError: If an address is none, or another argument is outside what is allowed.
+        ConfigError: If an address is none, a file cannot be read or is not what it should be, or another
+            argument is outside what is allowed.
     """
-    return Near(urls, token=token, meter=meter, server_cpus=server_cpus, server_threads=server_threads)
+    return Near(
+        urls,
+        token=token,
+        ca=ca,
+        certificate=certificate,
+        key=key,
+        meter=meter,
+        server_cpus=server_cpus,
+        server_threads=server_threads,
+    )

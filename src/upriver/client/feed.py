@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from upriver.client.crew import LOCAL, Finish, Remote
 from upriver.client.deal import deal
 from upriver.client.flow import Values, first_micro_batch
 from upriver.client.link import MeteredStore
-from upriver.client.loader import LOCAL, Finish, Loader, Remote
+from upriver.client.loader import Loader
 from upriver.client.local import LocalSource
 from upriver.client.options import JobOptions
 from upriver.client.order import EpochOrder
@@ -26,7 +27,7 @@ from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.split import Split
-from upriver.protocol import RunRequest
+from upriver.protocol import Larger, RunRequest
 from upriver.types import MicroBatch, Plan, Tier, Timings
 
 log = logging.getLogger("upriver")
@@ -38,6 +39,7 @@ class Feed:
     Args:
         chain: The training data's; its cuts are those that plans name and canaries cover.
         log_level: At which each micro-batch's place is logged.
+        larger: Sizes at which servers may run several micro-batches at once.
 
     Attributes:
         tally: What passes that are over have delivered.
@@ -54,8 +56,10 @@ class Feed:
         replanner: Replanner | None,
         device: torch.device,
         log_level: int,
+        larger: Callable[[], Sequence[Larger]] = lambda: (),
     ) -> None:
         self._split, self._options, self._chain = split, options, chain
+        self._larger = larger
         self._pool, self._replanner = pool, replanner
         self._device, self._log_level = device, log_level
         self.tally = Tally()
@@ -254,15 +258,22 @@ class Feed:
 
         def make_request(indices: Sequence[int], cut: int | None) -> RunRequest:
             stop = 0 if cut is None else cut
-            return question.request([micro_batches[i] for i in indices], stop=stop, epoch=epoch)
+            wanted = [micro_batches[i] for i in indices]
+            return question.request(wanted, stop=stop, epoch=epoch, larger=self._larger())
 
         return Remote(
             pool=pool,
             make_request=make_request,
             connections=self._options.connections,
-            per_request=self._options.per_request,
+            per_request=max(self._options.per_request, self._together),
             open_cut=self._open_cut,
         )
+
+    @property
+    def _together(self) -> int:
+        """Micro-batches that a server may run at once: a request that has fewer gives it no choice."""
+        micro_batch = self._options.micro_batch
+        return max((each.micro_batch for each in self._larger()), default=micro_batch) // micro_batch
 
     def _open_cut(self) -> int | None:
         """The freeze point, if servers pass the canary there: for a plan that asked none, and must now."""
@@ -281,6 +292,7 @@ class Feed:
             num_workers=options.num_workers,
             crossing_bytes=self._crossing_bytes,
             num_bytes=options.window_bytes,
+            together=self._together,
         )
 
     def _crossing_bytes(self, cut: int) -> float:

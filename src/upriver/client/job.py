@@ -17,9 +17,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from upriver import tracing
 from upriver.client import checks
 from upriver.client.compare import Tolerance
 from upriver.client.deal import deal
+from upriver.client.discover import Following
 from upriver.client.feed import Feed
 from upriver.client.flow import steps
 from upriver.client.loader import Loader
@@ -32,6 +34,7 @@ from upriver.client.report import Report
 from upriver.client.routes import Placed, Routes
 from upriver.client.slots import Window
 from upriver.client.standing import Standing
+from upriver.client.waits import IdleWaits
 from upriver.client.window import told
 from upriver.client.wrapping import TailRunner
 from upriver.errors import ConfigError, DatasetError, StoreError
@@ -39,6 +42,7 @@ from upriver.pipeline import Dataset
 from upriver.program.freeze import FrozenGuard, keep_in_eval
 from upriver.program.split import Split
 from upriver.program.trace import in_eval
+from upriver.protocol import Larger
 from upriver.types import Plan, require_type
 
 log = logging.getLogger("upriver")
@@ -77,12 +81,16 @@ class FinetuneJob:
         replay: Routes,
         replanner: Replanner | None = None,
         notes: Sequence[str] = (),
+        larger: Callable[[], Sequence[Larger]] = lambda: (),
+        following: Following | None = None,
     ) -> None:
         """Made by ``finetune``.
 
         Args:
             metered: Gives a dataset whose reads are counted as crossing the link.
             closed: Called when the job is closed.
+            larger: Sizes at which servers may run several micro-batches at once.
+            following: Has servers come and go while the job runs.
         """
         self._replanner, self._notes = replanner, notes
         self._switches: list[Switch] = []
@@ -98,7 +106,12 @@ class FinetuneJob:
         self._link_bytes, self._metered = link_bytes, metered
         self._on_close = closed
         self._standing = Standing(pool, start=dataset.chain.start)
-        self._quiet = QuietLink(pool, link_bytes) if pool is not None and replanner is not None else None
+        self._following = following
+        self._quiet: QuietLink | None = None
+        self._waits: IdleWaits | None = None
+        if pool is not None and replanner is not None:
+            self._quiet = QuietLink(pool, link_bytes)
+            self._waits = IdleWaits(pool, replanner.answers)
         self._closed = False
         self._warned = False
         self._device = next(model.parameters()).device
@@ -116,6 +129,7 @@ class FinetuneJob:
             replanner=replanner,
             device=self._device,
             log_level=logging.INFO if choices.exact == "numeric" else logging.DEBUG,
+            larger=larger,
         )
 
     # ------------------------------------------------------------------------------------ training
@@ -190,7 +204,7 @@ class FinetuneJob:
         whole = self._step == 0
         order = self._order(self._epoch)
         with contextlib.closing(self._steps(order)) as steps:
-            for features, targets in steps:
+            for features, targets in tracing.each("step", steps, first=self._step, epoch=self._epoch):
                 self._step += 1
                 handed_out = time.perf_counter()
                 yield features, targets
@@ -210,6 +224,8 @@ class FinetuneJob:
             return
         if self._quiet is not None:
             self._quiet.look()
+        if self._waits is not None and (wait_s := self._waits.look()) is not None:
+            replanner.waits(wait_s)
         found = replanner.after_step(trained_s, samples)
         if found is None:
             return
@@ -323,7 +339,9 @@ class FinetuneJob:
     def state_dict(self) -> dict[str, Any]:
         """Where the job stands, as plain data: what was yielded counts as done.
 
-        All ranks stand at the same step, so one rank's state serves them all.
+        All ranks stand at the same step, so one rank's state serves them all. What servers may run at once
+        (``adapt_batch``) is no part of it: it changes no sample, and low bits that servers choose are not had
+        again by going on from a state.
         """
         program = self._split.program
         return {
@@ -423,9 +441,11 @@ class FinetuneJob:
         self._plan = self.plan  # as it stands: servers that are let go answer no more
         self._closed = True
         self.close_loader()
+        if self._following is not None:
+            self._following.close()
         if self._pool is not None:
             self._pool.close()
-        for beside in (self._quiet, self._replanner):
+        for beside in (self._quiet, self._waits, self._replanner):
             if beside is not None:
                 beside.close()
         self._on_close(self)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import platform
+import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
@@ -21,6 +23,7 @@ from torch import nn
 from upriver.client.budget import Stopwatch, affordable_repeats, allowed_s
 from upriver.client.canary import LocalCanary
 from upriver.client.compare import Tolerance
+from upriver.client.larger import Captured, captured
 from upriver.client.options import JobOptions
 from upriver.client.planning import (
     MEASURED_MICRO_BATCHES,
@@ -36,10 +39,11 @@ from upriver.client.today import UNCHANGED, busy_s, expected_waits, notes, waiti
 from upriver.client.transport import ServerClient
 from upriver.engine.engine import Engine
 from upriver.engine.fingerprint import fingerprint
-from upriver.errors import BadSample, DatasetError, UpriverError
+from upriver.errors import BadSample, DatasetError, Overloaded, UpriverError
 from upriver.pipeline import Dataset
 from upriver.profile.build import has_lines, with_lines, with_peaks
 from upriver.profile.keep import Kept, Place, ProfileKey, as_of_today, load_profile, save_profile, slowdown
+from upriver.profile.live import worker_s
 from upriver.profile.memory import known_peaks
 from upriver.program import Program
 from upriver.program.split import Split
@@ -50,6 +54,13 @@ log = logging.getLogger("upriver")
 
 CANARY = "canary"
 """The part that is no measuring: every server must pass, which takes loading the program there, too."""
+
+FULL_S = 30.0
+"""For so long a job that begins waits for servers that have no room, where there is no other: as long as a
+server lets requests wait before it sends them away."""
+
+LEAST_WAIT_S = 0.1
+"""Between two times that a full server is asked, whatever it says: nothing but a mistake says less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +77,9 @@ class Measured:
         seconds: What each part took: ``canary``, ``stages``, ``link``, ``tail``, ``memory``,
             ``second size``.
         notes: What a reader of the plan should know.
+        slowed: By others' work, how many times as long micro-batches take on the servers; in the cluster's
+            load.
+        micro_batch_s: For how long one of this job's keeps a worker there.
     """
 
     profile: Profile
@@ -76,6 +90,8 @@ class Measured:
     kept: bool
     seconds: Mapping[str, float]
     notes: tuple[str, ...] = ()
+    slowed: float = 1.0
+    micro_batch_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -105,7 +121,7 @@ class _Passed:
     @property
     def at_once(self) -> int:
         """Micro-batches that it computes at once: workers share a device, but not a core."""
-        return self.info.workers if self.info.device == "cpu" else 1
+        return self.info.workers if self.info.device == "cpu" else self.info.devices
 
 
 class Measuring:
@@ -157,6 +173,7 @@ class Measuring:
             canary=self._canary,
             reference=lambda: self._measured_here().features,
             allowed=allowed,
+            values=parts.tail.values,
         )
 
     def run(self, servers: Sequence[ServerClient], judge: Judge) -> Measured | None:
@@ -179,6 +196,7 @@ class Measuring:
         lined = None if has_lines(profile) else self._with_lines(first, profile, cluster, judge)
         if kept is None or lined is not None:
             save_profile(self._keys[first.client.url], lined or profile, cluster)
+        slowed = self._waiting(passed)
         measured = Measured(
             profile=lined or profile,
             cluster=cluster,
@@ -187,16 +205,53 @@ class Measuring:
             caps=first.info.caps,
             kept=kept is not None and lined is None,
             seconds=dict(self._clock.seconds),
-            notes=tuple(notes(factors, self._waiting(passed))),
+            notes=tuple(notes(factors, slowed)),
+            slowed=slowed,
+            micro_batch_s=mean(worker_s(each.timings[-1]) for each in passed),
         )
         log.info("%s", measured)
         return measured
 
+    def larger(self, caps: Caps) -> Captured:
+        """The program at larger sizes, as far as servers may run it so, and it can be captured.
+
+        Args:
+            caps: What servers take.
+        """
+        return captured(
+            self._model,
+            self._direct,
+            self._parts,
+            self._options,
+            autocast=self._autocast,
+            caps=caps,
+            tell=self._tell,
+        )
+
     # ------------------------------------------------------------------------------------- one size
 
     def _let_in(self, servers: Sequence[ServerClient]) -> list[_Passed]:
-        """Servers that pass the canary at the freeze point, with its timings."""
+        """Servers that pass the canary at the freeze point, with its timings.
+
+        Where none does, and some only have no room now, those are asked again for a while.
+        """
+        until = time.monotonic() + FULL_S
+        passed, full = self._ask(servers)
+        while full and not passed:
+            wait_s = max(LEAST_WAIT_S, min(error.retry_after_s for error in full.values()))
+            if time.monotonic() + wait_s > until:
+                break
+            self._tell(f"waiting for room at {', '.join(server.url for server in full)}")
+            time.sleep(random.uniform(wait_s, 2 * wait_s))  # those sent away together come back apart
+            passed, full = self._ask(list(full))
+        for server, error in full.items():
+            self.leave_out(server, error)
+        return passed
+
+    def _ask(self, servers: Sequence[ServerClient]) -> tuple[list[_Passed], dict[ServerClient, Overloaded]]:
+        """Those of some servers that pass the canary, and those that have no room now."""
         passed: list[_Passed] = []
+        full: dict[ServerClient, Overloaded] = {}
         for server in servers:
             try:
                 self._tell(f"asking {server.url}")
@@ -208,9 +263,11 @@ class Measuring:
                 passed.append(self._canaries(_Passed(client=server, info=info), kept))
             except (BadSample, DatasetError):
                 raise  # the same wherever it is computed
+            except Overloaded as error:
+                full[server] = error
             except UpriverError as error:
                 self.leave_out(server, error)
-        return passed
+        return passed, full
 
     def _canaries(self, server: _Passed, kept: Kept | None) -> _Passed:
         """The canary must pass, whatever is known; again to be measured, or if it says that much changed."""

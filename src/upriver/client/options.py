@@ -17,7 +17,7 @@ from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError
 from upriver.policies import POLICIES
 from upriver.program.precision import autocast_dtype
-from upriver.protocol import DEFAULT_CAPS, MAX_MICRO_BATCH
+from upriver.protocol import DEFAULT_CAPS, MAX_LARGER, MAX_MICRO_BATCH
 from upriver.text import printable
 from upriver.types import DEFAULT_MICRO_BATCH
 
@@ -35,6 +35,7 @@ class JobOptions:
     Attributes:
         chosen: Whether the micro-batch is the job's own choice (``micro_batch="auto"``), the default until it
             has been made.
+        adapt_batch: Most samples that a server may run at once; 0 leaves it at the micro-batch.
     """
 
     batch_size: int
@@ -50,6 +51,7 @@ class JobOptions:
     rank: int = 0
     num_ranks: int = 1
     chosen: bool = False
+    adapt_batch: int = 0
 
     @classmethod
     def checked(
@@ -67,6 +69,7 @@ class JobOptions:
         window_bytes: int,
         rank: int | None,
         num_ranks: int | None,
+        adapt_batch: int = 0,
     ) -> JobOptions:
         """Options from what a caller gave.
 
@@ -92,7 +95,14 @@ class JobOptions:
             window_bytes=checks.whole("window_bytes", window_bytes),
             rank=rank,
             num_ranks=num_ranks,
+            adapt_batch=_adapt_batch(adapt_batch, batch_size, micro_batch),
         )
+
+    @property
+    def larger_sizes(self) -> tuple[int, ...]:
+        """Samples that servers may run at once beside a micro-batch: two, four, eight … micro-batches."""
+        doubled = (self.micro_batch << times for times in range(1, MAX_LARGER + 1))
+        return tuple(size for size in doubled if size <= self.adapt_batch)
 
     def order(self, num_samples: int, epoch: int) -> EpochOrder:
         """This rank's part of an epoch over so many samples."""
@@ -162,6 +172,17 @@ class Choices:
             compile_options=checks.compiling(compile_tail),
             replay=Routes(replay),
         )
+
+
+def _adapt_batch(value: object, batch_size: int, micro_batch: MicroBatchSize) -> int:
+    """Samples at once: none, or at least two micro-batches and at most a training batch."""
+    least = 2 * micro_batch if isinstance(micro_batch, int) else 1
+    if type(value) is int and (value == 0 or least <= value <= batch_size):
+        return value
+    raise ConfigError(
+        f"adapt_batch must be 0, or a whole number of at least two micro-batches and at most batch_size: "
+        f"{least}..{batch_size}, got {printable(repr(value), 60)}"
+    )
 
 
 def _micro_batch(value: object, num_ranks: int) -> int:

@@ -6,16 +6,17 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from upriver.client import larger
 from upriver.client.compare import Tolerance, tolerance
 from upriver.client.measuring import Measured, Measuring
 from upriver.client.options import Choices, JobOptions
 from upriver.client.planning import make_plan, unsplit_plan
-from upriver.client.pool import Health, ServerPool
+from upriver.client.pool import Health, ServerPool, ServerStatus
 from upriver.client.replan import Patience, Replanner
 from upriver.client.servers import Gate
 from upriver.client.sizes import Judge, advice, best_size, by_policy, by_routes, predicted
@@ -25,8 +26,9 @@ from upriver.errors import ConfigError, UpriverError
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.profile.build import has_lines
-from upriver.profile.live import LiveProfile
+from upriver.profile.live import AtServers, LiveProfile
 from upriver.program.split import Split
+from upriver.protocol import Larger
 from upriver.types import Plan, Route, Workload, require_finite
 
 log = logging.getLogger("upriver")
@@ -96,6 +98,7 @@ class Planner:
                 tell=tell,
             )
         self._servers: Sequence[ServerClient] | None = None
+        self._gate: Gate | None = None
         self._no_server = ""
         self._model: CostModel | None = None
 
@@ -149,6 +152,10 @@ class Planner:
         if not has_lines(measured.profile) and self.options.micro_batch in epochs:
             return self.options.micro_batch
         return best_size(epochs)
+
+    def offers(self) -> tuple[Larger, ...]:
+        """Sizes at which servers may run several micro-batches at once, as it stands."""
+        return self._gate.offers if self._gate is not None else ()
 
     def close(self) -> None:
         """Let the servers go, where no plan follows."""
@@ -205,11 +212,15 @@ class Planner:
         if not self._remote_cuts(plan) and not self._adapts(shares):
             self.close()
             return plan, None
+        if self._adapts(shares) or any(cut > 0 for cut in self._remote_cuts(plan)):
+            self._add_larger(measuring, measured)
         admitted = self._recheck(measuring, measured.servers, plan)
         pool = self._pool(servers, gate, plan)
         pool.wait_joined(JOIN_S, admitted)
         if self._adapts(shares):
-            self.replanner = self._make_replanner(plan, gate, pool, servers)
+            self.replanner = self._make_replanner(plan, gate, pool, measured)
+        for note in larger.notes(gate.larger, gate.left_out):
+            plan = self._noted(plan, note)
         if measuring.not_used:
             plan = self._noted(plan, f"not used for now: {'; '.join(measuring.not_used)}")
         return self._with_tolerance(plan, gate), pool
@@ -268,35 +279,66 @@ class Planner:
         """Whether the policy is asked again while the job runs."""
         return shares is None and self.patience is not None and self.policy in ADAPTIVE
 
+    def _add_larger(self, measuring: Measuring, measured: Measured) -> None:
+        """Have the program at larger sizes, too, which servers must then pass the canary at."""
+        if self.options.adapt_batch:
+            gate, found = measuring.gate, measuring.larger(measured.caps)
+            gate.larger, gate.left_out = found.programs, list(found.left_out)
+            self._gate = gate
+
     def _make_replanner(
-        self, plan: Plan, gate: Gate, pool: ServerPool, servers: Sequence[ServerClient]
+        self, plan: Plan, gate: Gate, pool: ServerPool, measured: Measured
     ) -> Replanner | None:
         model, program, patience = self._model, self.parts.program, self.patience
         if model is None or program is None or patience is None:
             return None
 
         def up() -> list[ServerClient]:
-            found = [status.url for status in pool.status() if status.health is Health.UP]
-            return [server for server in servers if server.url in found]
+            return [cast(ServerClient, client) for client in pool.up]
 
         def prove(cuts: Sequence[int]) -> None:
             gate.open_cuts(sorted(set(cuts) - {self.dataset.chain.start}), up)
 
+        live = LiveProfile(
+            model.profile,
+            model.cluster,
+            samples=program.micro_batch,
+            at_servers=self._at_servers(measured, gate),
+        )
+
         return Replanner(
             self.policy,
             plan,
-            LiveProfile(model.profile, model.cluster, samples=program.micro_batch),
+            live,
             model.workload,
             patience=patience,
             prove=prove,
             bandwidth=self.bandwidth,
-            capacity=lambda: self._capacity([server.url for server in up()]),
+            capacity=lambda: self._capacity(pool.status()),
         )
 
-    def _capacity(self, up: Sequence[str]) -> float:
-        """What these servers compute at once, over what those measured did; a new one counts 1."""
+    def _at_servers(self, measured: Measured, gate: Gate) -> AtServers:
+        """What the job has at each server while they are what it waits for."""
+        options, servers = self.options, len(measured.at_once)
+        together = max((each.micro_batch for each in gate.larger), default=options.micro_batch)
+        in_flight = options.connections * options.num_ranks * (together // options.micro_batch)
+        return AtServers(
+            in_flight=in_flight / servers,
+            at_once=sum(measured.at_once.values()) / servers,
+            slowed=measured.slowed,
+            micro_batch_s=measured.micro_batch_s,
+        )
+
+    def _capacity(self, servers: Sequence[ServerStatus]) -> float:
+        """What these servers compute at once, over what those measured did; a new one counts 1.
+
+        One that refuses counts for the share of the time in which it does not: what it has room for is all
+        that it can be asked for.
+        """
         known = self.measured.at_once if self.measured is not None else {}
-        return sum(known.get(url, 1) for url in up) / max(1, sum(known.values()))
+        here = [server for server in servers if server.health in (Health.UP, Health.RESTING)]
+        can = sum(known.get(server.url, 1) * server.available for server in here)
+        return can / max(1, sum(known.values()))
 
     def _remote_cuts(self, plan: Plan) -> tuple[int, ...]:
         """The cuts at which servers are asked."""
@@ -314,6 +356,9 @@ class Planner:
                     if cut != self.parts.freeze:
                         self.tell(f"checking cut {cut} on {server.url}")
                         gate.measure(server, stop=cut)
+                for program in gate.larger:
+                    self.tell(f"checking {program.micro_batch} samples at once on {server.url}")
+                gate.prove_larger(server)
                 gate.vouch(server)
                 passed.append(server.url)
             except UpriverError as error:

@@ -10,10 +10,14 @@ joining ──admit──► up ──Overloaded, nothing in flight──► res
    └─NotExact─► out ├──ServerUnavailable, ProtocolError, …──► down ──ready and admit──► up
                     └──silent, and /livez does not answer───►
 ```
+
+Servers may be added and dropped at any time. One that is dropped gets no further request; what it is at may
+end, and then its client is closed.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,15 +26,20 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from upriver.client.refusals import Refusals
 from upriver.client.retry import Backoff, RetryBudget
 from upriver.errors import (
     ConfigError,
+    DoesNotFit,
+    Forbidden,
     NotAuthorized,
     NotExact,
     Overloaded,
+    ProgramError,
     ProgramNotFound,
     ProtocolError,
     ServerUnavailable,
+    TooLarge,
     UpriverError,
 )
 from upriver.types import MicroBatch, Timings
@@ -52,9 +61,16 @@ RAISE_BY = 0.125
 """What a success adds to a server's limit after it had refused: one more request in flight for eight
 answers."""
 
-LOST = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized)
+LOST = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, Forbidden)
 """Errors after which a server must be let in again: it died, restarted, lost the program or changed its
-version."""
+version, or this job is not one that may ask it. `TooLarge`, which is said of one request, is none of them."""
+
+DECIDED = (DoesNotFit, TooLarge, Forbidden, NotAuthorized, ProgramError)
+"""Errors that come again however often a server is to be let in, until somebody changes something there."""
+
+DECIDED_REST_S = 30.0
+"""Between two attempts at such a server, at least: each has it look at a request, or at a program that is
+sent anew, and write that down."""
 
 
 class Answer(Protocol):
@@ -106,6 +122,7 @@ class ServerStatus:
     Attributes:
         reason: Why it is not up, or was last not.
         served: Requests it has answered in full.
+        available: The share of the last seconds in which it did not refuse requests.
     """
 
     url: str
@@ -113,6 +130,7 @@ class ServerStatus:
     reason: str
     in_flight: int
     served: int
+    available: float = 1.0
 
 
 class _Member:
@@ -126,8 +144,12 @@ class _Member:
         self.served = 0
         self.failures = 0
         self.limit = float(limit)
-        self.rest_s = 0.0
+        self.rest_s = 0.0  # how long it is left alone, if it is
+        self.rests = 0  # in a row
         self.last_heard = 0.0
+        self.answered_at = 0.0
+        self.refusals = Refusals()
+        self.left = False  # dropped: no further request
         self.lives = 0  # how often it was let in; a failure of an earlier life says nothing about this one
 
 
@@ -138,6 +160,7 @@ class Lease:
         self._pool = pool
         self._member = member
         self._life = member.lives
+        self._began = time.monotonic()
 
     @property
     def client(self) -> Transport:
@@ -146,7 +169,7 @@ class Lease:
 
     def heard(self) -> None:
         """Something has arrived from the server."""
-        self._member.last_heard = time.monotonic()
+        self._member.last_heard = self._member.answered_at = time.monotonic()
 
     def __enter__(self) -> Lease:
         return self
@@ -154,7 +177,7 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool._settle(self._member, error, self._life)
+        self._pool._settle(self._member, error, life=self._life, began=self._began)
 
 
 class ServerPool:
@@ -196,13 +219,13 @@ class ServerPool:
         self._changed = threading.Condition()
         self._closed = False
         self._listeners: list[Callable[[], None]] = []
-        self._members = [_Member(client, max_in_flight) for client in clients]
-        self._keepers = [
-            threading.Thread(target=self._keep, args=(member,), name=f"upriver-keeper-{i}", daemon=True)
-            for i, member in enumerate(self._members)
-        ]
-        for keeper in self._keepers:
-            keeper.start()
+        self._members: list[_Member] = []
+        self._leaving: list[_Member] = []
+        self._keepers: list[threading.Thread] = []
+        self._numbers = itertools.count()
+        with self._changed:
+            for client in clients:
+                self._take_in(client)
 
     # ------------------------------------------------------------------------------- for borrowers
 
@@ -226,6 +249,18 @@ class ServerPool:
         with self._changed:
             return any(member.health is Health.UP for member in self._members)
 
+    @property
+    def up(self) -> tuple[Transport, ...]:
+        """The clients of all servers that are up, in the order in which they came."""
+        with self._changed:
+            return tuple(member.client for member in self._members if member.health is Health.UP)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses of all servers, however they are, in the order in which they came."""
+        with self._changed:
+            return tuple(member.client.url for member in self._members)
+
     def lost(self, url: str) -> str | None:
         """Why this server cannot be used, if that is more than a matter of waiting; None if it is not."""
         for status in self.status():
@@ -237,10 +272,11 @@ class ServerPool:
 
     def wait_joined(self, timeout_s: float, urls: Collection[str] | None = None) -> bool:
         """Wait until each server (of ``urls``) was let in or failed to be, once; whether any is up."""
-        awaited = [m for m in self._members if urls is None or m.client.url in urls]
         with self._changed:
+            awaited = [m for m in self._members if urls is None or m.client.url in urls]
             self._changed.wait_for(
-                lambda: self._closed or all(m.health is not Health.JOINING for m in awaited), timeout_s
+                lambda: self._closed or all(m.left or m.health is not Health.JOINING for m in awaited),
+                timeout_s,
             )
         return self.usable
 
@@ -249,7 +285,12 @@ class ServerPool:
         with self._changed:
             return tuple(
                 ServerStatus(
-                    url=m.client.url, health=m.health, reason=m.reason, in_flight=m.in_flight, served=m.served
+                    url=m.client.url,
+                    health=m.health,
+                    reason=m.reason,
+                    in_flight=m.in_flight,
+                    served=m.served,
+                    available=m.refusals.available,
                 )
                 for m in self._members
             )
@@ -269,9 +310,10 @@ class ServerPool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for member in self._members:
+            members, keepers = [*self._members, *self._leaving], self._keepers
+        for member in members:
             member.client.close()
-        for keeper in self._keepers:
+        for keeper in keepers:
             if keeper is not threading.current_thread():
                 keeper.join()
 
@@ -281,27 +323,88 @@ class ServerPool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    # --------------------------------------------------------------------------- come and go
+
+    def add(self, client: Transport) -> None:
+        """Let one more server in, once it has passed what all have to pass; any thread may call this.
+
+        The client belongs to the pool from here on. Where its address is known already it is closed at once.
+        """
+        with self._changed:
+            known = [member.client for member in self._members if member.client.url == client.url]
+            if not known and not self._closed:
+                self._take_in(client)
+                return
+        if client not in known:
+            client.close()
+
+    def drop(self, url: str) -> None:
+        """Give a server no more requests; any thread may call this. Unknown ones are ignored.
+
+        What it is at may end as it will; then its client is closed.
+        """
+        with self._changed:
+            gone = [member for member in self._members if member.client.url == url]
+            self._members = [member for member in self._members if member not in gone]
+            self._leaving += [member for member in gone if member.in_flight]
+            for member in gone:
+                member.left = True
+            self._changed.notify_all()
+        for member in gone:
+            if member not in self._leaving:
+                member.client.close()
+        if gone:
+            self._tell()
+
+    def _take_in(self, client: Transport) -> None:
+        """A new member, and its keeper."""
+        member = _Member(client, self._max_in_flight)
+        name = f"upriver-keeper-{next(self._numbers)}"
+        keeper = threading.Thread(target=self._keep, args=(member,), name=name, daemon=True)
+        self._members.append(member)
+        self._keepers = [*(each for each in self._keepers if each.is_alive()), keeper]
+        keeper.start()
+
     # ---------------------------------------------------------------------------------- changes
 
-    def _settle(self, member: _Member, error: BaseException | None, life: int) -> None:
+    def _settle(self, member: _Member, error: BaseException | None, *, life: int, began: float) -> None:
         """A lease came back: draw the conclusions."""
         with self._changed:
             member.in_flight -= 1
             if error is None:
                 member.served += 1
-                member.failures = 0
+                member.failures = member.rests = 0
                 member.limit = min(float(self._max_in_flight), member.limit + RAISE_BY)
                 self.budget.succeeded()
             elif isinstance(error, Overloaded):
-                member.limit = max(1.0, float(member.in_flight))
-                if member.in_flight == 0 and member.health is Health.UP:
-                    member.rest_s = min(MAX_REST_S, error.retry_after_s)
-                    self._set(member, Health.RESTING, str(error))
-            elif isinstance(error, LOST) and life == member.lives and member.health is not Health.DOWN:
+                self._refused(member, error, began)
+            elif _is_lost(error) and life == member.lives and member.health is not Health.DOWN:
                 member.failures += 1
                 self._set(member, Health.DOWN, str(error))
+            is_through = member in self._leaving and not member.in_flight
+            if is_through:
+                self._leaving.remove(member)
             self._changed.notify_all()
+        if is_through:
+            member.client.close()
         self._tell()
+
+    def _refused(self, member: _Member, error: Overloaded, began: float) -> None:
+        """It had no room: send less, and nothing for a while where that was all that it was asked for."""
+        now, rest_s = time.monotonic(), 0.0
+        member.limit = max(1.0, float(member.in_flight))
+        if member.in_flight == 0 and member.health is Health.UP:
+            member.rests += 1
+            rest_s = member.rest_s = max(self._as_told_s(error), self._backoff.wait_s(member.rests))
+            self._set(member, Health.RESTING, str(error))
+        # Some servers let a request wait before they refuse it; answers to others show that they do not only
+        # wait.
+        member.refusals.refused(max(began, member.answered_at), now + rest_s)
+
+    def _as_told_s(self, error: Overloaded) -> float:
+        """At least what a server asks for, at most twice that: clients sent away together come back apart."""
+        told_s = min(MAX_REST_S, error.retry_after_s)
+        return self._backoff.rng.uniform(told_s, 2 * told_s)
 
     def _set(self, member: _Member, health: Health, reason: str) -> None:
         member.health, member.reason = health, reason
@@ -323,14 +426,21 @@ class ServerPool:
             Health.RESTING: self._rest,
             Health.UP: self._watch,
         }
-        while not self._closed and (step := steps.get(member.health)) is not None:
+        while self._needs_keeper(member) and (step := steps.get(member.health)) is not None:
             before = member.health
             step(member)
             if member.health is not before:
                 self._tell()
+        if member.left and member.in_flight:  # lost, dropped, and from here on nobody watches what it owes
+            member.client.abort()
+
+    def _needs_keeper(self, member: _Member) -> bool:
+        """All do while the pool is open; one that was dropped as long as it owes an answer."""
+        owes = member.in_flight > 0 and member.health is Health.UP
+        return not self._closed and (owes or not member.left)
 
     def _bring_back(self, member: _Member) -> None:
-        if self._sleep(self._backoff.wait_s(member.failures)):
+        if self._sleep(member, max(member.rest_s, self._backoff.wait_s(member.failures))):
             self._join(member)
 
     def _join(self, member: _Member) -> None:
@@ -345,24 +455,34 @@ class ServerPool:
             keep_out = isinstance(error, NotExact) or not isinstance(error, UpriverError)
             with self._changed:
                 member.failures += 1
+                member.rest_s = self._rest_after(error)
                 reason = str(error) if isinstance(error, UpriverError) else repr(error)
                 self._set(member, Health.OUT if keep_out else Health.DOWN, reason)
         else:
             with self._changed:
                 member.lives += 1
+                member.rest_s = 0.0
                 self._set(member, Health.UP, member.reason)
 
+    def _rest_after(self, error: Exception) -> float:
+        """For how long a server that could not be let in is left alone, whatever the backoff says."""
+        if isinstance(error, Overloaded):
+            return self._as_told_s(error)
+        if isinstance(error, DECIDED):
+            return self._backoff.rng.uniform(DECIDED_REST_S, 2 * DECIDED_REST_S)
+        return 0.0
+
     def _rest(self, member: _Member) -> None:
-        # At least what the server asked for, at most twice that: clients sent away together come back apart.
-        if self._sleep(self._backoff.rng.uniform(member.rest_s, 2 * member.rest_s)):
+        if self._sleep(member, member.rest_s):
             with self._changed:
+                member.rest_s = 0.0
                 if member.health is Health.RESTING:
                     self._set(member, Health.UP, member.reason)
 
     def _watch(self, member: _Member) -> None:
         """Sleep while all is well; return when the server's health changed or it turned out to be dead."""
         with self._changed:
-            while member.health is Health.UP and not self._closed:
+            while member.health is Health.UP and self._needs_keeper(member):
                 quiet_s = time.monotonic() - member.last_heard
                 if member.in_flight and quiet_s >= self._quiet_s:
                     break
@@ -386,7 +506,12 @@ class ServerPool:
         except UpriverError:
             return False
 
-    def _sleep(self, seconds: float) -> bool:
-        """Sleep, unless the pool is closed; whether it is still open."""
+    def _sleep(self, member: _Member, seconds: float) -> bool:
+        """Sleep, unless the pool is closed or the server dropped; whether neither is so."""
         with self._changed:
-            return not self._changed.wait_for(lambda: self._closed, seconds)
+            return not self._changed.wait_for(lambda: self._closed or member.left, seconds)
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether a server that answered so must be let in again before it is asked further."""
+    return isinstance(error, LOST) and not isinstance(error, TooLarge)

@@ -114,6 +114,14 @@ class Replanner:
         """One micro-batch, or what is left of one, has run on a tier."""
         self._live.saw(tier, timings, sent_bytes=sent_bytes)
 
+    def waits(self, wait_s: float) -> None:
+        """So long a micro-batch would wait at the servers, where this job has none now."""
+        self._live.waits(wait_s)
+
+    def answers(self) -> int:
+        """Micro-batches that servers have made so far."""
+        return self._live.answers
+
     def after_step(self, trained_s: float, samples: int) -> tuple[Plan, Cost, Cost] | None:
         """One training step has run: :meth:`consider`, unless that was done a moment ago."""
         self._live.trained(trained_s, samples)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from upriver.client.loader import LOCAL
+from upriver.client.crew import LOCAL
 from upriver.client.slots import Pin, Way
 from upriver.errors import ConfigError
 from upriver.text import printable

@@ -37,7 +37,7 @@ class Standing:
         servers = self._pool.status()
         if not all(server.health in GONE for server in servers):
             return ""
-        reasons = "; ".join(server.reason or server.health for server in servers)
+        reasons = "; ".join(server.reason or server.health for server in servers) or "none is left"
         return f"no server answers now ({reasons}): all runs on the compute tier, straight from the store"
 
     def tell(self, plan: Plan, store_lost: str = "") -> None:

@@ -11,14 +11,15 @@ import http.client
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from upriver import tracing
 from upriver.client.connection import (
     BROKEN,
     Address,
@@ -71,6 +72,8 @@ PROBE_BYTES = 64 * 1024
 PROBE_SETTLED = 4
 """A probe's rate is that after so many parts of it: before, a burst or a slow start decides."""
 
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+"""Nothing beside the token."""
 
 _T = TypeVar("_T")
 
@@ -352,9 +355,11 @@ class ServerClient:
         *,
         timeout_s: float | None = None,
         on_connection: Holder | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> Iterator[http.client.HTTPResponse]:
         """One request and its answer, on a connection that is kept if the answer was read to its end."""
-        connection, response = self._send(method, path, body, timeout_s, on_connection)
+        headers = {**self._headers, **headers}
+        connection, response = self._send(method, path, body, headers, timeout_s, on_connection)
         try:
             yield response
             read_to_end(response)
@@ -370,6 +375,7 @@ class ServerClient:
         method: str,
         path: str,
         body: Sequence[bytes | memoryview],
+        headers: Mapping[str, str],
         timeout_s: float | None,
         holder: Holder | None,
     ) -> tuple[Connection, http.client.HTTPResponse]:
@@ -379,7 +385,7 @@ class ServerClient:
                 if holder is not None:
                     holder.hold(connection)
                 connection.open(self.timeouts, timeout_s)
-                return connection, connection.ask(method, self._address.path + path, body, self._headers)
+                return connection, connection.ask(method, self._address.path + path, body, headers)
             except BROKEN as error:
                 self._give_back(connection, reusable=False)
                 # A kept connection may have been closed at the other end meanwhile: that says nothing about
@@ -472,7 +478,13 @@ class RunAnswer:
     ) -> Generator[tuple[MicroBatch, Timings], None, None]:
         messages: list[Message] = [request, *batches]
         body = [part for message in messages for part in encode(message)]
-        with client._exchange("POST", "/v1/run", body, on_connection=self._holder) as response:
+        asked = len(request.micro_batches)
+        with (
+            tracing.apart("request", server=client.url, micro_batches=asked, cut=request.stop) as headers,
+            client._exchange(
+                "POST", "/v1/run", body, on_connection=self._holder, headers=headers
+            ) as response,
+        ):
             client._expect_ok(response)
             reader = FrameReader(response, url=client.url, meter=client.meter, caps=client._caps)
             for ids in request.micro_batches:

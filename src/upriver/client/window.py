@@ -37,6 +37,7 @@ def window_for(
     num_workers: int,
     crossing_bytes: Callable[[int], float],
     num_bytes: int,
+    together: int = 1,
 ) -> Window:
     """The window of a plan.
 
@@ -49,12 +50,14 @@ def window_for(
         num_workers: Threads that fetch here.
         crossing_bytes: Cut to what a sample weighs in memory that arrives by it.
         num_bytes: What the caller allows; less where the plan leaves the compute tier less.
+        together: Micro-batches that a server may run at once, for which a request must have as many.
     """
     two_batches = math.ceil(BATCHES * batch_size / micro_batch)
     ways = {route.cut <= start for route in plan.routes}
     threads = sum(num_workers if local else connections for local in ways)
     scarcest = max(math.ceil(AHEAD / max(route.share, SMALLEST_SHARE)) for route in plan.routes)
-    wanted = max(two_batches, LEAST, AHEAD * threads, scarcest)
+    joined = together * (connections + 1) if False in ways else 0
+    wanted = max(two_batches, LEAST, AHEAD * threads, scarcest, joined)
     allowed = max(1, int(min(num_bytes, spare_bytes(plan))))
     each = micro_batch * sum(route.share * crossing_bytes(route.cut) for route in plan.routes)
     fitting = math.floor(allowed / each) if each > 0 else wanted

@@ -75,6 +75,20 @@ class Dataset:
         return float((self._stops - self._starts).mean())
 
     @property
+    def nbytes(self) -> int:
+        """Memory that the index takes, as it was read and as it is used."""
+        parts = (self._starts, self._stops, self.targets, self._table)
+        return len(self._index_bytes) + len(self._chain_bytes) + sum(int(part.nbytes) for part in parts)
+
+    @property
+    def objects(self) -> pa.DictionaryArray:
+        """The object of each sample, as it lies in memory: each name once, and a number a sample."""
+        column = self._table["object"]
+        return (
+            column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+        ).combine_chunks()
+
+    @property
     def layout(self) -> str:
         """``webdataset`` or ``folders``."""
         return self._manifest.layout
@@ -109,6 +123,15 @@ class Dataset:
         return [
             SampleRef(object=name, etag=etag, start=start, stop=stop) for name, etag, start, stop in places
         ]
+
+    def sizes(self, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Stored bytes of samples, in the order asked for.
+
+        Raises:
+            ConfigError: If an id is not a row of the index.
+        """
+        rows = self._rows(ids)
+        return np.asarray(self._stops[rows] - self._starts[rows], dtype=np.int64)
 
     def with_stages(self, stages: Sequence[InputStage]) -> Dataset:
         """The same samples with other input stages: another dataset, not published yet."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from upriver.errors import ConfigError, TooLarge
 from upriver.pipeline.errors import SampleError
 
 MAX_PIXELS = 64 * 2**20
@@ -25,6 +27,13 @@ megapixels)."""
 
 PIXEL_CEILING = 178_956_970
 """The most any cap may be set to: where Pillow itself refuses an image, 0.5 GB of RGB."""
+
+MAX_IMAGE_SIDE = 2**16
+"""Longest side of a stored image: what JPEG has room for, rounded up. Pillow keeps a pointer for each row, so
+a PNG with one pixel in each would take several times the memory of its pixels."""
+
+_limit = sys.maxsize
+"""Set by `limit_pixels`, for this process alone; without that, stages' own caps are all there is."""
 
 _EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 _TURNS = {
@@ -38,6 +47,10 @@ _TURNS = {
 }
 _ORIENTATION_TAG = 0x0112
 _SHORT = 3
+
+_NO_MEMORY = ("can't allocate memory", "out of memory error")
+"""Parts of what PyTorch's allocator and Pillow's decoders say when there is no memory, in errors that are not
+`MemoryError`."""
 
 
 class _Jpeg(JpegImageFile):
@@ -69,6 +82,22 @@ def _whole(data: bytes) -> bytes:
     return data
 
 
+def limit_pixels(pixels: int) -> None:
+    """Take no larger image in this process from here on, and make none by resizing, whatever a stage allows.
+
+    What a stage allows was said by whoever published the dataset; this is for the operator of a server, whose
+    workers say it before their first sample. An image beyond it is no bad sample, since elsewhere it may be
+    a good one: `TooLarge` is raised, which skips nothing.
+
+    Raises:
+        ConfigError: If it is not a whole number in 1..`PIXEL_CEILING`.
+    """
+    global _limit
+    if type(pixels) is not int or not 1 <= pixels <= PIXEL_CEILING:
+        raise ConfigError(f"pixels must be a whole number in 1..{PIXEL_CEILING}, got {pixels!r}")
+    _limit = pixels
+
+
 def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.Tensor:
     """Decode a JPEG, PNG or WebP (its first frame) into RGB.
 
@@ -82,6 +111,8 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
 
     Raises:
         SampleError: If it is no such image, has too many pixels, or is truncated or corrupt.
+        TooLarge: If it has more pixels than this process takes (`limit_pixels`).
+        MemoryError: If there is none left: no fault of the sample's, which must not be skipped for it.
     """
     try:
         image = _open(data, max_pixels)
@@ -93,16 +124,21 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
         image.info.pop("transparency", None)  # is dropped anyway, and Pillow warns when it drops some
         rgb = image.convert("RGB")
         return to_tensor(rgb if turn is None else rgb.transpose(turn))
-    except SampleError:
+    except (SampleError, TooLarge, MemoryError):
         raise
-    except MemoryError:
-        raise SampleError("not enough memory to decode the image") from None
     except Exception as exc:  # Pillow raises nearly anything on crafted bytes
+        if any(words in str(exc) for words in _NO_MEMORY):
+            raise MemoryError(str(exc).split("\n", 1)[0]) from None
         raise SampleError(f"not a whole image: {exc or type(exc).__name__}".split("\n", 1)[0]) from None
 
 
 def resize(value: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Resize uint8 (height, width, 3) pixels by Pillow's bilinear filter, which averages when it shrinks."""
+    """Resize uint8 (height, width, 3) pixels by Pillow's bilinear filter, which averages when it shrinks.
+
+    Raises:
+        TooLarge: If that gives more pixels than this process makes (`limit_pixels`).
+    """
+    check_limit(width, height)
     if value.shape[:2] == (height, width):
         return value
     image = Image.fromarray(value.contiguous().numpy())
@@ -121,12 +157,21 @@ def _open(data: bytes | memoryview, max_pixels: int) -> JpegImageFile | PngImage
     if head.startswith(b"\xff\xd8\xff"):
         return _Jpeg(io.BytesIO(data))
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
+        _check_size(*_png_size(head), max_pixels)  # opening one already unpacks its texts, up to 64 MB
         return _Png(io.BytesIO(data))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         _check_size(*_webp_size(head), max_pixels)  # opening one already allocates its canvas
         return WebPImageFile(io.BytesIO(data))
     what = f"starts with {head[:8]!r}" if head else "is empty"
     raise SampleError(f"not a JPEG, PNG or WebP image: it {what}")
+
+
+def _png_size(head: bytes) -> tuple[int, int]:
+    """Width and height from the first chunk of a PNG file (PNG specification, section 11.2.1)."""
+    if len(head) < 24 or head[12:16] != b"IHDR":
+        raise SampleError("not a whole image: the PNG header is cut off, or is not the first chunk")
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
 
 
 def _webp_size(head: bytes) -> tuple[int, int]:
@@ -146,6 +191,21 @@ def _webp_size(head: bytes) -> tuple[int, int]:
 def _check_size(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise SampleError(f"{width} x {height} = {width * height} pixels; at most {max_pixels} are allowed")
+    if max(width, height) > MAX_IMAGE_SIDE:
+        raise SampleError(f"{width} x {height} pixels; a side may have {MAX_IMAGE_SIDE}")
+    check_limit(width, height)
+
+
+def check_limit(width: int, height: int) -> None:
+    """Whether this process makes images of that size.
+
+    Raises:
+        TooLarge: If it does not (`limit_pixels`).
+    """
+    if width * height > _limit:
+        raise TooLarge(
+            f"an image of {width} x {height} = {width * height} pixels; this server takes at most {_limit}"
+        )
 
 
 def _orientation(exif: bytes) -> int:

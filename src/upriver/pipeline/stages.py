@@ -204,6 +204,7 @@ class CenterCrop(InputStage):
         has_height, has_width = _pixels(value)
         above, left = max(height - has_height, 0) // 2, max(width - has_width, 0) // 2
         if has_height < height or has_width < width:
+            image.check_limit(max(width, has_width), max(height, has_height))
             padded = torch.zeros((max(height, has_height), max(width, has_width), 3), dtype=torch.uint8)
             padded[above : above + has_height, left : left + has_width] = value
             value, has_height, has_width = padded, padded.shape[0], padded.shape[1]

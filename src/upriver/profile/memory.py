@@ -32,7 +32,7 @@ from upriver.program.example import tensors_in
 from upriver.program.freeze import frozen_units, keep_in_eval
 from upriver.program.graph import Graph
 from upriver.program.precision import autocast_dtype, autocasting
-from upriver.program.program import Program
+from upriver.program.program import Program, live_values
 from upriver.program.reuse import overwritable
 from upriver.program.steps import Step, Values, bind, first_line, mark_last_uses, schedule
 from upriver.program.trace import mode, no_fast_path, state_kept
@@ -99,7 +99,7 @@ def stretch_peak(program: Program, start: int, stop: int) -> MemoryEstimate:
     Raises:
         ConfigError: If the program has no such stretch.
     """
-    return StretchPeaks(program).of(start, stop)
+    return StretchPeaks(program.graph, program.device).of(start, stop)
 
 
 def stage_peaks(program: Program) -> tuple[float, ...]:
@@ -109,7 +109,7 @@ def stage_peaks(program: Program) -> tuple[float, ...]:
     was given, which whoever runs it holds until its end, and what libraries keep after all stages. What does
     not grow with the samples is spread over them.
     """
-    return StretchPeaks(program).stages()
+    return StretchPeaks(program.graph, program.device).stages()
 
 
 def known_peaks(program: Program) -> tuple[float, ...]:
@@ -122,13 +122,18 @@ def known_peaks(program: Program) -> tuple[float, ...]:
 
 
 class StretchPeaks:
-    """The peaks of all stretches of one program; what they have in common is worked out once."""
+    """The peaks of all stretches of one program; what they have in common is worked out once.
 
-    def __init__(self, program: Program) -> None:
-        self._graph, self._device = program.graph, program.device
+    Args:
+        graph: A checked one; its weights need not be there.
+        device: Where the program is to run.
+    """
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self._graph, self._device = graph, device
         self._mode = FakeTensorMode(allow_fallback_kernels=False)
-        self._live = [program.live(position) for position in range(program.num_stages + 1)]
-        self._plan, self._over = schedule(program.graph), overwritable(program.graph)
+        self._live = live_values(graph)
+        self._plan, self._over = schedule(graph), overwritable(graph)
         with self._running():
             self._fixed = _fixed_values(self._graph, self._device)
         self._known = storages(self._fixed.values())

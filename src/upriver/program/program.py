@@ -55,7 +55,7 @@ class Program:
         self.device = check_device(device)
         self._file = weights if isinstance(weights, WeightsFile) else _as_tensor(weights, caps)
         self._autocast = autocast_dtype(graph.autocast)
-        self._live = _live_values(graph)
+        self._live = live_values(graph)
         file = self._file
         tensors = file.tensors if isinstance(file, WeightsFile) else weights_file.decode(file, caps)
         self._weights = _bind(graph.weights, tensors, self.device)
@@ -253,8 +253,8 @@ def _bind(weights: Sequence[Weight], file: Mapping[str, torch.Tensor], device: t
     return bound
 
 
-def _live_values(graph: Graph) -> list[list[Value]]:
-    """What crosses the cut at each position."""
+def live_values(graph: Graph) -> list[list[Value]]:
+    """What crosses the cut at each position, in the order of :meth:`Program.run`."""
     made = {output.name: output for node in graph.nodes for output in node.outputs if output is not None}
     made |= {value.name: value for value in graph.inputs}
     return [list(graph.inputs), *([made[name] for name in stage.live] for stage in graph.stages)]

@@ -18,8 +18,10 @@ from upriver.protocol.frames import (
     parse_prefix,
 )
 from upriver.protocol.messages import (
+    MAX_LARGER,
     DatasetRef,
     Info,
+    Larger,
     Load,
     ProfileRequest,
     RunRequest,
@@ -42,6 +44,7 @@ __all__ = [
     "DEFAULT_CAPS",
     "DTYPES",
     "MAX_GRAPH_BYTES",
+    "MAX_LARGER",
     "MAX_MICRO_BATCH",
     "PREFIX_NBYTES",
     "PROGRAM_HEAD_NBYTES",
@@ -53,6 +56,7 @@ __all__ = [
     "FrameDecoder",
     "FrameKind",
     "Info",
+    "Larger",
     "Layout",
     "Load",
     "Message",

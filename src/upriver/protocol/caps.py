@@ -31,6 +31,9 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         samples: Samples of one request.
         body_bytes: Body of one run request: it is held until its last byte is there.
         program_bytes: Graph and weights of one uploaded program.
+        pixels: Width times height of a stored image, and of what it is resized to. By default what input
+            stages allow by themselves (`upriver.pipeline.image.MAX_PIXELS`): then no image is one for the
+            plain way alone.
     """
 
     header_bytes: int = 1 << 20
@@ -41,6 +44,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     samples: int = 16384
     body_bytes: int = 512 << 20
     program_bytes: int = 4 << 30
+    pixels: int = 64 << 20
 
 
 DEFAULT_CAPS = Caps()

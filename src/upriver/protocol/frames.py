@@ -120,7 +120,11 @@ def encode(message: Message) -> list[bytes | memoryview]:
             head, parts = encode_data(message)
             return [head, *parts]
         case Timings():
-            header = StatsHeader(phases=dict(message.phases), stages=dict(message.stages))
+            header = StatsHeader(
+                phases=dict(message.phases),
+                stages=dict(message.stages),
+                expected_wait_s=message.expected_wait_s,
+            )
             return [frame_head(FrameKind.STATS, msgspec.json.encode(header))]
         case UpriverError():
             return [frame_head(FrameKind.ERROR, msgspec.json.encode(error_body(message)))]

@@ -21,14 +21,22 @@ DIGEST_PATTERN = r"^[0-9a-f]{64}$"
 STORE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 """Names of stores. Only the operator's configuration maps one to a URI."""
 
-Digest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN)]
-StoreName = Annotated[str, msgspec.Meta(pattern=STORE_PATTERN)]
+_TO_THE_END = ("$", r"\Z")
+"""In Python ``$`` also fits before a line's end."""
+
+Digest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN.replace(*_TO_THE_END))]
+StoreName = Annotated[str, msgspec.Meta(pattern=STORE_PATTERN.replace(*_TO_THE_END))]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 Position = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 Label = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[ -~]*\Z")]
 """What a peer calls something and this side may print: nothing that a terminal would obey."""
+
+MAX_LARGER = 8
+"""Sizes to choose from: eight doublings."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 _T = TypeVar("_T")
 
@@ -38,6 +46,18 @@ class DatasetRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     store: StoreName
     digest: Digest
+
+
+class Larger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request's program once more, captured for more samples at once.
+
+    Attributes:
+        program: Its digest.
+        micro_batch: A multiple of the request's.
+    """
+
+    program: Digest
+    micro_batch: Annotated[int, msgspec.Meta(ge=1, le=MAX_MICRO_BATCH)]
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +74,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         stop: Where the answers stand.
         on_bad_sample: ``fail`` ends the answer with an error; ``skip`` pads the row and lists the id as
             skipped.
+        deadline_s: The answer is broken off when it has not gone out by then; the server may have a limit of
+            its own, which counts where it is less.
+        larger: Programs of which the server may take one instead, to run several micro-batches at once; the
+            answer is the same but for low bits. ``micro_batch`` says how it is divided all the same.
     """
 
     micro_batches: tuple[tuple[Index, ...], ...]
@@ -65,6 +89,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seed: Seed = 0
     epoch: Seed = 0
     on_bad_sample: Literal["fail", "skip"] = "fail"
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
+    larger: Annotated[tuple[Larger, ...], msgspec.Meta(max_length=MAX_LARGER)] = ()
     protocol: int = VERSION
 
     def check(self, caps: Caps) -> None:
@@ -89,9 +115,17 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ProtocolError(f"a micro-batch has 1 to {self.micro_batch} samples, got {len(ids)}")
         if self.micro_batch > caps.tensors:  # before the model, each sample is a tensor of its own
             raise ProtocolError(f"micro_batch must be at most {caps.tensors}, got {self.micro_batch}")
+        self._check_larger()
         total = sum(len(ids) for ids in self.micro_batches)
         if total > caps.samples:
             raise ProtocolError(f"a request has at most {caps.samples} samples, got {total}")
+
+    def _check_larger(self) -> None:
+        sizes = [self.micro_batch, *(larger.micro_batch for larger in self.larger)]
+        if any(size % self.micro_batch for size in sizes) or sorted(set(sizes)) != sizes:
+            raise ProtocolError(
+                f"larger programs take ascending multiples of micro_batch {self.micro_batch}, got {sizes[1:]}"
+            )
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +136,9 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
         fingerprint: What decides the low bits there.
         stores: Names of its stores; never their URIs.
         micro_batch: The size it suggests where a job has measured nothing.
+        device: Where it computes; the first of several.
+        devices: How many it has.
+        workers: On all of them.
         worker_network: True where workers could not be cut off from the network.
     """
 
@@ -113,6 +150,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     device: Label
     workers: int
     threads: int
+    devices: int = 1
     worker_network: bool = False
     protocol: int = VERSION
 
@@ -122,6 +160,7 @@ class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     phases: dict[Label, float]
     stages: dict[int, float]
+    expected_wait_s: Seconds = 0.0
 
     def timings(self) -> Timings:
         """The same as the noun.
@@ -132,7 +171,7 @@ class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name, seconds in [*self.phases.items(), *self.stages.items()]:
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise ProtocolError(f"seconds of {name!r} must be finite and >= 0, got {seconds}")
-        return Timings(phases=self.phases, stages=self.stages)
+        return Timings(phases=self.phases, stages=self.stages, expected_wait_s=self.expected_wait_s)
 
 
 # ------------------------------------------------------------------------- what a server measures
@@ -143,8 +182,6 @@ MAX_REPEATS = 9
 
 MAX_SIZES = 4
 """Programs in one profile: two tell fixed costs from those per sample, two more show whether a line fits."""
-
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,6 +245,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         expected_wait_s: What one more would wait for a worker.
         k: How much longer stages take now than they did at best; at least 1.
         workers: The same by worker.
+        waiting: Requests that wait for memory.
+        waiting_bytes: What they ask for.
+        reserved_bytes: Memory that is held.
+        budget_bytes: Memory that there is.
+        draining: Whether it takes no further requests.
     """
 
     window_s: Seconds
@@ -217,6 +259,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     expected_wait_s: Seconds
     k: Annotated[float, msgspec.Meta(ge=1)]
     workers: tuple[Annotated[float, msgspec.Meta(ge=1)], ...]
+    waiting: Index = 0
+    waiting_bytes: Index = 0
+    reserved_bytes: Index = 0
+    budget_bytes: Index = 0
+    draining: bool = False
     protocol: int = VERSION
 
 

@@ -27,6 +27,10 @@ ALIGNMENT = 64
 PIECE_BYTES = 256 * 1024
 """Bytes copied or read at once: the checksum then finds them still in the second-level cache."""
 
+LEAST_BOOLS, MAX_BOOLS_PER_BYTE = 1 << 20, 4
+"""A bool is looked at before it is one, which takes time where strides overlap: a few kB could stand for as
+many elements as a payload may have, in each of a thousand tensors. Some tensors over one storage are fine."""
+
 DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
     "uint8": torch.uint8,
@@ -250,6 +254,8 @@ def check_headers(
         raise ProtocolError(f"the storages take {expected} bytes but the payload has {payload_nbytes}")
     for tensor in tensors:
         _check_tensor(tensor, storages, caps)
+    looked_at = sum(math.prod(_without_repeats(tensor)) for tensor in tensors if tensor.dtype == "bool")
+    _within("elements of bool tensors", looked_at, LEAST_BOOLS + MAX_BOOLS_PER_BYTE * payload_nbytes)
 
 
 def build_tensors(
@@ -276,10 +282,16 @@ def _view(header: TensorHeader, region: torch.UntypedStorage) -> torch.Tensor:
     view.set_(region, header.offset, header.shape, header.strides)
     if header.dtype == "bool" and view.numel():
         raw = torch.empty(0, dtype=torch.uint8)
-        raw.set_(region, header.offset, header.shape, header.strides)
+        raw.set_(region, header.offset, _without_repeats(header), header.strides)
         if int(raw.max()) > 1:
             raise ProtocolError("a bool tensor may hold 0 and 1 only")
     return view
+
+
+def _without_repeats(tensor: TensorHeader) -> tuple[int, ...]:
+    """The shape, where an element that a stride of 0 repeats counts once."""
+    pairs = zip(tensor.shape, tensor.strides, strict=True)
+    return tuple(size if stride else min(size, 1) for size, stride in pairs)
 
 
 def _check_tensor(tensor: TensorHeader, storages: Sequence[StorageHeader], caps: Caps) -> None:

@@ -2,58 +2,161 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Callable
+from typing import Any
+
 from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from upriver.errors import NotAuthorized
 from upriver.protocol import error_body
-from upriver.server.config import ServerConfig, is_loopback, same_token
+from upriver.server.audit import Audit
+from upriver.server.config import ServerConfig, is_loopback
+from upriver.server.http import PEER_CERTIFICATE
+from upriver.server.tenants import ANYONE, Tenant
+from upriver.server.tls import names_in
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 """Health says nothing about anyone's data, and whoever asks (a load balancer) has no token."""
 
+READING = frozenset({"GET", "HEAD"})
+"""Requests that may carry the token as a password. A browser adds a password by itself, also when a page from
+elsewhere has it ask: such a request must change nothing."""
+
+TENANT = "tenant"
+"""Where in a request's state its tenant stands."""
+
+_BASIC = 'Basic realm="upriver", charset="UTF-8"'
+
 
 class Access:
-    """Lets requests through that carry the token; without a token, those that are addressed to this machine.
+    """Finds out whose request it is, and lets it through; what is nobody's is answered with 401.
 
-    A server without a token trusts everyone on its machine, which includes a browser there: a page from
-    elsewhere can have its own name resolve to 127.0.0.1, but cannot choose what the browser then writes into
-    ``Host``.
+    A tenant is told by its client certificate, or else by its token. A server without either trusts everyone
+    on its machine, which includes a browser there: a page from elsewhere can have its own name resolve to
+    127.0.0.1, but cannot choose what the browser then writes into ``Host``.
 
     Args:
         app: What is protected.
         config: Says how.
+        audit: Told what is refused.
+        on_refused: Told the code of each error that is answered here.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = app
-        self._config = config
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        audit: Audit | None = None,
+        on_refused: Callable[[str], None] = lambda code: None,
+    ) -> None:
+        self._app, self._on_refused = app, on_refused
+        self._tenants = config.everyone()
+        self._wants_certificates = config.tls_client_ca is not None
+        self._audit = audit or Audit(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(Headers(scope=scope))
-        if refusal is None:
-            await self._app(scope, receive, send)
-            return
-        response = JSONResponse(
-            error_body(NotAuthorized(refusal)), status_code=401, headers={"WWW-Authenticate": "Bearer"}
-        )
-        await response(scope, receive, send)
-
-    def _refusal(self, headers: Headers) -> str | None:
-        if self._config.token is None:
-            host = _host_of(headers.get("host", ""))
-            return (
-                None if is_loopback(host) else f"without a token only loopback names are served, not {host!r}"
+        headers = Headers(scope=scope)
+        try:
+            tenant = self._tenant(scope, headers)
+        except NotAuthorized as error:
+            self._on_refused(error.code)
+            self._audit.refused(
+                None, path=scope["path"], status=401, code=error.code, client=_address_of(scope)
             )
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer":
-            return "send a bearer token: Authorization: Bearer TOKEN"
-        return None if same_token(token.strip(), self._config.token) else "the token is not valid here"
+            await _refusal(error, scope["method"], headers)(scope, receive, send)
+            return
+        scope.setdefault("state", {})[TENANT] = tenant
+        await self._app(scope, receive, send)
+
+    def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
+        """Whose request it is.
+
+        Raises:
+            NotAuthorized: If that cannot be told.
+        """
+        if self._wants_certificates:
+            tenant = self._by_certificate(scope)
+            if tenant is not None:
+                return tenant
+        if len(self._tenants):
+            return self._by_token(scope["method"], headers)
+        if not self._wants_certificates:
+            _check_host(headers)
+        return ANYONE
+
+    def _by_certificate(self, scope: Scope) -> Tenant | None:
+        certificate: Any = scope.get("state", {}).get(PEER_CERTIFICATE)
+        found = [self._tenants.by_certificate(name) for name in names_in(certificate)]
+        tenants = {tenant.name: tenant for tenant in found if tenant is not None}
+        if len(tenants) > 1:
+            raise NotAuthorized(f"the certificate stands for more than one tenant: {', '.join(tenants)}")
+        return next(iter(tenants.values()), None)
+
+    def _by_token(self, method: str, headers: Headers) -> Tenant:
+        tenant = self._tenants.by_token(given_token(method, headers.get("authorization", "")))
+        if tenant is None:
+            raise NotAuthorized("the token is not valid here")
+        return tenant
+
+
+def tenant_of(request: HTTPConnection) -> Tenant:
+    """Whose request it is.
+
+    Raises:
+        LookupError: On a route that is open to everyone, where nobody was asked.
+    """
+    tenant = request.scope.get("state", {}).get(TENANT)
+    if not isinstance(tenant, Tenant):
+        raise LookupError(f"{request.scope['path']} is open to everyone: there is no tenant")
+    return tenant
+
+
+def given_token(method: str, authorization: str) -> str:
+    """The token in an ``Authorization`` header; where something is only read also as a password.
+
+    Raises:
+        NotAuthorized: If there is none.
+    """
+    kind, _, value = authorization.partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    if kind.lower() == "basic" and method in READING:
+        return _password(value.strip())
+    raise NotAuthorized("send a bearer token: Authorization: Bearer TOKEN")
+
+
+def _password(credentials: str) -> str:
+    """Of ``user:password`` in base64. Who the user is the token says already."""
+    try:
+        _, separator, password = base64.b64decode(credentials, validate=True).decode().partition(":")
+    except ValueError:
+        separator, password = "", ""
+    if not separator:
+        raise NotAuthorized("send the token as the password, with any user name")
+    return password
+
+
+def _refusal(error: NotAuthorized, method: str, headers: Headers) -> JSONResponse:
+    """401; somebody who opens a page in a browser is asked for a password."""
+    response = JSONResponse(error_body(error), status_code=401)
+    if method in READING and "text/html" in headers.get("accept", ""):
+        response.headers.append("WWW-Authenticate", _BASIC)
+    response.headers.append("WWW-Authenticate", "Bearer")
+    return response
+
+
+def _check_host(headers: Headers) -> None:
+    host = _host_of(headers.get("host", ""))
+    if not is_loopback(host):
+        raise NotAuthorized(f"without a token only loopback names are served, not {host!r}")
 
 
 def _host_of(header: str) -> str:
@@ -61,3 +164,8 @@ def _host_of(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]
+
+
+def _address_of(scope: Scope) -> str | None:
+    client = scope.get("client")
+    return client[0] if client else None

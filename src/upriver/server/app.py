@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,18 +18,34 @@ from starlette.routing import Route
 
 import upriver
 from upriver import errors
-from upriver.errors import NotAuthorized, Overloaded, ProtocolError, TooLarge, UpriverError
+from upriver.errors import (
+    Overloaded,
+    ProtocolError,
+    QuotaExceeded,
+    TooLarge,
+    UpriverError,
+)
 from upriver.program.devices import check_device
-from upriver.protocol import Info, error_body, valid_digest
-from upriver.server.access import Access
+from upriver.protocol import Info, Load, valid_digest
+from upriver.server import logs, openapi, ui
+from upriver.server.access import Access, tenant_of
+from upriver.server.audit import Audit, Came, Entry
 from upriver.server.config import ServerConfig
-from upriver.server.jobs import Hello, Setup
+from upriver.server.datasets import Datasets
+from upriver.server.line import Full
+from upriver.server.load import LoadMeter
 from upriver.server.metrics import Metrics
-from upriver.server.pool import WorkerPool
+from upriver.server.needs import Stretch
+from upriver.server.order import until
 from upriver.server.profiling import Profiler
-from upriver.server.programs import Programs
-from upriver.server.run import Datasets, Runner
+from upriver.server.requests import content_length, number, while_there, zeros
+from upriver.server.rows import program_rows, tenant_rows
+from upriver.server.state import Snapshot
+from upriver.server.status import Wording, code_of, counted, http_errors
 from upriver.server.stream import FrameStream
+from upriver.server.tenants import ANYONE, Tenant
+from upriver.server.tracing import Traced, traced
+from upriver.server.unit import Unit, Units
 from upriver.types import DEFAULT_MICRO_BATCH
 
 log = logging.getLogger(__name__)
@@ -38,29 +53,11 @@ log = logging.getLogger(__name__)
 PROBE_BYTES = 64 << 20
 """Most bytes of one probe: half a second at 1 Gbit/s."""
 
-UPLOADS = 2
-"""Programs received at once: each is held in memory until it is checked."""
+LEAST_UPLOAD_RATE = 64 << 10
+"""Bytes a second below which an upload is too slow to hold memory for: 0.5 Mbit/s."""
 
-_PROBE_CHUNK = bytes(256 * 1024)
-
-STATUS: tuple[tuple[type[UpriverError], int], ...] = (
-    (NotAuthorized, 401),
-    (errors.ObjectNotFound, 404),
-    (errors.ProgramNotFound, 404),
-    (errors.ObjectChanged, 409),
-    (TooLarge, 413),
-    (errors.BadSample, 422),
-    (errors.Busy, 429),
-    (Overloaded, 503),
-    (errors.WorkerCrashed, 500),
-    (errors.StoreError, 502),
-    (errors.ConfigError, 400),
-    (errors.DatasetError, 400),
-    (errors.ModelError, 400),
-    (errors.ProgramError, 400),
-    (ProtocolError, 400),
-)
-"""The first that fits; anything else is 500."""
+DRAIN_RETRY_S = 5.0
+"""A server that is about to end is gone or has been replaced by then."""
 
 
 class Front:
@@ -69,48 +66,61 @@ class Front:
     Args:
         config: The operator's decisions.
 
+    Attributes:
+        draining: Whether it takes no further requests, for it is about to end.
+
     Raises:
         ConfigError: If a store's URI is not understood, or the device is not there.
         StoreError: If a store is not there.
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        check_device(config.device)
+        for device in config.devices:
+            check_device(device)
         self._config = config
-        self.metrics = Metrics()
-        self._stores = config.open_stores()
-        self._uploads = asyncio.Semaphore(UPLOADS)
-        self.pool = WorkerPool(
-            count=config.workers,
-            setup=Setup(threads=config.threads_per_worker, device=config.device, caps=config.caps),
-            job_timeout_s=config.job_timeout_s,
-            on_restart=self.metrics.restarts.inc,
-        )
-        self._programs = Programs(
+        self.draining = False
+        everyone = list(config.everyone()) or [ANYONE]
+        self.metrics = Metrics(tenants=[tenant.name for tenant in everyone], stores=config.stores)
+        self.audit = Audit(config.audit_log, on_failure=self.metrics.audit_failures.inc)
+        self._stores = traced(config.open_stores())
+        self.wording = Wording(self._stores)
+        datasets = Datasets(
             self._stores,
             prefix=config.prefix,
-            budget_bytes=config.program_budget_bytes,
-            caps=config.caps,
-            metrics=self.metrics,
-            on_evict=self.pool.forget,
+            most=config.max_datasets,
+            hold=lambda nbytes: self.units.hold_index(nbytes),
         )
-        self._runner = Runner(
-            config,
-            pool=self.pool,
-            programs=self._programs,
-            datasets=Datasets(self._stores, prefix=config.prefix, most=config.max_datasets),
-            metrics=self.metrics,
+        self._load = LoadMeter(config.workers * len(config.devices))
+        self.units = Units(
+            [
+                Unit(
+                    config,
+                    device,
+                    load=self._load,
+                    datasets=datasets,
+                    stores=self._stores,
+                    metrics=self.metrics,
+                    wording=self.wording,
+                    on_line=self._show_line,
+                )
+                for device in config.devices
+            ]
         )
-        self._profiler = Profiler(config, pool=self.pool, programs=self._programs, runner=self._runner)
+        self._profiler = Profiler(config, next(iter(self.units)))
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Workers live as long as the application."""
-        self.pool.start()
+        self.units.start()
         try:
             yield
         finally:
-            await self.pool.close()
+            await self.units.close()
+            self.audit.close()
+
+    def _show_line(self) -> None:
+        lines = [unit.line for unit in self.units]
+        self.metrics.queue(sum(line.waiting for line in lines), sum(line.waiting_bytes for line in lines))
 
     def routes(self) -> list[Route]:
         """All of them; HEAD comes with GET."""
@@ -118,6 +128,8 @@ class Front:
             Route("/livez", self.live),
             Route("/readyz", self.ready),
             Route("/metrics", self.show_metrics),
+            Route("/ui", self.ui),
+            Route("/openapi.json", self.openapi),
             Route("/v1/info", self.info),
             Route("/v1/probe", self.probe),
             Route("/v1/programs/{digest}", self.program, methods=["HEAD", "PUT"]),
@@ -131,26 +143,41 @@ class Front:
         return PlainTextResponse("live\n")
 
     async def ready(self, request: Request) -> Response:
-        """There is a worker to compute."""
-        if not self.pool.ready:
-            raise Overloaded(self.pool.why)
+        """There is a worker to compute, and it will be there for a while."""
+        self._check_open()
+        if not self.units.ready:
+            raise Overloaded(self.units.why)
         return PlainTextResponse("ready\n")
 
     async def show_metrics(self, request: Request) -> Response:
         """In Prometheus' text format."""
+        self._show_line()
+        used, load = await asyncio.to_thread(self.units.used_bytes), self.current_load()
+        self.metrics.memory(load.reserved_bytes, used, load.budget_bytes)
+        self.metrics.program_bytes.set(sum(unit.shelf.nbytes for unit in self.units))
+        self.metrics.draining.set(self.draining)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def ui(self, request: Request) -> Response:
+        """The same for people, with what each tenant, worker and program is at."""
+        return ui.response(await self.snapshot())
+
+    async def openapi(self, request: Request) -> Response:
+        """What every route takes and answers."""
+        return Response(msgspec.json.encode(openapi.document()), media_type="application/json")
 
     async def info(self, request: Request) -> Response:
         """What this server is; the fingerprint is a worker's, for that is what computes."""
-        hello = self._hello()
+        hello = self.units.hello
         info = Info(
             version=upriver.__version__,
             fingerprint=hello.fingerprint,
-            stores=tuple(self._stores),
+            stores=tuple(name for name in self._stores if tenant_of(request).may_read(name)),
             micro_batch=DEFAULT_MICRO_BATCH,
             caps=self._config.caps,
-            device=self._config.device,
-            workers=self._config.workers,
+            device=self._config.devices[0],
+            devices=len(self._config.devices),
+            workers=self._config.workers * len(self._config.devices),
             threads=self._config.threads_per_worker,
             worker_network=hello.network,
         )
@@ -159,73 +186,203 @@ class Front:
     async def probe(self, request: Request) -> Response:
         """So many bytes, to measure the link with."""
         text = request.query_params.get("bytes", "0")
-        nbytes = _number(text)
+        nbytes = number(text)
         if nbytes is None or nbytes > PROBE_BYTES:
             raise ProtocolError(f"bytes must lie in 0..{PROBE_BYTES}, got {text[:40]!r}")
         return StreamingResponse(
-            _zeros(nbytes),
+            zeros(nbytes),
             media_type="application/octet-stream",
             headers={"content-length": str(nbytes), "cache-control": "no-store"},
         )
 
     async def program(self, request: Request) -> Response:
         """HEAD asks for a program, PUT brings one."""
-        digest = request.path_params["digest"]
+        digest, tenant = request.path_params["digest"], tenant_of(request)
         if not valid_digest(digest):
             raise ProtocolError(f"a program's digest is 64 lower-case hex digits, got {digest[:80]!r}")
         if request.method == "HEAD":
-            return Response(status_code=200 if await self._programs.exists(digest) else 404)
-        body_nbytes = _content_length(request)
-        if body_nbytes is None:
-            raise ProtocolError("a program is sent with a Content-Length")
-        async with self._uploads:
-            program = await self._programs.receive(digest, self._body(request), body_nbytes=body_nbytes)
-            await self.pool.check(program)
-            await self._programs.put(program)
+            return Response(status_code=200 if await self._first.programs.exists(tenant, digest) else 404)
+        with self._written_down(tenant, digest) as came:
+            self._check_open()
+            self._check_ready()
+            body_nbytes = content_length(request)
+            if body_nbytes is None:
+                raise ProtocolError("a program is sent with a Content-Length")
+            limit_s = self._config.deadline_s + body_nbytes / LEAST_UPLOAD_RATE
+            async with until(asyncio.get_running_loop().time() + limit_s):
+                await self._receive(self._body(request, came), tenant, digest, body_nbytes)
         return JSONResponse({"digest": digest}, status_code=201)
+
+    async def _receive(
+        self, body: AsyncIterator[bytes], tenant: Tenant, digest: str, body_nbytes: int
+    ) -> None:
+        """Take a program in: memory is held for all that comes, and a worker loads it before it is stored."""
+        unit = self._first  # the others find it in the store
+        with unit.programs.upload(tenant, digest, body_nbytes) as hold:
+            program = await unit.programs.receive(tenant, digest, body, hold, body_nbytes=body_nbytes)
+            if program is None:
+                return
+            whole = Stretch(key=program.key, start=0, stop=0)
+            async with unit.runner.turn(tenant, "weigh"):
+                weighed = await unit.pool.weigh(program.graph, whole)
+            unit.programs.weighed(program, weighed, hold)
+            async with unit.runner.turn(tenant, "check"):
+                await unit.pool.check(program)
+            await unit.programs.put(tenant, program, hold)
+
+    @contextmanager
+    def _written_down(self, tenant: Tenant, digest: str) -> Iterator[Came]:
+        """An upload, in the audit log when it is over; what is given counts what has come of it."""
+        began, outcome, came = time.perf_counter(), "ok", Came()
+        try:
+            yield came
+        except BaseException as error:
+            outcome = code_of(error)
+            raise
+        finally:
+            self.audit.upload(
+                tenant.name,
+                request_id=logs.request_id(),
+                program=digest,
+                bytes_in=came.bytes_in,
+                seconds=time.perf_counter() - began,
+                outcome=outcome,
+            )
 
     async def run(self, request: Request) -> Response:
         """Stages [start, stop) of a chain on these inputs, one micro-batch after the other."""
-        length = _content_length(request)
-        if length is not None and length > self._config.caps.body_bytes:
-            raise TooLarge(f"a request has at most {self._config.caps.body_bytes} bytes, got {length}")
-        stack = AsyncExitStack()
+        tenant, stack = tenant_of(request), AsyncExitStack()
+        entry = Entry(self.audit, tenant.name, logs.request_id())
         try:
-            order = await self._runner.admit(self._body(request), stack)
-        except BaseException:
+            self._check_open()
+            self._check_ready()
+            self._check_length(request)
+            body, runner = self._body(request, entry), self.units.deal(tenant).runner
+            asked = await runner.read(body, stack, tenant, on_request=entry.about)
+            order = await while_there(request, runner.admit(asked, stack))
+        except BaseException as error:
             await stack.aclose()
+            self._shed(tenant, error)
+            entry.close(code_of(error))
             raise
         return FrameStream(
-            self._runner.answer(order),
+            runner.answer(order, on_error=lambda error: self._broke_off(tenant, entry, error)),
             stack=stack,
             stall_timeout_s=self._config.stall_timeout_s,
-            on_sent=self.metrics.bytes_out.inc,
+            deadline=asked.deadline,
+            on_sent=lambda nbytes: self._sent(tenant, entry, nbytes),
+            on_end=lambda how: self._ended(tenant, entry, how),
         )
 
     async def profile(self, request: Request) -> Response:
         """What model stages cost here."""
-        found = await self._profiler.measure(self._body(request), self._hello())
+        tenant, began, outcome = tenant_of(request), time.perf_counter(), "ok"
+        programs: list[str] = []
+        try:
+            self._check_open()
+            found = await self._profiler.measure(
+                self._body(request),
+                self.units.hello,
+                tenant,
+                on_request=lambda asked: programs.extend(asked.programs),
+                while_wanted=lambda work: while_there(request, work),
+            )
+        except BaseException as error:
+            outcome = code_of(error)
+            raise
+        finally:
+            self.audit.profile(
+                tenant.name,
+                request_id=logs.request_id(),
+                programs=programs,
+                seconds=time.perf_counter() - began,
+                outcome=outcome,
+            )
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     async def load(self, request: Request) -> Response:
         """How busy the workers are."""
-        self._hello()
-        found = self.pool.load.load(running=self._runner.running)
+        self._check_ready()
+        tenant = tenant_of(request)
+        # The next one is dealt to whichever device has less to do.
+        waits = [unit.turns.expected_wait_s(tenant.name, tenant.weight) for unit in self.units]
+        found = msgspec.structs.replace(self.current_load(), expected_wait_s=min(waits))
         return Response(msgspec.json.encode(found), media_type="application/json")
 
-    def _hello(self) -> Hello:
-        """What the workers said of themselves.
+    def current_load(self) -> Load:
+        """The same as data, whoever asks."""
+        units = list(self.units)
+        return self._load.load(
+            running=sum(unit.runner.running for unit in units),
+            waiting=sum(unit.line.waiting for unit in units),
+            waiting_bytes=sum(unit.line.waiting_bytes for unit in units),
+            reserved_bytes=sum(unit.budget.reserved_bytes for unit in units),
+            budget_bytes=sum(unit.budget.total_bytes for unit in units),
+            draining=self.draining,
+        )
+
+    @property
+    def _first(self) -> Unit:
+        """Where programs come in."""
+        return next(iter(self.units))
+
+    def _check_ready(self) -> None:
+        """Whether every device has had a worker.
 
         Raises:
-            Overloaded: If none is ready yet.
+            Overloaded: If one has not.
         """
-        if self.pool.hello is None:
-            raise Overloaded(self.pool.why)
-        return self.pool.hello
+        _ = self.units.hello
 
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    def _check_open(self) -> None:
+        """Whether further work is taken.
+
+        Raises:
+            Overloaded: If the server is about to end.
+        """
+        if self.draining:
+            raise Overloaded("this server is about to end; ask another one", retry_after_s=DRAIN_RETRY_S)
+
+    def _check_length(self, request: Request) -> None:
+        length, most = content_length(request), self._config.caps.body_bytes
+        if length is not None and length > most:
+            raise TooLarge(f"a request has at most {most} bytes, got {length}")
+
+    def _shed(self, tenant: Tenant, error: BaseException) -> None:
+        """Count a request that was turned away, by why."""
+        full = isinstance(error.__cause__, Full)
+        reasons: tuple[tuple[type[BaseException], str], ...] = (
+            (QuotaExceeded, "quota"),
+            (Overloaded, "queue" if full else self._why_not()),
+            (errors.DoesNotFit, "memory"),
+            (errors.DeadlineExceeded, "deadline"),
+            (ClientDisconnect, "disconnect"),
+        )
+        reason = next((reason for kind, reason in reasons if isinstance(error, kind)), None)
+        if reason is not None:
+            self.metrics.shed(tenant.name, reason)
+
+    def _why_not(self) -> str:
+        """Why a request is told to come back, where not too many wait."""
+        return "draining" if self.draining else "memory" if self.units.ready else "worker"
+
+    def _sent(self, tenant: Tenant, entry: Entry, nbytes: int) -> None:
+        entry.bytes_out += nbytes
+        self.metrics.bytes_out_by(tenant.name, nbytes)
+
+    def _broke_off(self, tenant: Tenant, entry: Entry, error: UpriverError) -> None:
+        """An answer ends with an error."""
+        entry.failed(error.code)
+        self._shed(tenant, error)
+
+    def _ended(self, tenant: Tenant, entry: Entry, how: str) -> None:
+        if how != "ok" and not entry.has_failed:  # an error is counted as such, whatever became of the client
+            self.metrics.shed(tenant.name, "deadline" if how == "deadline" else "disconnect")
+        entry.close(how)
+
+    async def _body(self, request: Request, came: Came | None = None) -> AsyncIterator[bytes]:
         """What the client sends, as long as it sends: who stalls must not keep a place from others."""
-        chunks = request.stream()
+        chunks, tenant = request.stream(), tenant_of(request).name
         while True:
             try:
                 async with asyncio.timeout(self._config.stall_timeout_s):
@@ -234,7 +391,34 @@ class Front:
                 return
             except TimeoutError:
                 raise ProtocolError(f"nothing came for {self._config.stall_timeout_s:g} s") from None
+            self.metrics.bytes_in(tenant, len(chunk))
+            if came is not None:
+                came.bytes_in += len(chunk)
             yield chunk
+
+    async def snapshot(self) -> Snapshot:
+        """What the server does at this moment."""
+        used, load = await asyncio.to_thread(self.units.used_bytes), self.current_load()
+        return Snapshot(
+            tenants=tenant_rows(
+                list(self._config.everyone()) or [ANYONE],
+                units=list(self.units),
+                done=self.metrics.micro_batches_by(),
+            ),
+            workers=tuple(row for unit in self.units for row in unit.pool.rows()),
+            programs=tuple(row for unit in self.units for row in program_rows(unit.shelf)),
+            errors=self.metrics.errors.rows(),
+            budget_bytes=load.budget_bytes,
+            reserved_bytes=load.reserved_bytes,
+            used_bytes=used,
+            queue_requests=load.waiting,
+            queue_bytes=load.waiting_bytes,
+            utilisation=load.utilisation,
+            k=load.k,
+            expected_wait_s=load.expected_wait_s,
+            uptime_s=self.metrics.uptime_s,
+            draining=self.draining,
+        )
 
 
 def create_app(config: ServerConfig) -> Starlette:
@@ -246,63 +430,14 @@ def create_app(config: ServerConfig) -> Starlette:
     """
     front = Front(config)
     app = Starlette(
-        routes=[_counted(route, front.metrics) for route in front.routes()],
+        routes=[counted(route, front.metrics, front.wording) for route in front.routes()],
         lifespan=front.lifespan,
-        middleware=[Middleware(Access, config=config)],
-        exception_handlers={HTTPException: _http_error},
+        middleware=[
+            Middleware(Access, config=config, audit=front.audit, on_refused=front.metrics.errors.add),
+            Middleware(Traced),
+        ],
+        exception_handlers={HTTPException: http_errors(front.metrics)},
     )
+    app.router.redirect_slashes = False  # an address made of what a client wrote into Host is no answer
     app.state.front = front
     return app
-
-
-def error_response(error: UpriverError) -> Response:
-    """An error as HTTP."""
-    status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
-    headers = {}
-    if isinstance(error, Overloaded):
-        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-    return JSONResponse(error_body(error), status_code=status, headers=headers)
-
-
-def _counted(route: Route, metrics: Metrics) -> Route:
-    """The route, answering errors in our form and counting every answer."""
-    endpoint: Callable[[Request], Awaitable[Response]] = route.endpoint
-
-    async def call(request: Request) -> Response:
-        try:
-            response = await endpoint(request)
-        except UpriverError as error:
-            metrics.errors.labels(error.code).inc()
-            response = error_response(error)
-        except ClientDisconnect:
-            response = Response(status_code=499)  # nobody reads it; in the metrics it is told from the rest
-        except Exception:
-            log.exception("%s %s failed", request.method, request.url.path)
-            response = error_response(UpriverError("internal error; the server's log says more"))
-        metrics.requests.labels(route.path, response.status_code).inc()
-        return response
-
-    return Route(route.path, call, methods=sorted(route.methods or ()))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    detail = error.detail if isinstance(error, HTTPException) else "internal error"
-    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "error")
-    return JSONResponse(
-        {"error": {"code": code, "message": f"{detail}: {request.url.path}"}}, status_code=status
-    )
-
-
-async def _zeros(nbytes: int) -> AsyncIterator[memoryview]:
-    for start in range(0, nbytes, len(_PROBE_CHUNK)):
-        yield memoryview(_PROBE_CHUNK)[: nbytes - start]
-
-
-def _content_length(request: Request) -> int | None:
-    return _number(request.headers.get("content-length", ""))
-
-
-def _number(text: str) -> int | None:
-    """A decimal number of 64 bits or so; Python refuses to read endless ones, with an error of its own."""
-    return int(text) if re.fullmatch(r"[0-9]{1,19}", text) else None

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from upriver.errors import TooLarge
+
 _HEAD = struct.Struct(">II")
 MAX_MESSAGE_BYTES = 16 << 20
 """Messages hold names and numbers; what is large lies in shared memory."""
@@ -42,9 +44,14 @@ class Channel(Generic[_M]):
         """Send a message, with descriptors that the other side gets copies of.
 
         Raises:
+            TooLarge: If it is longer than any may be; nothing was sent then, and the channel is as it was.
             ChannelClosed: If the other process is gone.
         """
         body = msgspec.msgpack.encode(message)
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise TooLarge(
+                f"a message to or from a worker has at most {MAX_MESSAGE_BYTES} bytes, got {len(body)}"
+            )
         try:
             socket.send_fds(self._socket, [_HEAD.pack(len(body), len(fds))], list(fds))
             self._socket.sendall(body)

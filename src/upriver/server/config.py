@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, get_args, runtime_checkable
+from urllib.parse import urlsplit
 
 from upriver.errors import ConfigError
+from upriver.pipeline.image import PIXEL_CEILING
 from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
-from upriver.store import DEFAULT_PREFIX, Store
+from upriver.server.budget import BASE, INDEXES
+from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token, require_count
+from upriver.store import DEFAULT_PREFIX, Store, check_name
 from upriver.types import require_finite
+
+Admission = Literal["static", "adaptive"]
+Sandbox = Literal["auto", "bubblewrap", "none"]
+LogFormat = Literal["text", "json"]
+
+_COUNTS = (
+    "workers",
+    "max_requests",
+    "max_datasets",
+    "max_connections",
+    "max_admitted",
+    "max_waiting",
+    "max_waiting_bytes",
+    "min_batch",
+    "program_budget_bytes",
+)
+_COUNTS_OR_NONE = ("threads", "memory_budget_bytes")
+_SECONDS = ("job_timeout_s", "stall_timeout_s", "head_timeout_s", "idle_timeout_s", "deadline_s")
+_RESERVED = (BASE, INDEXES)
+"""Names that own memory which is no tenant's: of idle workers, and of indexes."""
+
+_CHOICES = {"admission": Admission, "sandbox": Sandbox, "log_format": LogFormat}
 
 
 @runtime_checkable
@@ -35,49 +60,91 @@ class ServerConfig:
 
     Attributes:
         stores: Name to URI, or to something with a ``uri`` and ``options``.
-        host: Address to bind; anything but loopback needs a ``token``.
+        host: Address to bind; anything but loopback needs a ``token``, ``tenants`` or a ``tls_client_ca``.
         port: 0 takes a free one.
-        token: What clients must send as a bearer token.
+        token: What clients must send as a bearer token, where they are not told apart.
+        tenants: Who may come in otherwise.
+        tls_certificate: PEM file with the server's certificate, and those between it and its authority.
+        tls_key: PEM file with its private key, where that is not in the same file.
+        tls_client_ca: PEM file with authorities; a client must show a certificate of one of them.
+        audit_log: File to which a line is appended for each request.
         workers: Compute processes.
         threads: Threads of each; the cores divided among the workers if None.
-        device: Where they compute.
+        device: Where they compute; several of one kind, ``cuda:0,cuda:1``, have ``workers`` each, and memory,
+            line and limits each of their own.
         prefix: Where in a store upriver keeps programs and datasets.
+        memory_budget_bytes: What requests, programs and idle workers may take together; worked out if None.
+        memory_reserve: Share of what is available that a budget which is worked out leaves alone. A tenth:
+            the C library and torch hold on to some of what they have freed.
+        admission: How a request's micro-batch is found: as the client asks, or as memory allows (numeric
+            jobs only; for others the client's is part of the result).
+        collect_s: For adaptive admission, how long a round waits for further requests. 10 ms: a fortieth of
+            what the quickest network measured takes for 16 samples on one core.
+        min_batch: For adaptive admission, the smallest batch; 25 as in HAPI (2022), section 4.5.
+        max_admitted: Requests that may compute at once, beside the only one of a tenant. 8: each holds memory
+            as long as it is admitted, and a worker has enough to do with two.
+        max_waiting: Requests that may wait to be admitted. 64: eight for each that is.
+        max_waiting_bytes: What waiting requests may ask for together. 8 GiB: forty micro-batches of the
+            largest cut of the networks tried.
+        deadline_s: Most that a request may take, waiting included; a client may ask for less. 600 s: fifty
+            micro-batches of the slowest network measured, on one core.
         program_budget_bytes: Programs kept loaded between requests. 4 GiB: six networks of the size of vgg19.
-        buffer_budget_bytes: Answers that may wait for slow readers before no micro-batch is computed ahead.
-        max_requests: Run requests at once; more are told to come back.
+        max_requests: Run requests in any state; more are told to come back. 128: those that may wait and
+            those that may compute, with room for some that are still being sent.
         max_datasets: Indexes kept between requests.
         job_timeout_s: A worker that takes longer for one micro-batch is ended; the slowest network measured
             takes 11 s for 16 samples on one core.
         stall_timeout_s: A client that takes nothing for so long is dropped, and so is the request of one that
             stops in the middle of its body.
-        head_timeout_s: A connection that has sent no whole request head by then is closed. 20 s: a head is
-            one packet, and one that is lost three times in a row comes after 7 s.
+        head_timeout_s: A connection that has sent no whole request head by then is closed, and so is one that
+            has not agreed on keys by then. 20 s: a head is one packet, and one that is lost three times in a
+            row comes after 7 s.
         idle_timeout_s: A connection without a request is closed after so long. 75 s: longer than any pause
             between two micro-batches of training.
         max_connections: One more, and whoever has gone longest without a request is disconnected. 512: half
             of the descriptors that a process may usually have, enough for dozens of training jobs.
-        grace_s: What is running may finish for so long after a request to stop.
-        caps: Limits of frames and requests.
+        grace_s: What is running may finish for so long after a request to stop. 25 s: with what ending takes
+            a server is gone within the 30 s that Kubernetes waits.
+        sandbox: How workers are shut in: by bubblewrap, by it where it works, or by namespaces alone.
+        log_format: Lines for people, or JSON for machines.
+        trace_endpoint: Where traces are sent (OpenTelemetry over HTTP); none are made if None.
+        caps: Limits of frames, requests, programs and stored images.
     """
 
-    stores: Mapping[str, str | StoreLocation]
+    stores: Mapping[str, str | StoreLocation] = field(repr=False)  # options may hold credentials
     host: str = "127.0.0.1"
     port: int = 7000
     token: str | None = field(default=None, repr=False)
+    tenants: tuple[Tenant, ...] = ()
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    audit_log: str | None = None
     workers: int = 1
     threads: int | None = None
     device: str = "cpu"
     prefix: str = DEFAULT_PREFIX
+    memory_budget_bytes: int | None = None
+    memory_reserve: float = 0.1
+    admission: Admission = "static"
+    collect_s: float = 0.01
+    min_batch: int = 25
+    max_admitted: int = 8
+    max_waiting: int = 64
+    max_waiting_bytes: int = 8 << 30
+    deadline_s: float = 600.0
     program_budget_bytes: int = 4 << 30
-    buffer_budget_bytes: int = 1 << 30
-    max_requests: int = 32
+    max_requests: int = 128
     max_datasets: int = 16
     job_timeout_s: float = 300.0
     stall_timeout_s: float = 120.0
     head_timeout_s: float = 20.0
     idle_timeout_s: float = 75.0
     max_connections: int = 512
-    grace_s: float = 10.0
+    grace_s: float = 25.0
+    sandbox: Sandbox = "auto"
+    log_format: LogFormat = "text"
+    trace_endpoint: str | None = None
     caps: Caps = DEFAULT_CAPS
 
     def __post_init__(self) -> None:
@@ -86,30 +153,35 @@ class ServerConfig:
         for name in self.stores:
             if not valid_store_name(name):
                 raise ConfigError(f"a store's name has 1 to 64 letters, digits, '.', '_', '-', got {name!r}")
-        for name in (
-            "workers",
-            "max_requests",
-            "max_datasets",
-            "max_connections",
-            "program_budget_bytes",
-            "buffer_budget_bytes",
-        ):
-            _require_count(name, getattr(self, name))
-        if self.threads is not None:
-            _require_count("threads", self.threads)
-        for name in ("job_timeout_s", "stall_timeout_s", "head_timeout_s", "idle_timeout_s"):
-            require_finite(name, getattr(self, name), positive=True)
-        require_finite("grace_s", self.grace_s)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must lie in 0..65535, got {self.port}")
-        self._check_token()
+        check_name(self.prefix)
+        self._check_numbers()
+        for name, choice in _CHOICES.items():
+            _require_choice(name, getattr(self, name), get_args(choice))
+        self._check_devices()
+        self._check_tls()
+        self._check_tenants()
+        self._check_host()
+        if self.trace_endpoint is not None and not _is_http(self.trace_endpoint):
+            raise ConfigError(
+                f"trace_endpoint must be http://HOST:PORT or https://…, got {self.trace_endpoint!r}"
+            )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Each device, over which requests are dealt."""
+        return tuple(part.strip() for part in self.device.split(","))
 
     @property
     def threads_per_worker(self) -> int:
         """Threads each worker computes with."""
         if self.threads is not None:
             return self.threads
-        return max(1, len(os.sched_getaffinity(0)) // self.workers)
+        return max(1, len(os.sched_getaffinity(0)) // (self.workers * len(self.devices)))
+
+    @property
+    def pixels(self) -> int:
+        """Most pixels of a stored image."""
+        return self.caps.pixels
 
     def open_stores(self) -> dict[str, Store]:
         """Every store, opened; the one programs are put into comes first: ``default``, else the first.
@@ -121,18 +193,96 @@ class ServerConfig:
         names = sorted(self.stores, key=lambda name: name != "default")
         return {name: _open(name, self.stores[name]) for name in names}
 
-    def _check_token(self) -> None:
+    def everyone(self) -> Tenants:
+        """Whoever may come in by a token or a certificate; the single token is `ANYONE`'s."""
+        if self.token is None:
+            return Tenants(self.tenants)
+        return Tenants([replace(ANYONE, token_hashes=(hash_token(self.token),))])
+
+    def _check_numbers(self) -> None:
+        for name in _COUNTS:
+            require_count(name, getattr(self, name))
+        for name in _COUNTS_OR_NONE:
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
+        for name in self.caps.__struct_fields__:
+            require_count(f"caps: {name}", getattr(self.caps, name))
+        if self.pixels > PIXEL_CEILING:
+            raise ConfigError(f"caps: pixels is at most {PIXEL_CEILING}, got {self.pixels}")
+        for name in _SECONDS:
+            require_finite(name, getattr(self, name), positive=True)
+        for name in ("grace_s", "collect_s", "memory_reserve"):
+            require_finite(name, getattr(self, name))
+        if self.memory_reserve >= 1:
+            raise ConfigError(
+                f"memory_reserve is a share below 1 of what is available, got {self.memory_reserve}"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must lie in 0..65535, got {self.port}")
+
+    def _check_devices(self) -> None:
+        kinds = {device.partition(":")[0] for device in self.devices}
+        if "" in kinds or len(kinds) > 1:
+            raise ConfigError(
+                f"device names one, or several of one kind with commas between them, got {self.device!r}"
+            )
+        if kinds != {"cpu"} and len(set(self.devices)) < len(self.devices):
+            raise ConfigError(f"device names one twice: {self.device!r}")
+
+    def _check_tls(self) -> None:
+        if self.tls_certificate is None and not (self.tls_key is None and self.tls_client_ca is None):
+            raise ConfigError("tls_key and tls_client_ca need a tls_certificate: the server's own")
+
+    def _check_tenants(self) -> None:
+        if self.token is not None and self.tenants:
+            raise ConfigError("give one token or tenants, not both: each tenant has tokens of its own")
+        Tenants(self.tenants)
+        for tenant in self.tenants:
+            if tenant.name in _RESERVED:
+                raise ConfigError(f"no tenant can be called {tenant.name!r}: so is the server's own share")
+            if tenant.name == ANYONE.name and not self._alone(tenant):
+                raise ConfigError(
+                    f"a tenant called {tenant.name!r} shares its programs with all: give it another name"
+                )
+            if tenant.certificates and self.tls_client_ca is None:
+                raise ConfigError(
+                    f"tenant {tenant.name!r} names certificates, and without tls_client_ca nobody shows one"
+                )
+            if not tenant.certificates and not tenant.token_hashes:
+                raise ConfigError(f"tenant {tenant.name!r} has no way in: give it a token or a certificate")
+            for store in tenant.stores or ():
+                if store not in self.stores:
+                    raise ConfigError(
+                        f"tenant {tenant.name!r} names the store {store!r}, which is not configured; "
+                        f"there are {', '.join(self.stores)}"
+                    )
+
+    def _alone(self, tenant: Tenant) -> bool:
+        """Whether no other tenant may read anything."""
+        return not any(other.stores is None or other.stores for other in self.tenants if other is not tenant)
+
+    def _check_host(self) -> None:
         if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
             raise ConfigError("a token has one or more visible ASCII characters, and no spaces")
-        if self.token is None and not is_loopback(self.host):
+        guarded = self.token is not None or self.tenants or self.tls_client_ca is not None
+        if not guarded and not is_loopback(self.host):
             raise ConfigError(
-                f"binding {self.host!r} lets others in: set a token, or bind a loopback address (127.0.0.1)"
+                f"binding {self.host!r} lets others in: set a token or tenants, or bind a loopback address "
+                "(127.0.0.1)"
             )
 
 
-def _require_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be {' or '.join(choices)}, got {value!r}")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def is_loopback(host: str) -> bool:
@@ -143,11 +293,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def same_token(given: str, expected: str) -> bool:
-    """Compare without telling by the time taken how much of it was right."""
-    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def _open(name: str, location: str | StoreLocation) -> Store:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from upriver.engine.fingerprint import ENVIRONMENT as KERNEL_VARIABLES
+from upriver.errors import Overloaded
 from upriver.protocol import error_from
 from upriver.server.channel import Channel, ChannelClosed
+from upriver.server.groups import Group
 from upriver.server.jobs import (
+    NO_SLOT,
     Done,
     Failed,
     Forget,
@@ -34,9 +40,14 @@ from upriver.server.jobs import (
     Run,
     Setup,
     UseSlot,
+    Weigh,
+    Weighed,
 )
+from upriver.server.limits import ALLOCATOR, limits
 from upriver.server.memory import SealedFile, Slot, SlotPool
+from upriver.server.needs import Stretch
 from upriver.server.output import Output
+from upriver.server.sandbox import NOT_SHUT_IN, Enclosure, import_path
 from upriver.types import Timings
 
 START_TIMEOUT_S = 120.0
@@ -44,6 +55,22 @@ START_TIMEOUT_S = 120.0
 
 END_TIMEOUT_S = 5.0
 """A process whose socket is closed is on its way out, and how it ended is all there is to tell of it."""
+
+EXIT_TIMEOUT_S = 0.2
+"""Between the end of a process's socket and its own end it takes some milliseconds. Whoever waits for it
+holds up the front's loop, once for a worker's death."""
+
+KILL_TIMEOUT_S = 1.0
+"""A process that is killed is gone in milliseconds, with much memory in some hundred. One that a driver or a
+file system keeps may stay for ever; the front's loop does not wait for that."""
+
+BROKE_OFF = "broke off"
+"""How a worker ended whose process is still there."""
+
+_FATAL_EXIT = 128
+"""A shell, and bubblewrap, tell a process that a signal ended by this and the signal's number."""
+
+_T = TypeVar("_T")
 
 _KEPT_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -55,14 +82,20 @@ _KEPT_VARIABLES = (
     "TMPDIR",
     "VIRTUAL_ENV",
     *KERNEL_VARIABLES,
+    *ALLOCATOR,
 )
 """All that a worker sees of the front's environment, where a store's credentials may stand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramFiles:
-    """A program as the front holds it: two sealed files."""
+    """A program as the front holds it: two sealed files.
 
+    Attributes:
+        key: What workers know it by; a tenant's own.
+    """
+
+    key: str
     digest: str
     graph: SealedFile
     weights: SealedFile
@@ -81,55 +114,98 @@ class Job:
         run: What to do; ``slot`` and ``blobs`` are filled in here.
         program: Needed to do it.
         parts: The input: stored bytes of each sample, or the payload of ``run.header``.
+        room: Whether an answer may take so many bytes in all; asked in the thread that runs the job.
     """
 
     run: Run
     program: ProgramFiles | None
     parts: Sequence[memoryview]
+    room: Callable[[int], bool] = lambda nbytes: True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A data frame: its head, and its payload in a slot that comes back when the view is gone."""
+    """Data frames: their heads, and their payloads in slots that come back when the views are gone."""
 
-    head: bytes
-    payload: memoryview
+    frames: list[tuple[bytes, memoryview]]
     timings: Timings
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payloads."""
+        return sum(len(payload) for _, payload in self.frames)
 
 
 class WorkerHandle:
     """One worker process.
 
-    Everything but `start`, `forget` and `kill` blocks and belongs into a thread; one thread at a time.
+    Everything but `start`, `forget`, `tidy` and `kill` blocks and belongs into a thread; one thread at a
+    time.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: Channel[FromWorker]) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        channel: Channel[FromWorker],
+        *,
+        enclosure: Enclosure = NOT_SHUT_IN,
+        group: Group | None = None,
+    ) -> None:
         self._process = process
         self._channel = channel
+        self._enclosure = enclosure
+        self._group = group
+        self._closed = False
+        self._ending = ""
         self._output = Output(process.stdout) if process.stdout is not None else None
         self._slots = SlotPool()
-        self._known: set[int] = set()
         self._loaded: set[str] = set()
         self._outdated: deque[str] = deque()
+        self.busy_since: float | None = None
+        """When it began with the job it is at, by the monotonic clock; None where it is at none."""
+        self.restarts = 0
+        """How many were started in its place before."""
+        self.program = ""
+        """Digest of the program that it works with; empty where it works with none."""
+        self.out_of_memory = False
+        """Whether the kernel ended it for want of memory; known once `ending` was asked."""
 
     @classmethod
-    def start(cls, *, threads: int) -> WorkerHandle:
-        """Start a process, which dies with the thread that calls this."""
+    def start(cls, *, threads: int, enclosure: Enclosure = NOT_SHUT_IN) -> WorkerHandle:
+        """Start a process, which dies with the thread that calls this.
+
+        Raises:
+            OSError: If no process can be started.
+            RuntimeError: If no thread can be started to read what it prints.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs, ExitStack() as stack:
-            stack.callback(ours.close)
-            boot = str(Path(__file__).with_name("boot.py"))
+        with ExitStack() as inherited, ExitStack() as kept:
+            inherited.enter_context(theirs)
+            kept.callback(ours.close)
+            group = enclosure.make_group()
+            entry: int | None = None
+            if group is not None:
+                kept.callback(group.remove)
+                entry = group.open()
+                inherited.callback(os.close, entry)
             process = subprocess.Popen(
-                [sys.executable, "-P", boot, str(theirs.fileno()), str(os.getpid())],
+                [*enclosure.sandbox.command, *_command(theirs.fileno(), entry, enclosure)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,  # whatever a library prints, the front's own stdout stays clean
                 stderr=subprocess.STDOUT,
                 close_fds=True,
-                pass_fds=[theirs.fileno()],
-                env=worker_environment(os.environ, threads=threads),
+                pass_fds=[theirs.fileno(), *([] if entry is None else [entry])],
+                env=worker_environment(os.environ, threads=threads, boxed=enclosure.boxed),
+                start_new_session=True,  # signals from a terminal are for the front: it lets what runs finish
             )
-            stack.pop_all()
-        return cls(process, Channel(ours, FromWorker))  # type: ignore[arg-type]
+            assert process.stdout is not None  # it is a pipe
+            kept.callback(process.stdout.close)
+            kept.callback(process.wait)
+            kept.callback(process.kill)
+            channel: Channel[FromWorker] = Channel(ours, FromWorker)  # type: ignore[arg-type]
+            handle = cls(process, channel, enclosure=enclosure, group=group)
+            kept.pop_all()
+        return handle
 
     @property
     def pid(self) -> int:
@@ -145,7 +221,7 @@ class WorkerHandle:
         """
         self._channel.set_timeout(START_TIMEOUT_S)
         try:
-            self._channel.send(setup)
+            self._send(setup)
             answer = self._receive()
         except ChannelClosed:
             raise ChannelClosed(self._last_words()) from None
@@ -169,39 +245,39 @@ class WorkerHandle:
             UpriverError: If the worker refuses it.
             OSError: If the worker died.
         """
-        self._tidy()
-        if program.digest in self._loaded:
+        self.tidy()
+        self.program = program.digest
+        if program.key in self._loaded:
             return
         message = LoadProgram(
+            key=program.key,
             digest=program.digest,
             graph_nbytes=program.graph.nbytes,
             weights_nbytes=program.weights.nbytes,
         )
-        self._channel.send(message, [program.graph.fd, program.weights.fd])
-        match answer := self._receive():
-            case Loaded():
-                self._loaded.add(program.digest)
-            case Failed():
-                raise error_from(answer.body)
-            case _:
-                raise ChannelClosed(f"a worker answers Loaded or Failed, got {type(answer).__name__}")
+        self._send(message, [program.graph.fd, program.weights.fd])
+        self._answered(Loaded)
+        self._loaded.add(program.key)
 
     def run(self, job: Job) -> Result:
         """Do one job.
 
         Raises:
             UpriverError: If the worker reports that it cannot be done.
+            Overloaded: If this process can have no further piece of memory.
             OSError: If the worker died, or took too long.
         """
-        self._tidy()
+        self.tidy()
         if job.program is not None:
             self.load(job.program)
-        slot = self._slots.take(sum(len(part) for part in job.parts))
+        slot = self._slot(sum(len(part) for part in job.parts))
+        if slot is None:
+            raise Overloaded("no further piece of memory can be had to hand this to a worker now")
         try:
             blobs = _fill(slot, job.parts)
             self._map(slot)
-            self._channel.send(_placed(job.run, slot, blobs))
-            return self._answer()
+            self._send(_placed(job.run, slot, blobs))
+            return self._answer(job)
         finally:
             self._slots.give_back(slot)
 
@@ -213,35 +289,74 @@ class WorkerHandle:
             OSError: If the worker died, or took too long.
         """
         self.load(program)
-        self._channel.send(Measure(program=program.digest, stop=stop))
-        match answer := self._receive():
-            case Measured():
-                return answer
-            case Failed():
-                raise error_from(answer.body)
-            case _:
-                raise ChannelClosed(f"a worker answers Measured or Failed, got {type(answer).__name__}")
+        self._send(Measure(program=program.key, stop=stop))
+        return self._answered(Measured)
 
-    def forget(self, digest: str) -> None:
+    def weigh(self, graph: SealedFile, stretch: Stretch) -> Weighed:
+        """Work out what a stretch of a program takes, from its graph.
+
+        Raises:
+            UpriverError: If the worker reports that it cannot be done.
+            OSError: If the worker died, or took too long.
+        """
+        self.tidy()
+        question = Weigh(key=stretch.key, graph_nbytes=graph.nbytes, start=stretch.start, stop=stretch.stop)
+        self._send(question, [graph.fd])
+        return self._answered(Weighed)
+
+    def forget(self, key: str) -> None:
         """The front does not keep this program any more: unload it at the next occasion; from any thread."""
-        self._outdated.append(digest)
+        self._outdated.append(key)
+
+    def tidy(self) -> None:
+        """Tell the worker what it may unmap and unload, as far as it was not told; while no thread is at it.
+
+        Raises:
+            OSError: If it is gone.
+        """
+        programs = set()
+        while self._outdated:
+            programs.add(self._outdated.popleft())
+        programs &= self._loaded
+        self._loaded -= programs
+        slots = self._slots.dropped()
+        if programs or slots:
+            self._send(Forget(slots=tuple(slots), programs=tuple(programs)))
 
     def ending(self) -> str:
-        """How the process ended, without what it printed: that may be a client's data. Also reaps it."""
-        code = self._process.poll()
-        if code is None:
-            return "broke off"
-        if code >= 0:
-            return f"ended with exit code {code}"
-        with suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"was ended by signal {-code}"
+        """How the process ended, without what it printed: that may be a client's data. Also reaps it.
+
+        Waits for a moment for one that has closed its socket, and so is on its way out.
+        """
+        if not self._ending:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_TIMEOUT_S if self._closed else 0.0)
+            code = self._process.returncode
+            how = BROKE_OFF if code is None else how_it_ended(code, boxed=self._enclosure.boxed)
+            if self._group is not None and self._group.oom_killed():  # known before the process is gone
+                self.out_of_memory = True
+                how += f": it ran out of memory ({self._group.nbytes >> 20} MiB allowed)"
+            if code is None:
+                return how
+            self._ending = how
+            self._leave_group()
+        return self._ending
 
     def kill(self) -> None:
-        """End the process now."""
-        self._process.kill()
-        self._process.wait()
+        """End the process now; one that takes long over it is waited for by a thread of its own."""
+        self._process.kill()  # with bubblewrap goes whatever it has started
+        try:
+            self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            threading.Thread(target=self._process.wait, name="upriver-worker-end", daemon=True).start()
         self._channel.close()
+        self._leave_group()
+
+    def _leave_group(self) -> None:
+        """Take its control group away; under bubblewrap its process may take a moment longer to go."""
+        group, self._group = self._group, None
+        if group is not None and self._enclosure.groups is not None:
+            self._enclosure.groups.remove(group)
 
     def _last_words(self) -> str:
         """How a process that is not ready yet ended, with the last line it printed."""
@@ -250,53 +365,121 @@ class WorkerHandle:
         line = self._output.last_line(timeout_s=END_TIMEOUT_S) if self._output is not None else ""
         return f"it {self.ending()}: {line}" if line else f"it {self.ending()}"
 
-    def _answer(self) -> Result:
-        payload = memoryview(b"")
-        answer = self._receive()
-        if isinstance(answer, NeedSlot):
-            slot = self._slots.take(answer.nbytes)
-            payload = self._slots.lend(slot, answer.nbytes)
-            self._map(slot)
-            self._channel.send(UseSlot(slot=slot.id))
-            answer = self._receive()
+    def _answer(self, job: Job) -> Result:
+        """What comes of a job: as many slots as it has data frames at most, whatever a worker asks for."""
+        most = max(1, -(-len(job.run.ids) // job.run.rows))
+        payloads: list[memoryview] = []
+        asked = nbytes = 0
+        while isinstance(answer := self._receive(), NeedSlot):
+            asked, nbytes = asked + 1, nbytes + answer.nbytes
+            if asked > most or answer.nbytes < 0:
+                raise ChannelClosed(f"a worker asks for slots {most} times at most for this job")
+            if not answer.nbytes:
+                payloads.append(memoryview(b""))
+            elif job.room(nbytes) and (slot := self._slot(answer.nbytes)) is not None:
+                payloads.append(self._slots.lend(slot, answer.nbytes))
+                self._map(slot)
+                self._send(UseSlot(slot=slot.id))
+            else:
+                self._send(UseSlot(slot=NO_SLOT))
         match answer:
-            case Done():
+            case Done() if len(answer.heads) == len(payloads):
                 timings = Timings(phases=answer.phases, stages=answer.stages)
-                return Result(head=answer.head, payload=payload, timings=timings)
+                return Result(frames=list(zip(answer.heads, payloads, strict=True)), timings=timings)
             case Failed():
                 raise error_from(answer.body)
             case _:
                 raise ChannelClosed(f"a worker answers Done or Failed, got {type(answer).__name__}")
 
+    def _answered(self, kind: type[_T]) -> _T:
+        """The answer to a message that has one of this kind, or `Failed`."""
+        answer = self._receive()
+        if isinstance(answer, kind):
+            return answer
+        if isinstance(answer, Failed):
+            raise error_from(answer.body)
+        raise ChannelClosed(f"a worker answers {kind.__name__} or Failed, got {type(answer).__name__}")
+
+    def _slot(self, nbytes: int) -> Slot | None:
+        """Memory to share; None where this process can have none, which is no fault of the worker's."""
+        with suppress(OSError):
+            return self._slots.take(nbytes)
+        return None
+
+    def _send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+        try:
+            self._channel.send(message, fds)
+        except ChannelClosed:
+            self._closed = True
+            raise
+
     def _receive(self) -> FromWorker:
-        message, fds = self._channel.receive()
+        try:
+            message, fds = self._channel.receive()
+        except ChannelClosed:
+            self._closed = True
+            raise
         for fd in fds:  # a worker has no reason to send any
             os.close(fd)
         return message
 
     def _map(self, slot: Slot) -> None:
         if slot.fd is not None:
-            self._channel.send(MapSlot(slot=slot.id, nbytes=slot.nbytes), [slot.fd])
+            self._send(MapSlot(slot=slot.id, nbytes=slot.nbytes), [slot.fd])
             slot.close_fd()
 
-    def _tidy(self) -> None:
-        programs = set()
-        while self._outdated:
-            programs.add(self._outdated.popleft())
-        programs &= self._loaded
-        self._loaded -= programs
-        slots = self._slots.dropped()
-        if programs or slots:
-            self._channel.send(Forget(slots=tuple(slots), programs=tuple(programs)))
+
+def how_it_ended(code: int, *, boxed: bool) -> str:
+    """A process's exit status in words.
+
+    Args:
+        code: As `subprocess.Popen.returncode` has it.
+        boxed: Whether it was bubblewrap's, which passes on how its worker ended.
+    """
+    if boxed and _FATAL_EXIT < code < _FATAL_EXIT + signal.NSIG:
+        code = _FATAL_EXIT - code
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
 
 
-def worker_environment(environment: Mapping[str, str], *, threads: int) -> dict[str, str]:
-    """What a worker may see, and how many threads its libraries start."""
+def _command(fd: int, entry: int | None, enclosure: Enclosure) -> list[str]:
+    """A worker's own command line.
+
+    Args:
+        fd: Socket to the front.
+        entry: Way into its control group.
+        enclosure: What it is kept in.
+    """
+    options = {
+        "sandbox": enclosure.sandbox.kind,
+        "group": entry,
+        "limits": limits(enclosure.memory_bytes, device=enclosure.device),
+    }
+    boot = str(Path(__file__).with_name("boot.py"))
+    return [sys.executable, "-P", boot, str(fd), str(os.getpid()), json.dumps(options)]
+
+
+def worker_environment(
+    environment: Mapping[str, str], *, threads: int, boxed: bool = False
+) -> dict[str, str]:
+    """What a worker may see, how many threads its libraries start, and how they hold memory.
+
+    Args:
+        environment: The front's.
+        threads: Of each worker.
+        boxed: Whether it has a file system of its own, without anybody's home folder.
+    """
     kept = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}
     count = str(threads)
     return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        **ALLOCATOR,
+        **kept,  # among them the operator's own settings of the allocator
+        **({"HOME": "/tmp", "TMPDIR": "/tmp", "LOGNAME": "upriver"} if boxed else {}),
+        "PYTHONPATH": import_path(),
+        "PYTHONDONTWRITEBYTECODE": "1",  # it may write no files
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "OPENBLAS_NUM_THREADS": count,

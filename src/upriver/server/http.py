@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import ClassVar, Literal
@@ -33,6 +33,12 @@ PIPELINED = 1
 LINGER_S = 2.0
 """After a refusal, what still comes is thrown away for so long: a reset could overtake the answer."""
 
+ABORT = "abort"
+"""Where in a request's state it stands how its connection is broken off, with what was not sent yet."""
+
+PEER_CERTIFICATE = "peer_certificate"
+"""Where in a request's state the client's certificate stands, as `ssl.SSLSocket.getpeercert` tells it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLimits:
@@ -56,7 +62,38 @@ def bounded_http(limits: HttpLimits) -> type[HttpToolsProtocol]:
     return type("LimitedHttp", (BoundedHttp,), {"limits": limits})
 
 
-class BoundedHttp(HttpToolsProtocol):
+class Held:
+    """A connection, as far as making room for another one goes.
+
+    Attributes:
+        transport: To abort.
+        since: When it last had a request, or came.
+        given_up: Room was made of it.
+    """
+
+    transport: asyncio.Transport
+    since: float = 0.0
+    given_up: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        return False
+
+
+def make_room(connections: Iterable[object], newcomer: Held) -> bool:
+    """End whoever has gone longest without a request: that may be a stranger. False if nobody has."""
+    others = [other for other in connections if isinstance(other, Held) and other is not newcomer]
+    unused = [other for other in others if not other.busy and not other.given_up]
+    if not unused:
+        return False
+    oldest = min(unused, key=lambda other: other.since)
+    oldest.given_up = True
+    oldest.transport.abort()
+    return True
+
+
+class BoundedHttp(Held, HttpToolsProtocol):
     """One connection.
 
     While no request is being answered one of two clocks runs: uvicorn's own between two requests, and ours
@@ -71,7 +108,6 @@ class BoundedHttp(HttpToolsProtocol):
     _no_body_nbytes = 0
     _progress = False
     _deaf = False
-    _since = 0.0
     _reason: UpriverError | None = None
     _clock: asyncio.TimerHandle | None = None
     _write_clock: asyncio.TimerHandle | None = None
@@ -87,10 +123,11 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room for it if need be, and wait for its first head."""
         super().connection_made(transport)
-        self._since = self.loop.time()
+        self.since = self.loop.time()
         self._start_clock(self.limits.head_timeout_s, self._too_slow)
-        if len(self.connections) > self.limits.max_connections:
-            self._make_room()
+        most = self.limits.max_connections
+        if len(self.connections) > most and not make_room(self.connections, self):
+            self._refuse(503, Overloaded(f"all of {most} connections are in use"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the handlers, and stop the clocks."""
@@ -124,16 +161,6 @@ class BoundedHttp(HttpToolsProtocol):
         super().resume_writing()
         self._stop_write_clock()
 
-    def _make_room(self) -> None:
-        """End whoever has gone longest without a request: that may be a stranger; refuse if nobody has."""
-        others = [other for other in self.connections if isinstance(other, BoundedHttp) and other is not self]
-        unused = [other for other in others if not other.busy and not other.transport.is_closing()]
-        if unused:
-            min(unused, key=lambda other: other._since).transport.abort()
-        else:
-            most = self.limits.max_connections
-            self._refuse(503, Overloaded(f"all of {most} connections are in use"))
-
     # -------------------------------------------------------------------- what the parser has found
 
     def on_message_begin(self) -> None:
@@ -142,6 +169,8 @@ class BoundedHttp(HttpToolsProtocol):
             raise self._because(ProtocolError("wait for an answer before you send the next request"))
         self._phase = "head"
         super().on_message_begin()
+        self.scope["state"][PEER_CERTIFICATE] = self.transport.get_extra_info("peercert")
+        self.scope["state"][ABORT] = self.transport.abort
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer."""
@@ -168,7 +197,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """The end of an answer; the rest of its request may not be here yet."""
-        self._since = self.loop.time()
+        self.since = self.loop.time()
         self._running = None
         super().on_response_complete()
         self._watch()
@@ -196,8 +225,9 @@ class BoundedHttp(HttpToolsProtocol):
                 self._start_clock(self.limits.head_timeout_s, self._too_slow)
         elif self.timeout_keep_alive_task is None:
             self._stop_clock()
+            left_s = self.since + self.timeout_keep_alive - self.loop.time()  # empty lines win no more
             self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
+                max(0.0, left_s), self.timeout_keep_alive_handler
             )
 
     def _too_slow(self) -> None:
@@ -246,6 +276,7 @@ class BoundedHttp(HttpToolsProtocol):
             "connection: close",
         ]
         self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no end of one direction; the answer says its length
+            self.transport.write_eof()
         self._unset_keepalive_if_required()
         self._start_clock(LINGER_S, self.transport.abort)

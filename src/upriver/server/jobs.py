@@ -17,11 +17,16 @@ class _Message(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=Tru
 
 
 class Setup(_Message):
-    """First of all."""
+    """First of all.
+
+    Attributes:
+        memory_bytes: What may be admitted at once: nothing that a program declares may take more.
+    """
 
     threads: int
     device: str
     caps: Caps
+    memory_bytes: int
 
 
 class MapSlot(_Message):
@@ -39,8 +44,12 @@ class Forget(_Message):
 
 
 class LoadProgram(_Message):
-    """Load the graph and the weights that come with this message; answered by `Loaded` or `Failed`."""
+    """Load the graph and the weights that come with this message; answered by `Loaded` or `Failed`.
 
+    It is ``key`` from then on: whoever has another key has another program, be it of the same digest.
+    """
+
+    key: str
     digest: str
     graph_nbytes: int
     weights_nbytes: int
@@ -50,12 +59,17 @@ class Run(_Message):
     """Take one micro-batch from ``start`` to ``stop``.
 
     Its input lies in ``slot``: the stored bytes of each sample at ``blobs`` (offset, size), or the payload of
-    a data frame with that ``header``. Answered by `NeedSlot` and then `Done`, by `Done` alone where there is
-    no payload, or by `Failed`.
+    a data frame with that ``header``. Answered by one `NeedSlot` for each frame that has a payload and then
+    `Done`, or by `Failed`.
+
+    Attributes:
+        program: Key of a program that was loaded.
+        rows: Rows of each data frame of the answer; ``micro_batch`` is a multiple of it.
     """
 
     program: str | None
     micro_batch: int
+    rows: int
     start: int
     stop: int
     ids: tuple[int, ...]
@@ -77,22 +91,46 @@ class Measure(_Message):
     stop: int | None
 
 
+class Weigh(_Message):
+    """Work out what stages [start, stop) take, from the graph that comes with this message alone.
+
+    Answered by `Weighed` or `Failed`.
+    """
+
+    key: str
+    graph_nbytes: int
+    start: int
+    stop: int
+
+
+NO_SLOT = 0
+"""In place of a slot's number: there is no memory for the answer now."""
+
+
 class UseSlot(_Message):
-    """Write the answer here."""
+    """Write the answer here; `NO_SLOT` refuses it."""
 
     slot: int
 
 
-FromFront = Setup | MapSlot | Forget | LoadProgram | Run | Measure | UseSlot
+FromFront = Setup | MapSlot | Forget | LoadProgram | Run | Measure | Weigh | UseSlot
 
 # ----------------------------------------------------------------------------------- from a worker
 
 
 class Hello(_Message):
-    """Ready for work; ``network`` is True where it could not be cut off."""
+    """Ready for work.
+
+    Attributes:
+        network: True where it could not be cut off.
+        sandbox: What it is shut in by.
+        resident_bytes: What the process takes before it has done anything but warm up.
+    """
 
     fingerprint: dict[str, str]
     network: bool
+    sandbox: str = "none"
+    resident_bytes: int = 0
 
 
 class Loaded(_Message):
@@ -106,9 +144,9 @@ class NeedSlot(_Message):
 
 
 class Done(_Message):
-    """The answer is a data frame: ``head``, then the payload in the slot."""
+    """The answer is data frames: a head each, and where there is a payload, that in the next slot."""
 
-    head: bytes
+    heads: tuple[bytes, ...]
     phases: dict[str, float]
     stages: dict[int, float]
 
@@ -122,10 +160,26 @@ class Measured(_Message):
     peak_bytes: tuple[float, ...]
 
 
+class Weighed(_Message):
+    """What a stretch takes, for one micro-batch.
+
+    Attributes:
+        peak_bytes: While it runs, with what it is given and what it gives.
+        out_bytes: What it gives.
+        constant_bytes: What loading the program makes, in each worker, beside its weights.
+        rows: Whether everything that crosses at its end has a row for each sample.
+    """
+
+    peak_bytes: int
+    out_bytes: int
+    constant_bytes: int
+    rows: bool
+
+
 class Failed(_Message):
     """An `upriver.protocol.error_body`."""
 
     body: dict[str, Any]
 
 
-FromWorker = Hello | Loaded | NeedSlot | Done | Measured | Failed
+FromWorker = Hello | Loaded | NeedSlot | Done | Measured | Weighed | Failed

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean, median
+from typing import Any
 
 from upriver.protocol import Load
 
@@ -27,7 +28,8 @@ MAX_WORKS = 256
 """Pairs of a program and a size whose best times are kept, the least recently used go first."""
 
 MAX_JOBS = 4096
-"""Finished jobs looked back on, at most."""
+"""Finished jobs looked back on, at most. Where there were more in the window, it is shorter: those before are
+not known any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,15 @@ class LoadMeter:
         factor = sum(spent.values()) / sum(best[position] for position in spent)
         self._factors[worker].append((self._now(), max(1.0, factor)))
 
-    def load(self, *, running: int) -> Load:
-        """What it comes to now; ``running`` requests are in progress."""
+    def load(self, *, running: int, **more: Any) -> Load:
+        """What it comes to now.
+
+        Args:
+            running: Requests in progress.
+            more: Further fields of the answer, which are not this one's to know.
+        """
         factors = [self._factor(worker) for worker in self._factors]
-        window_s = min(self._window_s, max(self._now() - self._since, 1e-9))
+        window_s = self._looked_back_s()
         return Load(
             window_s=window_s,
             utilisation=min(1.0, self._busy_s(window_s) / (window_s * self._num_workers)),
@@ -114,12 +121,20 @@ class LoadMeter:
             expected_wait_s=self._expected_wait_s(),
             k=mean(factors) if factors else 1.0,
             workers=tuple(factors),
+            **more,
         )
 
     def _factor(self, worker: int) -> float:
         """The median of what is recent: an odd slow micro-batch shows in none."""
         recent = [factor for at, factor in self._factors[worker] if at >= self._now() - self._window_s]
         return median(recent) if recent else 1.0
+
+    def _looked_back_s(self) -> float:
+        """The window, or as much of it as there was, and as is known."""
+        since = self._since
+        if len(self._jobs) == MAX_JOBS:  # they are kept in the order in which they ended
+            since = max(since, self._jobs[0].ended)
+        return min(self._window_s, max(self._now() - since, 1e-9))
 
     def _busy_s(self, window_s: float) -> float:
         now = self._now()

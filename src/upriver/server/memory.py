@@ -19,7 +19,12 @@ import numpy.typing as npt
 
 SMALLEST_SLOT = 64 * 1024
 FREE_SLOTS = 4
-"""Slots kept for the next micro-batch: one being filled, two waiting to be sent, one input."""
+"""Slots kept with their memory for the next micro-batch: one being filled, two waiting to be sent, one
+input."""
+
+KEPT_BYTES = 8 << 20
+"""A larger free slot gives its memory back: four of them in each worker could hold more than all requests. To
+take it again costs page faults, which are little beside computing as much."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -30,9 +35,10 @@ class Slot:
     _ids = itertools.count(1)
 
     def __init__(self, nbytes: int) -> None:
+        self.fd: int | None = None  # before anything can fail: it is closed at the end
         self.id = next(self._ids)
         self.nbytes = max(SMALLEST_SLOT, 1 << (nbytes - 1).bit_length()) if nbytes else SMALLEST_SLOT
-        self.fd: int | None = os.memfd_create("upriver-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = os.memfd_create("upriver-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -44,6 +50,10 @@ class Slot:
     def array(self, nbytes: int) -> Bytes:
         """The first ``nbytes`` bytes; the array and all views of it keep the mapping alive."""
         return np.frombuffer(self._map, dtype=np.uint8, count=nbytes)
+
+    def clear(self) -> None:
+        """Give its memory back to the system, on both sides; the mapping stays, and is all zeros."""
+        self._map.madvise(mmap.MADV_REMOVE)
 
     def close_fd(self) -> None:
         """The worker has mapped it: the descriptor is not needed any more."""
@@ -83,6 +93,8 @@ class SlotPool:
 
     def give_back(self, slot: Slot) -> None:
         """Nobody looks at it any more."""
+        if slot.nbytes > KEPT_BYTES or len(self._free) >= FREE_SLOTS:
+            slot.clear()
         self._free.append(slot)
 
     def lend(self, slot: Slot, nbytes: int) -> memoryview:

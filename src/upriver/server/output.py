@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
 from typing import IO
 
+from upriver.server import logs
 from upriver.text import said
+
+log = logging.getLogger(__name__)
 
 KEPT_LINES = 50
 """Of what a worker prints before it is ready: a traceback, and some warnings before it."""
@@ -57,7 +61,11 @@ class Output:
 
 
 def _print(line: bytes) -> None:
-    """To the front's own stderr, past Python's, which may be somebody's object."""
+    """To the front's own stderr, past Python's, which may be somebody's object; as JSON where all is."""
+    if logs.writes_json():
+        if line.strip():
+            log.warning("a worker printed: %s", line.decode(errors="replace").rstrip())
+        return
     try:
         os.write(STDERR, line)
     except OSError:  # nobody listens: no reason to stop reading, or the worker would block

@@ -6,16 +6,22 @@ import asyncio
 import logging
 import os
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from upriver.engine.clock import Clock
 from upriver.errors import ConfigError, Overloaded, UpriverError, WorkerCrashed
-from upriver.server.handle import Job, ProgramFiles, Result, WorkerHandle
-from upriver.server.jobs import Hello, Measured, Setup
+from upriver.server.handle import BROKE_OFF, Job, ProgramFiles, Result, WorkerHandle
+from upriver.server.jobs import Hello, Measured, Setup, Weighed
 from upriver.server.load import LoadMeter
+from upriver.server.memory import SealedFile
+from upriver.server.needs import Stretch
+from upriver.server.resident import proportional_bytes
+from upriver.server.sandbox import NOT_SHUT_IN, Enclosure
+from upriver.server.state import WorkerRow, short
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +40,16 @@ MAX_PAUSE_S = 30.0
 _T = TypeVar("_T")
 
 
+class Use(Protocol):
+    """What is in use as long as a worker has the job."""
+
+    def enter(self) -> None:
+        """A worker begins."""
+
+    def leave(self) -> None:
+        """It has ended, whatever came of it."""
+
+
 class WorkerPool:
     """Keeps ``count`` workers alive. All methods belong to the event loop's thread.
 
@@ -41,20 +57,29 @@ class WorkerPool:
         count: Workers.
         setup: What each is told first.
         job_timeout_s: After that long with one job, a worker is ended.
-        on_restart: Called for each worker that had to be replaced.
+        enclosure: What each is kept in.
+        on_restart: Told of each worker that had to be replaced why: ``crash``, ``memory`` or ``timeout``.
+        load: Where workers' time is written down; one of its own if None.
 
     Attributes:
         load: What the workers spend their time on.
     """
 
     def __init__(
-        self, *, count: int, setup: Setup, job_timeout_s: float, on_restart: Callable[[], None] = lambda: None
+        self,
+        *,
+        count: int,
+        setup: Setup,
+        job_timeout_s: float,
+        enclosure: Enclosure = NOT_SHUT_IN,
+        on_restart: Callable[[str], None] = lambda reason: None,
+        load: LoadMeter | None = None,
     ) -> None:
-        self._setup = setup
+        self._setup, self._enclosure = setup, enclosure
         self._job_timeout_s = job_timeout_s
         self._on_restart = on_restart
         self._count = count
-        self.load = LoadMeter(count)
+        self.load = load if load is not None else LoadMeter(count)
         self._idle: asyncio.Queue[WorkerHandle] = asyncio.Queue()
         self._alive: dict[WorkerHandle, int] = {}  # and the descriptor that tells of their end
         self._starting: set[asyncio.Task[None]] = set()
@@ -88,8 +113,11 @@ class WorkerPool:
         """Whether any worker is there to work."""
         return bool(self._alive) and self.hello is not None
 
-    async def run(self, job: Job, clock: Clock) -> Result:
-        """Do one micro-batch; what it waits for a worker counts as ``queue``.
+    async def run(self, job: Job, clock: Clock, use: Use | None = None) -> Result:
+        """Do one job; what it waits for a worker counts as ``queue``.
+
+        Args:
+            use: Entered while a worker has the job, which may be longer than anyone waits for it.
 
         Raises:
             WorkerCrashed: If it took `ATTEMPTS` workers with it.
@@ -99,13 +127,28 @@ class WorkerPool:
         def run(worker: WorkerHandle) -> tuple[int, Result]:
             return worker.pid, worker.run(job)
 
-        pid, result = await self._on_worker(run, clock)
+        pid, result = await self._on_worker(run, clock, use)
         if job.program is not None:
             self.load.saw(pid, (job.program.digest, job.run.micro_batch), result.timings.stages)
         return result
 
-    async def measure(self, program: ProgramFiles, *, stop: int | None) -> Measured:
+    async def weigh(self, graph: SealedFile, stretch: Stretch, use: Use | None = None) -> Weighed:
+        """What a stretch of a program takes, worked out from its graph.
+
+        Args:
+            use: As for `run`.
+
+        Raises:
+            WorkerCrashed: If it took `ATTEMPTS` workers with it.
+            UpriverError: If the graph is not sound, or has no such stages.
+        """
+        return await self._on_worker(lambda worker: worker.weigh(graph, stretch), Clock(), use)
+
+    async def measure(self, program: ProgramFiles, *, stop: int | None, use: Use | None = None) -> Measured:
         """Run a program's stages [0, stop) once on made-up inputs.
+
+        Args:
+            use: As for `run`.
 
         Raises:
             WorkerCrashed: If it took `ATTEMPTS` workers with it.
@@ -115,7 +158,7 @@ class WorkerPool:
         def measure(worker: WorkerHandle) -> tuple[int, Measured]:
             return worker.pid, worker.measure(program, stop=stop)
 
-        pid, measured = await self._on_worker(measure, Clock())
+        pid, measured = await self._on_worker(measure, Clock(), use)
         self.load.saw(pid, (program.digest, measured.micro_batch), dict(enumerate(measured.seconds, start=1)))
         return measured
 
@@ -127,10 +170,31 @@ class WorkerPool:
         """
         await self._on_worker(lambda worker: worker.load(program), Clock())
 
-    def forget(self, digest: str) -> None:
-        """A program is not kept any more."""
+    def rows(self) -> tuple[WorkerRow, ...]:
+        """Each worker at this moment, those that are being started last."""
+        now = time.monotonic()
+        there = [
+            WorkerRow(
+                pid=worker.pid,
+                state="busy" if worker.busy_since is not None else "idle",
+                program=short(worker.program),
+                seconds=now - worker.busy_since if worker.busy_since is not None else 0.0,
+                restarts=worker.restarts,
+            )
+            for worker in self._alive
+        ]
+        return (*there, *(WorkerRow(pid=0, state="starting") for _ in self._starting))
+
+    def used_bytes(self) -> int:
+        """What the workers' processes take now, each page once; takes some ms a worker, in any thread."""
+        return sum(proportional_bytes(worker.pid) for worker in tuple(self._alive))
+
+    def forget(self, key: str) -> None:
+        """A program is not kept any more: workers that are busy let go of it when they are through."""
         for worker in self._alive:
-            worker.forget(digest)
+            worker.forget(key)
+            if worker.busy_since is None:
+                _tidy(worker)
 
     async def close(self) -> None:
         """End all workers now."""
@@ -140,15 +204,24 @@ class WorkerPool:
         for worker in list(self._alive):
             self._lose(worker)
             worker.kill()
+        while not self._idle.empty():  # one that died while it was idle is still here
+            self._idle.get_nowait().kill()
         await asyncio.gather(*self._starting, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._enclosure.groups is not None:
+            self._enclosure.groups.close()
 
-    async def _on_worker(self, work: Callable[[WorkerHandle], _T], clock: Clock) -> _T:
+    async def _on_worker(
+        self, work: Callable[[WorkerHandle], _T], clock: Clock, use: Use | None = None
+    ) -> _T:
         for _ in range(ATTEMPTS):
             with clock.phase("queue"), self.load.waiting():
                 worker = await self._take()
             # Shielded: a thread cannot be stopped, and the worker is free only when it is done.
             task = asyncio.ensure_future(self._call(worker, work))
+            if use is not None:
+                use.enter()
+                task.add_done_callback(lambda _: use.leave())
             task.add_done_callback(_ignore_outcome)
             try:
                 return await asyncio.shield(task)
@@ -158,14 +231,16 @@ class WorkerPool:
 
     async def _call(self, worker: WorkerHandle, work: Callable[[WorkerHandle], _T]) -> _T:
         self.load.began(worker.pid)
+        worker.busy_since = time.monotonic()
         try:
             result = await asyncio.get_running_loop().run_in_executor(self._threads, work, worker)
         except UpriverError:
             self._put_back(worker)
             raise
         except OSError as error:
+            how = str(error) if isinstance(error, TimeoutError) else worker.ending()
             self._bury(worker, error)
-            raise _Died(str(error) or type(error).__name__) from None
+            raise _Died(how or type(error).__name__) from None
         except BaseException as error:  # nobody knows what state it is in
             self._bury(worker, error)
             raise
@@ -176,6 +251,8 @@ class WorkerPool:
         """It has done a job, so workers can work here."""
         self._deaths = 0
         self.load.ended(worker.pid)
+        worker.busy_since, worker.program = None, ""
+        _tidy(worker)
         self._idle.put_nowait(worker)
 
     async def _take(self) -> WorkerHandle:
@@ -193,10 +270,11 @@ class WorkerPool:
             worker.kill()  # it died while it was idle, and was replaced then
 
     def _bury(self, worker: WorkerHandle, error: BaseException) -> None:
-        self._lose(worker, f"failed ({str(error) or type(error).__name__})")
+        late = isinstance(error, TimeoutError)
+        self._lose(worker, f"failed ({str(error) or type(error).__name__})", late=late)
         worker.kill()
 
-    def _lose(self, worker: WorkerHandle, reason: str = "") -> None:
+    def _lose(self, worker: WorkerHandle, reason: str = "", *, late: bool = False) -> None:
         """Count on it no more, and start another in its place; once, whoever notices first.
 
         Its channel stays open: a thread may still be reading the end of it.
@@ -209,36 +287,38 @@ class WorkerPool:
         os.close(pidfd)
         ending = worker.ending()
         if not self._closed:
-            log.warning("worker %d is gone: it %s; starting another", worker.pid, reason or ending)
+            how = reason if reason and ending == BROKE_OFF else ending  # what it died of, where that is known
+            log.warning("worker %d is gone: it %s; starting another", worker.pid, how)
             self.why = f"the last worker {ending}; another is being started"
             self._deaths += 1
-            self._on_restart()
-            self._start_one()
+            self._on_restart("timeout" if late else "memory" if worker.out_of_memory else "crash")
+            self._start_one(restarts=worker.restarts + 1)
 
-    def _start_one(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._bring_up())
+    def _start_one(self, *, restarts: int = 0) -> None:
+        task = asyncio.get_running_loop().create_task(self._bring_up(restarts))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
-    async def _bring_up(self) -> None:
+    async def _bring_up(self, restarts: int) -> None:
         while not self._closed and self._failure is None:
             await asyncio.sleep(pause_s(self._deaths))
-            if await self._tried():
+            if await self._tried(restarts):
                 return
 
-    async def _tried(self) -> bool:
+    async def _tried(self, restarts: int) -> bool:
         """Start one worker; whether that worked."""
         try:
-            worker = WorkerHandle.start(threads=self._setup.threads)
-        except OSError as error:
+            worker = WorkerHandle.start(threads=self._setup.threads, enclosure=self._enclosure)
+        except (OSError, RuntimeError) as error:  # no process, or no thread to read what it prints
             self._not_started(str(error))
             return False
+        worker.restarts = restarts
         try:
             hello = await asyncio.to_thread(
                 worker.shake_hands, self._setup, job_timeout_s=self._job_timeout_s
             )
             self._welcome(worker, hello)
-        except (OSError, UpriverError) as error:
+        except (OSError, RuntimeError, UpriverError) as error:  # RuntimeError: no thread to wait in
             worker.kill()
             self._not_started(str(error) or type(error).__name__)
             return False
@@ -268,6 +348,8 @@ class WorkerPool:
         self._alive[worker] = self._watch(worker)
         if self.hello is None and hello.network:
             log.warning("workers cannot be cut off from the network here: neither root nor user namespaces")
+        if self.hello is None and self._enclosure.sandbox.warning:
+            log.warning("%s", self._enclosure.sandbox.warning)
         self.hello = hello
         self._settled.set()
         self.load.came(worker.pid)
@@ -301,6 +383,12 @@ def pause_s(deaths: int) -> float:
 
 class _Died(Exception):
     """A worker is gone; its job may be tried again."""
+
+
+def _tidy(worker: WorkerHandle) -> None:
+    """No thread is at it now, and what it lets go of was given back already."""
+    with suppress(OSError):  # it is gone, which is noticed elsewhere
+        worker.tidy()
 
 
 def _ignore_outcome(task: asyncio.Task[_T]) -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from statistics import median
+from typing import Any, TypeAlias
 
 import upriver
 from upriver.errors import Busy, ProtocolError, TooLarge
 from upriver.profile.measure import Seconds, through_first
 from upriver.protocol import ProfileRequest, StageCost, StageCosts, check_version, decode_json
 from upriver.server.config import ServerConfig
-from upriver.server.handle import ProgramFiles
 from upriver.server.jobs import Hello, Measured
-from upriver.server.pool import WorkerPool
-from upriver.server.programs import Programs
-from upriver.server.run import Runner
+from upriver.server.order import until
+from upriver.server.tenants import Tenant
+from upriver.server.unit import Unit
 
 BODY_BYTES = 16 << 10
 """Longest request: a few digests and numbers."""
@@ -27,35 +28,54 @@ BUDGET_S = 30.0
 RETRY_S = 5.0
 """When to ask again while another profile is being measured."""
 
+Runs: TypeAlias = list[list[Measured]]
+"""Of each program, its runs."""
+
 
 class Profiler:
     """Measures one profile at a time.
 
     Each run of each program is a job of its own, so other requests wait for one run at most, and what is said
     of a job's time holds for each.
+
+    Args:
+        unit: Where; a server's devices are of one kind.
     """
 
-    def __init__(self, config: ServerConfig, *, pool: WorkerPool, programs: Programs, runner: Runner) -> None:
-        self._config, self._pool, self._programs, self._runner = config, pool, programs, runner
+    def __init__(self, config: ServerConfig, unit: Unit) -> None:
+        self._config, self._device = config, unit.device
+        self._pool, self._runner = unit.pool, unit.runner
         self._at_it = False
 
-    async def measure(self, body: AsyncIterator[bytes], hello: Hello) -> StageCosts:
-        """Read a request and answer it.
+    async def measure(
+        self,
+        body: AsyncIterator[bytes],
+        hello: Hello,
+        tenant: Tenant,
+        *,
+        on_request: Callable[[ProfileRequest], None] = lambda request: None,
+        while_wanted: Callable[[Coroutine[Any, Any, Runs]], Awaitable[Runs]] = lambda work: work,
+    ) -> StageCosts:
+        """Read a request, wait until there is memory for it, and answer it.
+
+        Args:
+            on_request: Told what is asked for.
+            while_wanted: Goes on with it as long as somebody wants it.
 
         Raises:
             Busy: If another profile is being measured.
             Overloaded: If enough is running already.
+            DeadlineExceeded: If it took longer than a request may.
             UpriverError: If it cannot be done.
         """
-        async with AsyncExitStack() as stack:
-            self._enter(stack)
-            request = await read_request(body)
-            files = [
-                await stack.enter_async_context(self._programs.use(digest)) for digest in request.programs
-            ]
-            runs = await self._runs(files, request)
+        deadline = asyncio.get_running_loop().time() + self._config.deadline_s
+        async with AsyncExitStack() as stack, until(deadline):
+            request = await read_request(body)  # first: who is slow to ask takes no place from others
+            on_request(request)
+            self._enter(stack, tenant)
+            runs = await while_wanted(self._runs(request, tenant))
         return StageCosts(
-            device=self._config.device,
+            device=self._device,
             threads=self._config.threads_per_worker,
             version=upriver.__version__,
             fingerprint=hello.fingerprint,
@@ -64,25 +84,26 @@ class Profiler:
             stages=costs(runs),
         )
 
-    def _enter(self, stack: AsyncExitStack) -> None:
+    def _enter(self, stack: AsyncExitStack, tenant: Tenant) -> None:
         if self._at_it:
             raise Busy("another profile is being measured, and one is at a time", retry_after_s=RETRY_S)
-        self._runner.enter(stack)
+        self._runner.enter(stack, tenant)
         self._at_it = True
         stack.callback(self._leave)
 
     def _leave(self) -> None:
         self._at_it = False
 
-    async def _runs(self, files: Sequence[ProgramFiles], request: ProfileRequest) -> list[list[Measured]]:
+    async def _runs(self, request: ProfileRequest, tenant: Tenant) -> Runs:
         """Runs of each program; they take turns, so that a machine that slows down does so for all."""
-        runs: list[list[Measured]] = [[] for _ in files]
+        runs: Runs = [[] for _ in request.programs]
         end = time.monotonic() + BUDGET_S
         for turn in range(request.repeats):
             if turn and time.monotonic() > end:
                 break
-            for file, of_one in zip(files, runs, strict=True):
-                of_one.append(await self._pool.measure(file, stop=request.stop))
+            for digest, of_one in zip(request.programs, runs, strict=True):
+                async with self._runner.borrowed(tenant, digest, stop=request.stop) as (file, use):
+                    of_one.append(await self._pool.measure(file, stop=request.stop, use=use))
             if not turn:
                 check_alike([of_one[0] for of_one in runs])
         return runs

@@ -1,16 +1,17 @@
-"""Programs in the front: from a store or an upload into sealed memory, least recently used out first."""
+"""Programs in the front: found in a store or sent by a client, into sealed memory; the shelf keeps them."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from upriver.errors import (
     ObjectNotFound,
-    Overloaded,
     ProgramError,
     ProgramNotFound,
     ProtocolError,
@@ -18,23 +19,69 @@ from upriver.errors import (
 )
 from upriver.program import graph_path, weights_digest_of, weights_path
 from upriver.protocol import MAX_GRAPH_BYTES, PROGRAM_HEAD_NBYTES, Caps, split_program_head
+from upriver.server.budget import Hold
 from upriver.server.handle import ProgramFiles
+from upriver.server.jobs import Weighed
+from upriver.server.line import Program
 from upriver.server.memory import SealedFile
 from upriver.server.metrics import Metrics
+from upriver.server.needs import program_bytes
+from upriver.server.shelf import Shelf
+from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
 
 PIECE_BYTES = 16 << 20
 """One ranged GET of a weights file: long enough to reach a store's rate, short enough to repeat."""
 
+MAX_KNOWN, MAX_KNOWN_BYTES = 64, 32 << 20
+"""Graphs of programs that may not be loaded, kept for the next request: some hundred kB each, as a rule."""
+
+STEP_BYTES = 1 << 20
+"""Memory for an upload is taken in steps of so much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a program's files lie: in which store, under which prefix."""
+
+    store: Store
+    prefix: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """A program as far as its graph tells; its weights need not be here.
+
+    Attributes:
+        key: Names it here: a tenant's own, whoever else has one of the same digest.
+        nbytes: What it takes when it is loaded, in the front and in workers.
+        graph: ``graph.json``, sealed.
+        weights: Where its weights file lies.
+    """
+
+    key: str
+    digest: str
+    nbytes: int
+    graph: SealedFile
+    weights: Place
+
+    def need(self, weighed: Weighed, *, workers: int) -> Program:
+        """The same for the line, with what loading it makes in each worker."""
+        return Program(key=self.key, nbytes=self.nbytes + workers * weighed.constant_bytes)
+
 
 class Programs:
-    """Programs by digest, kept under a byte budget; whatever is in use stays.
+    """Finds programs by tenant and digest, and brings them onto the shelf.
+
+    A tenant's uploads go to a place of its own; what stands at the server's own prefix is for everyone who
+    may see the store, and knows the digest.
 
     Args:
-        stores: Searched in order; uploads go to the first.
+        stores: Searched in order; uploads go to the first that a tenant may see.
         prefix: The operator's, in every store.
-        budget_bytes: Kept between requests.
-        on_evict: Told each digest that is not kept any more.
+        shelf: Keeps what was loaded.
+        workers: That may load a program.
+        copies: Of its weights; see `upriver.server.needs.program_bytes`.
     """
 
     def __init__(
@@ -42,185 +89,271 @@ class Programs:
         stores: Mapping[str, Store],
         *,
         prefix: str,
-        budget_bytes: int,
+        shelf: Shelf,
         caps: Caps,
+        most_bytes: int,
+        workers: int,
         metrics: Metrics,
-        on_evict: Callable[[str], None],
+        copies: int = 1,
     ) -> None:
-        self._stores = stores
-        self._prefix = prefix
-        self._budget_bytes = budget_bytes
-        self._caps = caps
-        self._metrics = metrics
-        self._on_evict = on_evict
-        self._kept: OrderedDict[str, ProgramFiles] = OrderedDict()
-        self._users: Counter[str] = Counter()
-        self._loading: dict[str, asyncio.Task[ProgramFiles]] = {}
+        self._stores, self._prefix = stores, prefix
+        self._shelf, self._caps, self._most_bytes = shelf, caps, most_bytes
+        self._workers, self._copies, self._metrics = workers, copies, metrics
+        self._known: OrderedDict[str, Known] = OrderedDict()
+        # Programs of one network at several sizes have the same weights: one copy serves them all.
+        self._weights: WeakValueDictionary[tuple[str, str], SealedFile] = WeakValueDictionary()
 
-    async def exists(self, digest: str) -> bool:
+    async def exists(self, tenant: Tenant, digest: str) -> bool:
         """Whether a run request may name it. The graph is put last, so its weights are there too."""
-        path = graph_path(self._prefix, digest)
-        found = [await store.exists_async(path) for store in self._stores.values()]
+        found = [
+            await place.store.exists_async(graph_path(place.prefix, digest)) for place in self._places(tenant)
+        ]
         return any(found)
 
-    @asynccontextmanager
-    async def use(self, digest: str) -> AsyncIterator[ProgramFiles]:
-        """The program, which stays while the block runs.
+    async def know(self, tenant: Tenant, digest: str) -> Known:
+        """The program, as far as its graph tells.
 
         Raises:
             ProgramNotFound: If no store has it.
-            ProgramError: If it is damaged or too large.
-            Overloaded: If everything that is kept is in use, and there is no room beside it.
+            ProgramError: If it is damaged.
+            TooLarge: If it is larger than any may be.
         """
-        self._users[digest] += 1
+        key = key_of(tenant, digest)
+        if key not in self._known:
+            self._remember(await self._find(tenant, digest))
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    async def load(self, tenant: Tenant, known: Known) -> ProgramFiles:
+        """The whole program; the shelf must be holding on to it.
+
+        Raises:
+            ProgramError: If it is damaged.
+            StoreError: If it cannot be read.
+        """
+        self._metrics.program("kept" if self._shelf.files(known.key) is not None else "read", tenant.name)
+        return await self._shelf.load(known.key, lambda: self._read(tenant, known))
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let go of programs that nobody uses until so many bytes are free, if that can be."""
+        return self._shelf.make_room(nbytes)
+
+    # ------------------------------------------------------------------------------------- uploads
+
+    @contextmanager
+    def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[Hold]:
+        """Memory for an upload, as much as has come; given back at the end unless the program was `put`.
+
+        Raises:
+            TooLarge: If it is larger than any program may be.
+        """
+        self._check_size(tenant, body_nbytes)
+        hold = self._shelf.coming(owner=tenant.name)
         try:
-            yield await self._get(digest)
+            yield hold
         finally:
-            self._users[digest] -= 1
-            if not self._users[digest]:
-                del self._users[digest]
+            self._shelf.over(key_of(tenant, digest), hold)
 
-    async def put(self, program: ProgramFiles) -> None:
-        """Store a program that a worker has loaded: weights first, so that whoever finds a graph has both."""
-        try:
-            store = next(iter(self._stores.values()))
-            weights = weights_path(self._prefix, weights_digest_of(program.graph.view()))
-            await store.put_async(weights, program.weights.view())
-            await store.put_async(graph_path(self._prefix, program.digest), program.graph.view())
-            if program.digest not in self._kept:
-                self._keep(program)
-        except BaseException:
-            self._on_evict(program.digest)  # workers keep what the front keeps, no more
-            raise
+    async def receive(
+        self, tenant: Tenant, digest: str, chunks: AsyncIterator[bytes], hold: Hold, *, body_nbytes: int
+    ) -> ProgramFiles | None:
+        """Take an upload into memory; None if the program is kept here already.
 
-    async def _get(self, digest: str) -> ProgramFiles:
-        if digest in self._kept:
-            self._metrics.programs.labels("kept").inc()
-            self._kept.move_to_end(digest)
-            return self._kept[digest]
-        if digest not in self._loading:
-            self._metrics.programs.labels("read").inc()
-            task = asyncio.get_running_loop().create_task(self._read_any(digest))
-            self._loading[digest] = task
-            task.add_done_callback(lambda done: self._loaded(digest, done))
-        # Shielded: others may wait for the same program when this request is given up.
-        program = await asyncio.shield(self._loading[digest])
-        if digest not in self._kept:
-            self._keep(program)
-        return program
-
-    def _loaded(self, digest: str, task: asyncio.Task[ProgramFiles]) -> None:
-        self._loading.pop(digest, None)
-        if not task.cancelled():
-            task.exception()  # whoever waits gets it too; if nobody does, asyncio must not complain
-
-    def _keep(self, program: ProgramFiles) -> None:
-        if program.nbytes > self._budget_bytes:
-            raise ProgramError(
-                f"program {program.digest} takes {program.nbytes} bytes; "
-                f"this server keeps at most {self._budget_bytes}"
-            )
-        idle = [digest for digest in self._kept if not self._users[digest]]
-        while self._total() + program.nbytes > self._budget_bytes:
-            if not idle:
-                raise Overloaded("the programs in use leave no room for another one", retry_after_s=5)
-            digest = idle.pop(0)
-            del self._kept[digest]
-            self._on_evict(digest)
-        self._kept[program.digest] = program
-        self._metrics.program_bytes.set(self._total())
-
-    def _total(self) -> int:
-        return sum(program.nbytes for program in self._kept.values())
-
-    async def _read_any(self, digest: str) -> ProgramFiles:
-        for store in self._stores.values():
-            try:
-                graph = await store.get_async(graph_path(self._prefix, digest))
-            except ObjectNotFound:
-                continue
-            return await self._read(store, digest, graph)
-        raise ProgramNotFound(f"no program {digest} in {', '.join(self._stores)}; push or upload it first")
-
-    async def _read(self, store: Store, digest: str, graph: bytes) -> ProgramFiles:
-        builder = ProgramBuilder(digest)
-        builder.add_graph(graph)
-        await self._add_stored_weights(store, builder)
-        return builder.finish()
-
-    async def _add_stored_weights(self, store: Store, builder: ProgramBuilder) -> None:
-        info = await store.head_async(weights_path(self._prefix, builder.weights_digest))
-        self._check_size(builder.graph_nbytes + info.size)
-        for start in range(0, info.size, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, info.size)
-            piece = await store.get_range_async(info.path, start, stop, etag=info.etag or None)
-            await asyncio.to_thread(builder.add_weights, piece)
-
-    async def _add_weights_of_another(self, builder: ProgramBuilder) -> None:
-        """Those that came with another program: the same network captured at another size, as a rule."""
-        for store in self._stores.values():
-            try:
-                return await self._add_stored_weights(store, builder)
-            except ObjectNotFound:
-                continue
-        raise ProgramNotFound(
-            f"weights {builder.weights_digest} are not in {', '.join(self._stores)}; send them, too"
-        )
-
-    def _check_size(self, nbytes: int) -> None:
-        most = min(self._caps.program_bytes, self._budget_bytes)
-        if nbytes > most:
-            raise TooLarge(f"a program has at most {most} bytes here, this one {nbytes}")
-
-    async def receive(self, digest: str, chunks: AsyncIterator[bytes], *, body_nbytes: int) -> ProgramFiles:
-        """Take an upload into memory: nothing reaches a store before all of it is there and checked.
-
-        A graph without weights takes those that are stored already.
+        A graph without weights takes those that are stored already. Nothing reaches a store before all of it
+        is there and checked.
 
         Raises:
             ProgramNotFound: If none are.
             ProtocolError: If the body is not a program's.
             ProgramError: If it is another program's, or none.
             TooLarge: If it is larger than allowed.
+            DoesNotFit: If there never is memory for it.
+            Overloaded: If there is none now.
         """
-        self._check_size(body_nbytes)
-        builder = ProgramBuilder(digest)
-        head, graph, graph_nbytes, got = bytearray(), bytearray(), -1, 0
-        async for chunk in chunks:
-            got += len(chunk)
-            if got > body_nbytes:
-                break
-            rest = memoryview(chunk)
-            if len(head) < PROGRAM_HEAD_NBYTES:
-                take = PROGRAM_HEAD_NBYTES - len(head)
-                head += rest[:take]
-                rest = rest[take:]
-                if len(head) < PROGRAM_HEAD_NBYTES:
-                    continue
-                graph_nbytes, _ = split_program_head(bytes(head), body_nbytes)
-            if len(graph) < graph_nbytes:
-                take = graph_nbytes - len(graph)
-                graph += rest[:take]
-                rest = rest[take:]
-                if len(graph) == graph_nbytes:
-                    builder.add_graph(bytes(graph))
-            if len(rest):
-                builder.add_weights(rest)
-        if got != body_nbytes or graph_nbytes < 0:
-            raise ProtocolError(f"the body has {got} bytes, {body_nbytes} were announced")
-        if not builder.weights_nbytes:
-            await self._add_weights_of_another(builder)
+        if self._shelf.files(key_of(tenant, digest)) is not None:  # its digest says that it is the same
+            async for _ in chunks:
+                pass
+            return None
+
+        def room(nbytes: int, graph_nbytes: int) -> None:
+            taken = self._takes(nbytes, min(nbytes, graph_nbytes), workers=1)
+            self._shelf.grow(hold, -(-taken // STEP_BYTES) * STEP_BYTES)
+
+        builder = ProgramBuilder(key_of(tenant, digest), digest)
+        await _fill(builder, chunks, body_nbytes, room)
+        if builder.weights_nbytes:
+            return builder.finish()
+        shared = self._weights.get((tenant.name, builder.weights_digest))
+        if shared is not None:
+            return builder.finish_with(shared)
+        await self._add_weights_of_another(tenant, builder, hold)
         return builder.finish()
+
+    def weighed(self, program: ProgramFiles, weighed: Weighed, hold: Hold) -> None:
+        """Loading an upload takes so much: hold it before a worker does.
+
+        Raises:
+            DoesNotFit: If there never is room for it.
+            Overloaded: If there is none now.
+        """
+        nbytes = self._takes(program.nbytes, program.graph.nbytes)
+        self._shelf.grow(hold, nbytes + self._workers * weighed.constant_bytes)
+
+    async def put(self, tenant: Tenant, program: ProgramFiles, hold: Hold) -> None:
+        """Store a program that a worker has loaded: weights first, so that whoever finds a graph has both."""
+        place = self._own(tenant)
+        weights = weights_path(place.prefix, weights_digest_of(program.graph.view()))
+        await place.store.put_async(weights, program.weights.view())
+        await place.store.put_async(graph_path(place.prefix, program.digest), program.graph.view())
+        self._shelf.put(program, hold)
+        self._weights[tenant.name, weights_digest_of(program.graph.view())] = program.weights
+        self._metrics.program("stored", tenant.name)
+
+    # ------------------------------------------------------------------------------------- finding
+
+    def _places(self, tenant: Tenant) -> list[Place]:
+        seen = [store for name, store in self._stores.items() if tenant.may_read(name)]
+        common = [Place(store=store, prefix=self._prefix) for store in seen]
+        if tenant.name == ANYONE.name:
+            return common
+        return [*(Place(store=store, prefix=own_prefix(self._prefix, tenant)) for store in seen), *common]
+
+    def _own(self, tenant: Tenant) -> Place:
+        places = self._places(tenant)
+        if not places:
+            raise ProgramNotFound(f"{tenant.name} may use no store here, so programs have no place")
+        return places[0]
+
+    def _remember(self, known: Known) -> None:
+        self._known[known.key] = known
+        self._known.move_to_end(known.key)
+        nbytes = sum(each.graph.nbytes for each in self._known.values())
+        while len(self._known) > 1 and (len(self._known) > MAX_KNOWN or nbytes > MAX_KNOWN_BYTES):
+            nbytes -= self._known.popitem(last=False)[1].graph.nbytes
+
+    def _takes(self, nbytes: int, graph_nbytes: int, *, workers: int | None = None) -> int:
+        """What a program takes in so many workers, or all of them."""
+        count = self._workers if workers is None else workers
+        return program_bytes(
+            nbytes, graph_nbytes=graph_nbytes, workers=count, copies=min(count, self._copies)
+        )
+
+    async def _find(self, tenant: Tenant, digest: str) -> Known:
+        for place in self._places(tenant):
+            try:
+                graph = await place.store.get_async(graph_path(place.prefix, digest))
+            except ObjectNotFound:
+                continue
+            return await self._known_from(tenant, digest, place, graph)
+        raise ProgramNotFound(f"no program {digest} here; push or upload it first")
+
+    async def _known_from(self, tenant: Tenant, digest: str, place: Place, graph: bytes) -> Known:
+        builder = ProgramBuilder(key_of(tenant, digest), digest)
+        builder.add_graph(graph)
+        info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
+        self._check_size(tenant, len(graph) + info.size)
+        nbytes = self._takes(len(graph) + info.size, len(graph))
+        file = SealedFile()
+        file.append(graph)
+        file.seal()
+        return Known(key=builder.key, digest=digest, nbytes=nbytes, graph=file, weights=place)
+
+    async def _read(self, tenant: Tenant, known: Known) -> ProgramFiles:
+        builder = ProgramBuilder(known.key, known.digest)
+        builder.add_graph(bytes(known.graph.view()))
+        shared = self._weights.get((tenant.name, builder.weights_digest))
+        if shared is not None:
+            return builder.finish_with(shared)
+        await self._add_stored_weights(known.weights, builder)
+        files = builder.finish()
+        self._weights[tenant.name, builder.weights_digest] = files.weights
+        return files
+
+    async def _add_stored_weights(self, place: Place, builder: ProgramBuilder) -> None:
+        info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
+        for start in range(0, info.size, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, info.size)
+            piece = await place.store.get_range_async(info.path, start, stop, etag=info.etag or None)
+            await asyncio.to_thread(builder.add_weights, piece)
+
+    async def _add_weights_of_another(self, tenant: Tenant, builder: ProgramBuilder, hold: Hold) -> None:
+        """Those that came with another program: the same network captured at another size, as a rule."""
+        for place in self._places(tenant):
+            try:
+                info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
+            except ObjectNotFound:
+                continue
+            nbytes = builder.graph_nbytes + info.size
+            self._check_size(tenant, nbytes)
+            self._shelf.grow(hold, self._takes(nbytes, builder.graph_nbytes, workers=1))
+            return await self._add_stored_weights(place, builder)
+        raise ProgramNotFound(f"weights {builder.weights_digest} are not here; send them, too")
+
+    def _check_size(self, tenant: Tenant, nbytes: int) -> None:
+        quotas = [tenant.program_bytes] if tenant.program_bytes is not None else []
+        most = min([self._caps.program_bytes, self._most_bytes, *quotas])
+        if nbytes > most:
+            raise TooLarge(f"a program has at most {most} bytes here, this one {nbytes}")
+
+
+def key_of(tenant: Tenant, digest: str) -> str:
+    """What a tenant's program is called here, in the front and in workers."""
+    return f"{tenant.name}/{digest}"
+
+
+def own_prefix(prefix: str, tenant: Tenant) -> str:
+    """Where a tenant's uploads go."""
+    return f"{prefix}/tenants/{tenant.name}"
+
+
+async def _fill(
+    builder: ProgramBuilder,
+    chunks: AsyncIterator[bytes],
+    body_nbytes: int,
+    room: Callable[[int, int], None],
+) -> None:
+    """Feed a body to a builder: the length of the graph, the graph, the weights.
+
+    Args:
+        body_nbytes: How long it is to be.
+        room: Told how much has come, and how much of it is the graph's at most; raises if there is no room.
+    """
+    head, graph, graph_nbytes, got = bytearray(), bytearray(), -1, 0
+    async for chunk in chunks:
+        got += len(chunk)
+        if got > body_nbytes:
+            break
+        room(got, max(0, graph_nbytes))
+        rest = memoryview(chunk)
+        if len(head) < PROGRAM_HEAD_NBYTES:
+            take = PROGRAM_HEAD_NBYTES - len(head)
+            head += rest[:take]
+            rest = rest[take:]
+            if len(head) < PROGRAM_HEAD_NBYTES:
+                continue
+            graph_nbytes, _ = split_program_head(bytes(head), body_nbytes)
+        if len(graph) < graph_nbytes:
+            take = graph_nbytes - len(graph)
+            graph += rest[:take]
+            rest = rest[take:]
+            if len(graph) == graph_nbytes:
+                builder.add_graph(bytes(graph))
+        if len(rest):
+            builder.add_weights(rest)
+    if got != body_nbytes or graph_nbytes < 0:
+        raise ProtocolError(f"the body has {got} bytes, {body_nbytes} were announced")
 
 
 class ProgramBuilder:
     """Puts a program together and hashes it on the way.
 
     Args:
+        key: What it is to be called here.
         digest: What the graph's must be.
     """
 
-    def __init__(self, digest: str) -> None:
+    def __init__(self, key: str, digest: str) -> None:
+        self.key = key
         self._digest = digest
         self._graph = SealedFile()
         self._weights = SealedFile()
@@ -258,6 +391,10 @@ class ProgramBuilder:
         got = self._hash.hexdigest()
         if got != self.weights_digest:
             raise ProgramError(f"the weights have digest {got}, the graph names {self.weights_digest}")
-        self._graph.seal()
         self._weights.seal()
-        return ProgramFiles(digest=self._digest, graph=self._graph, weights=self._weights)
+        return self.finish_with(self._weights)
+
+    def finish_with(self, weights: SealedFile) -> ProgramFiles:
+        """The program with a weights file of the digest that the graph names."""
+        self._graph.seal()
+        return ProgramFiles(key=self.key, digest=self._digest, graph=self._graph, weights=weights)

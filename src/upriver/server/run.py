@@ -1,95 +1,68 @@
-"""``POST /v1/run``: read, compute and send one micro-batch after the other, each as soon as it is ready."""
+"""``POST /v1/run``: a request is admitted when there is memory for it, and answered a micro-batch at a time.
+
+The next micro-batch is read while one is computed, and computed when the last of that one goes out: a reader
+that stalls holds one answer, and no more is computed for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 
 import msgspec
 
 from upriver.engine.clock import Clock
 from upriver.engine.read import read_samples_async
-from upriver.errors import ObjectNotFound, Overloaded, ProtocolError, TooLarge, UpriverError
-from upriver.pipeline import Dataset
-from upriver.protocol import (
-    PREFIX_NBYTES,
-    Caps,
-    DatasetRef,
-    End,
-    FrameDecoder,
-    RunRequest,
-    data_head,
-    encode,
-    lay_out,
-)
+from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError
+from upriver.protocol import PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
+from upriver.server import tracing
+from upriver.server.body import read_body
+from upriver.server.budget import Budget
 from upriver.server.config import ServerConfig
+from upriver.server.costs import Costs
+from upriver.server.datasets import Datasets
 from upriver.server.handle import Job, ProgramFiles, Result
-from upriver.server.jobs import Run
+from upriver.server.holding import Bodies, Coming, Room, Use
+from upriver.server.jobs import Run, Weighed
+from upriver.server.line import Admitted, Full, Line, Wanted
+from upriver.server.memory import SealedFile
 from upriver.server.metrics import Metrics
+from upriver.server.needs import (
+    END,
+    GRAPH_FACTOR,
+    TAIL_BYTES,
+    WEIGHED_BYTES,
+    Stretch,
+    Weights,
+    request_bytes,
+    works_ahead,
+)
+from upriver.server.order import Asked, Order, Work, groups_of, until
 from upriver.server.pool import WorkerPool
-from upriver.server.programs import Programs
-from upriver.store import Store
-from upriver.types import MicroBatch, Timings
+from upriver.server.programs import Known, Programs
+from upriver.server.status import Wording
+from upriver.server.tenants import Tenant
+from upriver.server.turns import Turns
+from upriver.types import Timings
 
 log = logging.getLogger(__name__)
 
-AHEAD = 1
-"""Micro-batches of a request under way beyond one for each worker: the next read overlaps this compute."""
-
-
-class Datasets:
-    """Indexes that were opened, least recently used out first.
-
-    Args:
-        stores: By the names that clients use.
-        prefix: The operator's, in every store.
-        most: Kept between requests.
-    """
-
-    def __init__(self, stores: Mapping[str, Store], *, prefix: str, most: int) -> None:
-        self._stores = stores
-        self._prefix = prefix
-        self._most = most
-        self._open: OrderedDict[DatasetRef, Dataset] = OrderedDict()
-
-    async def get(self, ref: DatasetRef) -> Dataset:
-        """The dataset.
-
-        Raises:
-            ObjectNotFound: If there is no store of that name, or no such dataset in it.
-            DatasetError: If it is damaged.
-        """
-        if ref not in self._open:
-            if ref.store not in self._stores:
-                raise ObjectNotFound(f"no store {ref.store!r} here; there are {', '.join(self._stores)}")
-            store = self._stores[ref.store]
-            self._open[ref] = await asyncio.to_thread(Dataset.open, store, ref.digest, prefix=self._prefix)
-            if len(self._open) > self._most:
-                self._open.popitem(last=False)
-        self._open.move_to_end(ref)
-        return self._open[ref]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """A run request with everything it names at hand.
-
-    Attributes:
-        batches: The tensors sent along, one for each micro-batch; empty with a dataset.
-    """
-
-    request: RunRequest
-    dataset: Dataset | None
-    program: ProgramFiles | None
-    batches: Sequence[MicroBatch]
+COMING_TOO = 2
+"""Times its quota of requests, that a tenant may have with those that are still being read: who sends slowly
+takes places from others as well. Not once: one may come just before the last one has let go of its own."""
 
 
 class Runner:
-    """Runs orders; as many at once as the operator allows."""
+    """Runs requests: looks up what they name, has them wait in line, and answers them in turns.
+
+    Args:
+        line: Who waits for memory.
+        turns: Who computes next.
+    """
 
     def __init__(
         self,
@@ -98,144 +71,338 @@ class Runner:
         pool: WorkerPool,
         programs: Programs,
         datasets: Datasets,
+        budget: Budget,
+        line: Line,
+        turns: Turns,
         metrics: Metrics,
+        wording: Wording,
     ) -> None:
         self._config = config
-        self._pool = pool
-        self._programs = programs
-        self._datasets = datasets
-        self._metrics = metrics
+        self._pool, self._programs, self._datasets = pool, programs, datasets
+        self._budget, self._line, self._turns = budget, line, turns
+        self._metrics, self._wording = metrics, wording
+        self._bodies = Bodies(budget, self._make_room)
+        self._weights = Weights(self)
+        self._costs = Costs()
         self._running = 0
-        self._waiting_bytes = 0
+        self._of: Counter[str] = Counter()  # the same by tenant
 
     @property
     def running(self) -> int:
-        """Requests in progress."""
+        """Requests in progress, those that wait in line among them."""
         return self._running
 
-    def enter(self, stack: AsyncExitStack) -> None:
+    def running_of(self, tenant: str) -> int:
+        """The same of one tenant."""
+        return self._of[tenant]
+
+    def enter(self, stack: AsyncExitStack, tenant: Tenant) -> None:
         """Count one more request until ``stack`` lets go of it.
 
         Raises:
-            Overloaded: If enough is running already.
+            QuotaExceeded: If there are so many of its tenant that some can only be on their way in.
+            Overloaded: If there are as many as may be.
         """
+        quota, here = tenant.max_requests, self._of[tenant.name]
+        if quota is not None and here >= COMING_TOO * quota:
+            raise QuotaExceeded(
+                f"{here} requests of {tenant.name} are here or on their way, and at most {quota} may be here",
+                retry_after_s=self._line.retry_after_s(),
+            )
         if self._running >= self._config.max_requests:
-            raise Overloaded(f"{self._running} requests are running, and no more may")
+            raise Overloaded(
+                f"{self._running} requests are here, and no more may be",
+                retry_after_s=self._line.retry_after_s(),
+            ) from Full()
         self._running += 1
+        self._of[tenant.name] += 1
         self._metrics.running.inc()
-        stack.callback(self._leave)
+        stack.callback(self._leave, tenant)
 
-    async def admit(self, body: AsyncIterator[bytes], stack: AsyncExitStack) -> Order:
-        """Read a request and get hold of what it names; ``stack`` lets go of it.
+    # ------------------------------------------------------------------------------------ coming in
+
+    async def read(
+        self,
+        body: AsyncIterator[bytes],
+        stack: AsyncExitStack,
+        tenant: Tenant,
+        *,
+        on_request: Callable[[RunRequest], None] = lambda request: None,
+    ) -> Asked:
+        """Read a request and look up what it names; ``stack`` lets go of its body.
+
+        Args:
+            on_request: Told what is asked for, before any of it is looked at.
 
         Raises:
-            Overloaded: If enough is running already.
-            UpriverError: If it cannot be done; nothing has been computed yet then.
+            Overloaded: If there is no room for it.
+            DeadlineExceeded: If its time was over first.
+            UpriverError: If it cannot be done.
         """
-        self.enter(stack)
-        request, batches = await read_body(body, self._config.caps)
-        dataset = await self._datasets.get(request.dataset) if request.dataset is not None else None
-        if dataset is not None:
-            _check_against(request, dataset)
-        program = None
-        if request.program is not None and request.stop > 0:
-            program = await stack.enter_async_context(self._programs.use(request.program))
-        return Order(request=request, dataset=dataset, program=program, batches=batches)
+        began = asyncio.get_running_loop().time()
+        self.enter(stack, tenant)
+        coming = Coming(self._bodies, tenant)
+        use = stack.enter_context(Use(coming.release))
+        async with until(began + self._config.deadline_s):
+            request, batches = await read_body(body, self._config.caps, room=coming.room)
+            if not batches:
+                coming.release()  # it is an object by now
+            on_request(request)
+            deadline_s = min(self._config.deadline_s, request.deadline_s or self._config.deadline_s)
+            return Asked(
+                request=request,
+                tenant=tenant,
+                dataset=await self._datasets.ask(request, tenant),
+                batches=batches,
+                known=await self._programs_of(request, tenant),
+                deadline=began + deadline_s,
+                body=use,
+                body_nbytes=coming.nbytes,
+            )
 
-    async def answer(self, order: Order) -> AsyncGenerator[bytes | memoryview]:
-        """The frames of the answer; an error ends it with an error frame."""
+    async def admit(self, asked: Asked, stack: AsyncExitStack) -> Order:
+        """Wait until there is memory for a request, and get hold of its program; ``stack`` lets go of both.
+
+        Raises:
+            Overloaded: If it waited too long, or too many wait.
+            DoesNotFit: If it takes more than there is.
+            DeadlineExceeded: If its time was over first.
+        """
+        async with until(asked.deadline):
+            weighed = await self._weigh(asked)
+            sizes = request_bytes(asked.request, dataset=asked.dataset, weighed=weighed)
+            programs = {
+                size: asked.known[size].need(found, workers=self._config.workers)
+                for size, found in weighed.items()
+            }
+            began = time.perf_counter()
+            wanted = Wanted(
+                tenant=asked.tenant, nbytes=sizes, programs=programs, body_nbytes=asked.body_nbytes
+            )
+            admitted = await self._line.wait(wanted)
+            waited_s = time.perf_counter() - began
+            use = self._used(admitted, asked.tenant, stack, body=asked.body)
+            tracing.admitted(waited_s)
+            known = asked.known.get(admitted.size)
+            program = None if known is None else await self._programs.load(asked.tenant, known)
+        self._metrics.admitted(asked.tenant.name)
+        stretch = weighed.get(admitted.size)
+        return Order(
+            asked=asked,
+            admitted=admitted,
+            program=program,
+            use=use,
+            groups=tuple(groups_of(asked.request, admitted.size // asked.request.micro_batch)),
+            ahead=stretch is not None and works_ahead(stretch),
+            waited_s=waited_s,
+        )
+
+    def _used(
+        self, admitted: Admitted, tenant: Tenant, stack: AsyncExitStack, *, body: Use | None = None
+    ) -> Use:
+        """Give everything back when neither the request nor a worker needs it any more."""
+        if body is not None:
+            body.enter()
+
+        def release() -> None:
+            if body is not None:
+                body.leave()
+            admitted.hold.release()
+            self._line.leave(admitted, tenant)
+            self._line.freed(admitted.nbytes)
+
+        return stack.enter_context(Use(release))
+
+    def _make_room(self, nbytes: int) -> None:
+        self._programs.make_room(nbytes)
+
+    async def _programs_of(self, request: RunRequest, tenant: Tenant) -> dict[int, Known]:
+        """Programs by the samples they take at once: that of the request, and larger ones to choose from."""
+        if request.program is None or request.stop <= 0:
+            return {}
+        named = {request.micro_batch: request.program}
+        if self._config.admission == "adaptive" and request.dataset is not None:  # tensors come as they are
+            named |= {larger.micro_batch: larger.program for larger in request.larger}
+        return {size: await self._programs.know(tenant, digest) for size, digest in named.items()}
+
+    async def _weigh(self, asked: Asked) -> dict[int, Weighed]:
+        """What model stages take, by the samples of a forward pass; larger ones where rows can be told."""
+        start, stop = max(0, asked.request.start), asked.request.stop
+        weighed: dict[int, Weighed] = {}
+        for size, known in asked.known.items():
+            stretch = Stretch(key=known.key, start=start, stop=stop)
+            found = await self._weights.of(known.graph, stretch, asked.tenant)
+            if size == asked.request.micro_batch or (found.rows and weighed[asked.request.micro_batch].rows):
+                weighed[size] = found
+        return weighed
+
+    async def weigh(self, graph: SealedFile, stretch: Stretch, tenant: Tenant) -> Weighed:
+        """Have a worker work out what a stretch of a program takes, in its tenant's turn.
+
+        Raises:
+            Overloaded: If there is no memory for so large a graph now.
+            UpriverError: If the graph is not sound, or has no such stages.
+        """
+        nbytes = GRAPH_FACTOR * max(0, graph.nbytes - WEIGHED_BYTES)
+        self._make_room(nbytes)
+        with Use(self._budget.hold(nbytes, owner=tenant.name).release) as use:
+            async with self.turn(tenant, "weigh"):
+                return await self._pool.weigh(graph, stretch, use)
+
+    @asynccontextmanager
+    async def borrowed(
+        self, tenant: Tenant, digest: str, *, stop: int | None
+    ) -> AsyncIterator[tuple[ProgramFiles, Use]]:
+        """A program with the memory to run it once on made-up inputs up to ``stop``, or its end; in its turn.
+
+        Raises:
+            Overloaded: If there is no memory for it now.
+            UpriverError: If there is no such program, or it is not sound.
+        """
+        known = await self._programs.know(tenant, digest)
+        stretch = Stretch(key=known.key, start=0, stop=END if stop is None else stop)
+        weighed = await self._weights.of(known.graph, stretch, tenant)
+        async with AsyncExitStack() as stack:
+            program = known.need(weighed, workers=self._config.workers)
+            admitted = await self._line.wait(
+                Wanted(tenant=tenant, nbytes={1: weighed.peak_bytes}, programs={1: program})
+            )
+            use = self._used(admitted, tenant, stack)
+            file = await self._programs.load(tenant, known)
+            async with self.turn(tenant, stretch):
+                yield file, use
+
+    @asynccontextmanager
+    async def turn(self, tenant: Tenant, work: Hashable) -> AsyncIterator[None]:
+        """A tenant's turn for work that is no part of a run request's answer.
+
+        Args:
+            work: What kind; what took long is expected to take long.
+        """
+        expected = self._costs.of(work)
+        async with self._turn(tenant, object(), expected):
+            began = time.perf_counter()
+            with self._charged(tenant, expected, Clock()):
+                yield
+            took = time.perf_counter() - began
+        self._costs.saw(work, took)
+
+    @contextmanager
+    def _charged(self, tenant: Tenant, expected: float, clock: Clock) -> Iterator[None]:
+        """A tenant pays for what a worker does for it in the block, loading programs and failing included.
+
+        Where it is given up a worker is still at it, and what was expected remains.
+
+        Args:
+            expected: Seconds that were charged already.
+            clock: Has the wait for a worker, which others are to blame for.
+        """
+        waited, began = clock.phases.get("queue", 0.0), time.perf_counter()
         try:
-            async with aclosing(self._in_order(order)) as results:
-                async for result, timings in results:
-                    self._metrics.micro_batch(timings)
-                    yield result.head
-                    yield result.payload
-                    del result  # the slot is free as soon as the socket has the last byte
-                    for buffer in encode(timings):
-                        yield buffer
+            yield
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._turns.spent(tenant.name, expected, _since(began, clock, waited))
+            raise
+        self._turns.spent(tenant.name, expected, _since(began, clock, waited))
+
+    @asynccontextmanager
+    async def _turn(self, tenant: Tenant, request: Hashable, seconds: float) -> AsyncIterator[None]:
+        """A turn, whose wait shows in the server's load."""
+        turn = self._turns.turn(tenant=tenant.name, weight=tenant.weight, request=request, seconds=seconds)
+        async with AsyncExitStack() as stack:
+            with self._pool.load.waiting():
+                await stack.enter_async_context(turn)
+            yield
+
+    # -------------------------------------------------------------------------------------- answers
+
+    async def answer(
+        self, order: Order, *, on_error: Callable[[UpriverError], None] = lambda error: None
+    ) -> AsyncGenerator[bytes | memoryview]:
+        """The frames of the answer; an error ends it with an error frame, and ``on_error`` is told."""
+        try:
+            async with aclosing(self._frames(order)) as frames:
+                async for buffer in frames:
+                    yield buffer
+                    del buffer  # the slot is free as soon as the socket has the last byte
             for buffer in encode(End()):
                 yield buffer
         except UpriverError as error:
-            for buffer in self._told(error):
+            for buffer in self._told(error, on_error):
                 yield buffer
         except Exception:
             log.exception("a run request failed")
-            for buffer in self._told(UpriverError("internal error; the server's log says more")):
+            unexpected = UpriverError("internal error; the server's log says more")
+            for buffer in self._told(unexpected, on_error):
                 yield buffer
 
-    def _told(self, error: UpriverError) -> list[bytes | memoryview]:
+    def _told(
+        self, error: UpriverError, on_error: Callable[[UpriverError], None]
+    ) -> list[bytes | memoryview]:
         self._metrics.errors.labels(error.code).inc()
-        return encode(error)
+        on_error(error)
+        return encode(self._wording.of(error))
 
-    async def _in_order(self, order: Order) -> AsyncGenerator[tuple[Result, Timings]]:
-        """Results in the order of the request, a few computed ahead while earlier ones are sent."""
-        todo = deque(range(len(order.request.micro_batches)))
-        line: deque[asyncio.Event] = deque(maxlen=self._config.workers)
-        pending: deque[asyncio.Task[tuple[Result, Timings]]] = deque()
-        nbytes = 0
+    async def _frames(self, order: Order) -> AsyncGenerator[bytes | memoryview]:
+        """Heads, payloads and timings in the order of the request."""
+        work = Work(order, self)
         try:
-            while todo or pending:
-                self._start_more(order, todo, pending, nbytes, line)
-                result, timings = await pending.popleft()
-                nbytes = len(result.payload)
-                self._waiting_bytes += nbytes
-                try:
-                    self._start_more(order, todo, pending, nbytes, line)
-                    yield result, timings
-                finally:
-                    self._waiting_bytes -= nbytes
-                    del result
+            for index in range(len(order.groups)):
+                result, timings = await work.result(index)
+                frames, stats = result.frames, encode(timings)
+                del result
+                while frames:
+                    head, payload = frames.pop(0)
+                    self._metrics.micro_batch(order.asked.tenant.name, timings)
+                    with tracing.sending(self._metrics, index):
+                        yield head
+                        if not frames:
+                            if len(payload) > TAIL_BYTES:
+                                yield payload[:-TAIL_BYTES]
+                                payload = memoryview(bytes(payload[-TAIL_BYTES:]))  # the slot is free now
+                            work.sent(index)
+                        yield payload
+                        del payload
+                    for buffer in stats:
+                        yield buffer
         finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await work.close()
 
-    def _start_more(
-        self,
-        order: Order,
-        todo: deque[int],
-        pending: deque[asyncio.Task[tuple[Result, Timings]]],
-        nbytes: int,
-        line: deque[asyncio.Event],
-    ) -> None:
-        """What is due now always starts; what is ahead does not while answers pile up for slow readers.
-
-        What is ahead is read, but stands in no line for a worker before what is due of other requests: each
-        waits until the one as many places before it as there are workers is computed, whichever was read
-        first.
-        """
-        while todo and len(pending) < self._config.workers + AHEAD:
-            ahead_bytes = (len(pending) + 1) * nbytes
-            if pending and self._waiting_bytes + ahead_bytes > self._config.buffer_budget_bytes:
-                return
-            before = line[0] if len(line) == line.maxlen else None
-            line.append(asyncio.Event())
-            pending.append(asyncio.ensure_future(self._one(order, todo.popleft(), before, line[-1])))
-
-    async def _one(
-        self, order: Order, index: int, before: asyncio.Event | None, computed: asyncio.Event
+    async def compute(
+        self, order: Order, index: int, job: Job, clock: Clock, begun: Callable[[], None]
     ) -> tuple[Result, Timings]:
-        clock = Clock()
-        job = await self._job(order, index, clock)
-        if before is not None:
-            with clock.phase("queue"):
-                await before.wait()
-        try:
-            result = await self._pool.run(job, clock)
-        finally:
-            computed.set()
+        """One forward pass, when it is this request's turn; ``begun`` is told when it is."""
+        asked, request = order.asked, order.asked.request
+        work = (job.run.program, request.start, request.stop, job.run.micro_batch)
+        expected, began = self._costs.of(work), time.perf_counter()
+        async with self._turn(asked.tenant, order, expected):
+            waited = time.perf_counter() - began
+            clock.add("queue", waited)
+            tracing.over("queue", waited, index)
+            begun()
+            with self._charged(asked.tenant, expected, clock):
+                result = await self._pool.run(job, clock, order.use)
+            tracing.computed(result.timings, index)
+        self._costs.saw(work, sum(result.timings.phases.values()))
+        self._metrics.batch(asked.tenant.name, len(job.run.ids))
         for phase, seconds in result.timings.phases.items():
             clock.add(phase, seconds)
         for position, seconds in result.timings.stages.items():
             clock.stage(position, seconds)
-        return result, clock.timings()
+        wait_s = self._turns.expected_wait_s(asked.tenant.name, asked.tenant.weight)
+        wait_s += order.admitted.waited_s / len(order.groups)  # the next request would wait as long
+        return result, _shared(clock.timings(), len(order.groups[index]), wait_s)
 
-    async def _job(self, order: Order, index: int, clock: Clock) -> Job:
-        request = order.request
-        ids = request.micro_batches[index]
+    async def job(self, order: Order, index: int, clock: Clock) -> Job:
+        """The work of one forward pass, with what it works on."""
+        asked, request = order.asked, order.asked.request
+        ids = tuple(sample for at in order.groups[index] for sample in request.micro_batches[at])
         run = Run(
-            program=order.program.digest if order.program is not None else None,
-            micro_batch=request.micro_batch,
+            program=order.program.key if order.program is not None else None,
+            micro_batch=order.admitted.size if order.program is not None else request.micro_batch,
+            rows=request.micro_batch,
             start=request.start,
             stop=request.stop,
             ids=ids,
@@ -244,70 +411,46 @@ class Runner:
             epoch=request.epoch,
             on_bad_sample=request.on_bad_sample,
         )
-        if order.dataset is None:
-            batch = order.batches[index]
+        room = Room(order.admitted.hold, asyncio.get_running_loop(), self._make_room)
+        if asked.dataset is None:
+            batch = asked.batches[order.groups[index].start]
             layout = lay_out(batch.tensors)
             header = data_head(batch, layout, "")[PREFIX_NBYTES:]
             run = msgspec.structs.replace(run, header=header, payload_nbytes=layout.nbytes)
-            return Job(run=run, program=order.program, parts=layout.parts)
-        with clock.phase("read"):
-            blobs = await read_samples_async(order.dataset, ids)
-        self._metrics.bytes_read.inc(sum(len(blob) for blob in blobs))
-        names = tuple(ref.object for ref in order.dataset.locate(ids))
-        chain = msgspec.json.encode(order.dataset.chain.to_json())
+            return Job(run=run, program=order.program, parts=layout.parts, room=room)
+        blobs = await self._read(asked, ids, clock)
+        names = tuple(ref.object for ref in asked.dataset.locate(ids))
+        chain = msgspec.json.encode(asked.dataset.chain.to_json())
         run = msgspec.structs.replace(run, object_names=names, chain=chain)
-        return Job(run=run, program=order.program, parts=blobs)
+        return Job(run=run, program=order.program, parts=blobs, room=room)
 
-    def _leave(self) -> None:
+    async def _read(self, asked: Asked, ids: Sequence[int], clock: Clock) -> list[memoryview]:
+        assert asked.dataset is not None
+        store, began = asked.dataset.store.name, time.perf_counter()
+        try:
+            with clock.phase("read"):
+                blobs = await read_samples_async(asked.dataset, ids)
+        except StoreError as error:
+            self._metrics.store_error(store, error.code)
+            raise
+        self._metrics.store_read(store, time.perf_counter() - began, sum(len(blob) for blob in blobs))
+        return blobs
+
+    def _leave(self, tenant: Tenant) -> None:
         self._running -= 1
+        self._of[tenant.name] -= 1
         self._metrics.running.dec()
 
 
-async def read_body(body: AsyncIterator[bytes], caps: Caps) -> tuple[RunRequest, list[MicroBatch]]:
-    """A request and the tensors sent along. All of it is read first: a client that sends does not read yet.
-
-    Raises:
-        ProtocolError: If it is malformed, ends early or goes on too long.
-        TooLarge: If it has more bytes than allowed.
-    """
-    decoder, got = FrameDecoder(caps), 0
-    request: RunRequest | None = None
-    batches: list[MicroBatch] = []
-    async for chunk in body:
-        got += len(chunk)
-        if got > caps.body_bytes:
-            raise TooLarge(f"a request has at most {caps.body_bytes} bytes; ask for less at once")
-        for message in decoder.feed(chunk):
-            if request is None and isinstance(message, RunRequest):
-                request = message
-            elif request is not None and isinstance(message, MicroBatch):
-                _check_sent(request, len(batches), message)
-                batches.append(message)
-            else:
-                raise ProtocolError(f"a request frame, then data frames, got {type(message).__name__}")
-    if request is None or not decoder.between_frames:
-        raise ProtocolError(f"the body ended after {got} bytes, in the middle of a frame")
-    expected = 0 if request.dataset is not None else len(request.micro_batches)
-    if len(batches) != expected:
-        raise ProtocolError(f"{expected} data frames were announced, got {len(batches)}")
-    return request, batches
+def _since(began: float, clock: Clock, waited: float) -> float:
+    """Seconds since then, without those by which the wait for a worker has grown."""
+    return time.perf_counter() - began - (clock.phases.get("queue", 0.0) - waited)
 
 
-def _check_sent(request: RunRequest, index: int, batch: MicroBatch) -> None:
-    if request.dataset is not None or index >= len(request.micro_batches):
-        raise ProtocolError("more data frames than announced")
-    wanted = (request.micro_batches[index], request.start)
-    if (batch.ids, batch.position) != wanted:
-        raise ProtocolError(
-            f"data frame {index} must hold samples {wanted[0]} at position {wanted[1]}, "
-            f"got {batch.ids} at {batch.position}"
-        )
-
-
-def _check_against(request: RunRequest, dataset: Dataset) -> None:
-    if request.start != dataset.chain.start:
-        raise ProtocolError(f"this dataset's chain starts at {dataset.chain.start}, got {request.start}")
-    for ids in request.micro_batches:
-        outside = [sample for sample in ids if sample >= len(dataset)]
-        if outside:
-            raise ProtocolError(f"sample ids lie in 0..{len(dataset) - 1}, got {outside[0]}")
+def _shared(timings: Timings, count: int, wait_s: float) -> Timings:
+    """Of each micro-batch of those that went together."""
+    return Timings(
+        phases={phase: seconds / count for phase, seconds in timings.phases.items()},
+        stages={position: seconds / count for position, seconds in timings.stages.items()},
+        expected_wait_s=wait_s,
+    )

@@ -1,27 +1,59 @@
-"""Running the application: uvicorn, a socket of our own, and a clean way out."""
+"""Running the application: uvicorn, a socket of our own, and a clean way out.
+
+A server that is told to stop takes no new work from that moment on, and says so to whoever asks, so that a
+load balancer or a client goes elsewhere. What it has begun it finishes, as long as the operator's grace
+lasts; then it goes, whatever still runs, and all that it started goes with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import FrameType
 
 import uvicorn
 
+from upriver import tracing
 from upriver.errors import ConfigError
-from upriver.server.app import create_app
+from upriver.server.app import Front, create_app
 from upriver.server.config import ServerConfig
-from upriver.server.http import HttpLimits, bounded_http
+from upriver.server.http import Held, HttpLimits, bounded_http
+from upriver.server.tls import bounded_https, server_context
+
+log = logging.getLogger(__name__)
 
 OnListening = Callable[[Mapping[str, object]], None]
+
+LAST_S = 4.0
+"""After the grace, cancelling what runs and ending workers takes a second. What is in the way of that (a
+store that does not answer, a disk that hangs) is left behind then: with 25 s of grace within the 30 s after
+which Kubernetes, and others, would kill the process anyway."""
+
+AT_ONCE_S = 1.0
+"""The same after a second signal."""
+
+WATCH_S = 0.25
+"""How often a thread looks whether that time has come."""
+
+EXIT_INTERRUPTED = 130
+"""What shells make of SIGINT."""
+
+SERVICE = "upriver-server"
+"""What a server is called in traces."""
 
 
 def serve(config: ServerConfig, *, on_listening: OnListening | None = None) -> None:
     """Serve until SIGTERM or SIGINT; what is running then may finish within ``config.grace_s``.
+
+    A second signal ends it at once. Should ending take much longer than it may, the process exits from here.
 
     Returns after SIGTERM and raises KeyboardInterrupt after SIGINT, unless the caller has its own handlers.
 
@@ -31,19 +63,35 @@ def serve(config: ServerConfig, *, on_listening: OnListening | None = None) -> N
             accepted before that, and told to wait.
 
     Raises:
-        ConfigError: If the address cannot be bound, a store's URI is not understood, or no worker can start.
+        ConfigError: If the address cannot be bound, a store's URI is not understood, a certificate cannot be
+            used, traces cannot be made, or no worker can start.
         StoreError: If a store is not there.
     """
-    server = Server(config, on_listening=on_listening)
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    if on_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises what it caught once more
-    try:
-        asyncio.run(server.serve(sockets=[server.socket]))
-    finally:
-        server.socket.close()
+    with ExitStack() as ending:
+        ending.enter_context(_traces(config.trace_endpoint))  # first: an opened store is traced, or is not
+        server = Server(config, on_listening=on_listening)
+        ending.callback(server.socket.close)
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if on_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, server.told_early)
+        # A collector that does not answer must not hold up the end either.
+        with server.ending_in_time() if on_main_thread else nullcontext(), ending.pop_all():
+            asyncio.run(server.serve(sockets=[server.socket]))
     if server.failure is not None:
         raise server.failure
+
+
+@contextmanager
+def _traces(endpoint: str | None) -> Iterator[None]:
+    """Spans go to the operator's collector while the block runs, if there is one."""
+    if endpoint is None:
+        yield
+        return
+    tracing.configure(SERVICE, endpoint)
+    try:
+        yield
+    finally:
+        tracing.configure(SERVICE, None)  # sends what is still here
 
 
 class Server(uvicorn.Server):
@@ -60,23 +108,28 @@ class Server(uvicorn.Server):
     failure: Exception | None = None
 
     def __init__(self, config: ServerConfig, *, on_listening: OnListening | None = None) -> None:
+        context = server_context(config)
         app = create_app(config)
         self.socket = bind(config.host, config.port)
+        self._scheme = "http" if context is None else "https"
+        self._grace_s = config.grace_s
+        self._front: Front = app.state.front
         self._on_listening = on_listening
-        self._first_worker = app.state.front.pool.first
+        self._stop_at: float | None = None  # when what is running has had its time
+        self._exit_at: float | None = None  # when this process goes, whatever is in the way
+        self._exit_code = 0
         self._announcing: asyncio.Task[None] | None = None
+        limits = HttpLimits(
+            head_timeout_s=config.head_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            max_connections=config.max_connections,
+            on_refused=lambda code: self._front.metrics.errors.labels(code).inc(),
+        )
         settings = uvicorn.Config(
             app,
             # Both are what was measured: with uvloop a buffer is still being sent when `send` returns.
             loop="asyncio",
-            http=bounded_http(
-                HttpLimits(
-                    head_timeout_s=config.head_timeout_s,
-                    stall_timeout_s=config.stall_timeout_s,
-                    max_connections=config.max_connections,
-                    on_refused=lambda code: app.state.front.metrics.errors.labels(code).inc(),
-                )
-            ),
+            http=bounded_http(limits) if context is None else bounded_https(limits, context),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -84,7 +137,7 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=math.ceil(config.idle_timeout_s),
-            timeout_graceful_shutdown=max(1, round(config.grace_s)),
+            timeout_graceful_shutdown=max(1, math.ceil(config.grace_s)),
         )
         super().__init__(settings)
 
@@ -92,23 +145,86 @@ class Server(uvicorn.Server):
     def url(self) -> str:
         """Where clients reach it."""
         host, port = self.socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say so when there is someone to work."""
         await super().startup(sockets=sockets)
+        audit = self._front.audit
+        if audit.path is not None and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, audit.reopen)
         if self.started:
             self._announcing = asyncio.create_task(self._announce())
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take nothing new; at a second signal, stop at once. Runs between any two instructions."""
+        again = self._exit_at is not None
+        self._front.draining = True
+        self._exit_at = time.monotonic() + (AT_ONCE_S if again else self._grace_s + LAST_S)
+        if sig == signal.SIGINT:
+            self._exit_code = EXIT_INTERRUPTED
+        super().handle_exit(sig, frame)
+        self.force_exit = self.force_exit or again
+
+    def told_early(self, sig: int, frame: FrameType | None) -> None:
+        """The same before uvicorn listens to signals. At its end it raises once more those that it caught."""
+        if not self.started:
+            self.handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop now. Told to, it waits for what is running, and listens that long: to say no."""
+        if not await super().on_tick(counter):
+            return False
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._grace_s
+            self._front.draining = True
+            self._front.metrics.draining.set(1)
+            self._close_idle()
+        return self.force_exit or not self._busy or time.monotonic() >= self._stop_at
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop."""
+        """Stop: what is still running may use up the rest of its time, and then workers end."""
         if self._announcing is not None:
             self._announcing.cancel()
+        if self._stop_at is not None:
+            self.config.timeout_graceful_shutdown = max(1, math.ceil(self._stop_at - time.monotonic()))
         await super().shutdown(sockets=sockets)
+        if self.force_exit:  # then nobody else does
+            await self._front.units.close()
+
+    @contextmanager
+    def ending_in_time(self) -> Iterator[None]:
+        """Exit the process from a thread if it is still in here when its time is over.
+
+        Workers notice, and end; nothing else outside of this process lives longer than it.
+        """
+        through = threading.Event()
+
+        def watch() -> None:
+            while not through.wait(WATCH_S):
+                if self._exit_at is not None and time.monotonic() >= self._exit_at:
+                    log.warning("something is in the way of ending in time; exiting all the same")
+                    os._exit(self._exit_code)
+
+        threading.Thread(target=watch, name="upriver-ending", daemon=True).start()
+        try:
+            yield
+        finally:
+            through.set()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether any request is being answered."""
+        return any(isinstance(held, Held) and held.busy for held in self.server_state.connections)
+
+    def _close_idle(self) -> None:
+        """Close connections without a request; the others close when theirs is answered."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     async def _announce(self) -> None:
         try:
-            await self._first_worker()
+            await self._front.units.first()
             if self._on_listening is not None:
                 self._on_listening({"listening": self.url, "pid": os.getpid()})
         except Exception as error:

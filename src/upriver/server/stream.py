@@ -10,11 +10,16 @@ from contextlib import AsyncExitStack
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from upriver.server.http import ABORT
+
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 1024
 """Bytes given to the socket at once. The HTTP layer joins each chunk with its length: what it copies should
 fit the second-level cache (measured in ``benchmarks/wire.py``)."""
+
+LAST_WORDS_S = 1.0
+"""After its deadline an answer may take so much longer to tell that it was that."""
 
 
 class FrameStream(Response):
@@ -24,7 +29,9 @@ class FrameStream(Response):
         buffers: What to send, in order; closed early if the client goes.
         stack: What the answer holds on to.
         stall_timeout_s: A client that takes nothing for so long is gone.
+        deadline: When the last byte must be out, by the loop's clock, but for `LAST_WORDS_S`.
         on_sent: Told the bytes of each chunk.
+        on_end: Told how it ended, once: ``ok``, ``disconnect``, ``stalled``, ``deadline`` or ``error``.
     """
 
     media_type = "application/vnd.upriver.frames"
@@ -35,15 +42,17 @@ class FrameStream(Response):
         *,
         stack: AsyncExitStack,
         stall_timeout_s: float,
+        deadline: float,
         on_sent: Callable[[int], None],
+        on_end: Callable[[str], None],
     ) -> None:
         self.status_code = 200
         self.body = b""
         self.background = None
         self._buffers = buffers
         self._stack = stack
-        self._stall_timeout_s = stall_timeout_s
-        self._on_sent = on_sent
+        self._stall_timeout_s, self._deadline = stall_timeout_s, deadline
+        self._on_sent, self._on_end = on_sent, on_end
         self.init_headers({"cache-control": "no-store"})
         del self.headers["content-length"]
 
@@ -51,21 +60,34 @@ class FrameStream(Response):
         """Send everything, or stop when the client does."""
         watcher = asyncio.create_task(_until_gone(receive))
         sender = asyncio.create_task(self._send_all(send))
+        left_s = max(0.0, self._deadline + LAST_WORDS_S - asyncio.get_running_loop().time())
+        late = False
         try:
-            await asyncio.wait({watcher, sender}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {watcher, sender}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            late = not done
         finally:
             for task in (watcher, sender):
                 task.cancel()
             await asyncio.gather(watcher, sender, return_exceptions=True)
             await self._stack.aclose()
-        if not sender.cancelled():
-            self._report(sender)
-
-    def _report(self, sender: asyncio.Task[None]) -> None:
-        try:
+            how = self._how_it_ended(sender, late=late)
+            self._on_end(how)
+        if how in ("deadline", "stalled"):
+            await _broken_off(scope)
+        if not sender.cancelled() and not isinstance(sender.exception(), TimeoutError):
             sender.result()
-        except TimeoutError:
+
+    def _how_it_ended(self, sender: asyncio.Task[None], *, late: bool) -> str:
+        """In a word."""
+        if sender.cancelled():
+            return "deadline" if late else "disconnect"
+        error = sender.exception()
+        if isinstance(error, TimeoutError):
             log.warning("dropped a client that took nothing for %g s", self._stall_timeout_s)
+            return "stalled"
+        return "ok" if error is None else "error"
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -82,6 +104,14 @@ class FrameStream(Response):
         async with asyncio.timeout(self._stall_timeout_s):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self._on_sent(len(chunk))
+
+
+async def _broken_off(scope: Scope) -> None:
+    """Have no connection wait for a reader who reads nothing, and hold what it has not taken."""
+    abort = scope.get("state", {}).get(ABORT)
+    if abort is not None:
+        abort()
+        await asyncio.sleep(0)  # the connection is lost by then, and nobody expects more of this answer
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
+import psutil
 import torch
 
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.engine.fingerprint import fingerprint
-from upriver.errors import ConfigError, ProtocolError, TooLarge, UpriverError
-from upriver.pipeline import InputChain
+from upriver.errors import ConfigError, Overloaded, ProtocolError, TooLarge, UpriverError
+from upriver.pipeline import InputChain, image
 from upriver.program import Program
+from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.protocol import DTYPES, build_batch, data_head, error_body, lay_out, parse_data_header
 from upriver.server.channel import Channel, ChannelClosed
 from upriver.server.jobs import (
+    NO_SLOT,
     Done,
     Failed,
     Forget,
@@ -33,15 +38,19 @@ from upriver.server.jobs import (
     Run,
     Setup,
     UseSlot,
+    Weigh,
+    Weighed,
 )
 from upriver.server.memory import Bytes, map_privately, map_shared
+from upriver.server.needs import WEIGHED_BYTES
+from upriver.server.scale import Scale
 from upriver.types import MicroBatch
 
 MAX_ENGINES = 32
 """Joined chains and programs kept; they hold no memory of their own."""
 
 
-def work(fd: int, *, network: bool) -> None:
+def work(fd: int, *, network: bool, sandbox: str = "none") -> None:
     """Serve the front on the inherited socket ``fd`` until it is gone."""
     channel: Channel[FromFront] = Channel(socket.socket(fileno=fd), FromFront)  # type: ignore[arg-type]
     try:
@@ -49,7 +58,7 @@ def work(fd: int, *, network: bool) -> None:
         if not isinstance(setup, Setup):
             raise SystemExit(f"expected Setup first, got {type(setup).__name__}")
         try:
-            hello = _prepare(setup, network=network)
+            hello = _prepare(setup, network=network, sandbox=sandbox)
         except Exception as error:  # told to the front, which says it in one line
             channel.send(Failed(body=error_body(ConfigError(_one_line(error)))))
             return
@@ -59,11 +68,55 @@ def work(fd: int, *, network: bool) -> None:
         return
 
 
-def _prepare(setup: Setup, *, network: bool) -> Hello:
+def _prepare(setup: Setup, *, network: bool, sandbox: str) -> Hello:
     torch.set_num_threads(setup.threads)
     torch.set_num_interop_threads(1)
-    torch.zeros(1, device=setup.device)  # that torch sees a device is not yet that it can be used
-    return Hello(fingerprint=fingerprint(setup.device), network=network)
+    image.limit_pixels(setup.caps.pixels)
+    _warm_up(setup.device)
+    return Hello(
+        fingerprint=fingerprint(setup.device),
+        network=network,
+        sandbox=sandbox,
+        resident_bytes=_resident_bytes(),
+    )
+
+
+def _resident_bytes() -> int:
+    """Memory of this process and no other."""
+    found = psutil.Process().memory_full_info()
+    return int(getattr(found, "uss", found.rss))  # not every kernel tells what is shared
+
+
+def _warm_up(device: str) -> None:
+    """That torch sees a device is not yet that it can be used; and whoever is ready is ready for work."""
+    image = torch.ones(1, 3, 32, 32, device=device)
+    convolved = torch.nn.functional.conv2d(image, torch.ones(8, 3, 3, 3, device=device))
+    torch.mm(convolved.reshape(8, -1), convolved.reshape(8, -1).T).sum().item()
+
+
+def graph_caps(memory_bytes: int) -> GraphCaps:
+    """What a program may declare: not more than the memory that there is for all requests."""
+    return replace(
+        DEFAULT_CAPS,
+        tensor_bytes=min(DEFAULT_CAPS.tensor_bytes, memory_bytes),
+        live_bytes=min(DEFAULT_CAPS.live_bytes, memory_bytes),
+    )
+
+
+def _as_ours(error: Exception) -> UpriverError:
+    """What the front is told: that memory ran out, which may be otherwise elsewhere, or what it is."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_out_of_memory(cause):
+            return Overloaded("a worker ran out of memory on this; ask again, or elsewhere")
+        cause = cause.__cause__
+    return error if isinstance(error, UpriverError) else UpriverError(_one_line(error))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):  # of mapping a file
+        return error.errno == errno.ENOMEM
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _one_line(error: Exception) -> str:
@@ -76,9 +129,11 @@ class Worker:
     def __init__(self, channel: Channel[FromFront], setup: Setup) -> None:
         self._channel = channel
         self._setup = setup
+        self._caps = graph_caps(setup.memory_bytes)
         self._slots: dict[int, Bytes] = {}
         self._programs: dict[str, Program] = {}
-        self._warm: set[str] = set()
+        self._weighing: OrderedDict[str, Scale] = OrderedDict()
+        self._warm: set[tuple[str, int]] = set()
         self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
 
     def serve(self) -> None:
@@ -94,9 +149,9 @@ class Worker:
             except ChannelClosed:
                 raise
             except UpriverError as error:
-                self._channel.send(Failed(body=error_body(error)))
+                self._channel.send(Failed(body=error_body(_as_ours(error))))
             except Exception as error:  # from libraries, on inputs nobody has seen: the worker lives on
-                self._channel.send(Failed(body=error_body(UpriverError(_one_line(error)))))
+                self._channel.send(Failed(body=error_body(_as_ours(error))))
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -112,6 +167,8 @@ class Worker:
                 self._run(message)
             case Measure():
                 self._channel.send(self._measure(message))
+            case Weigh():
+                self._channel.send(self._weigh(message, fds))
             case Setup() | UseSlot():
                 raise SystemExit(f"unexpected {type(message).__name__}")
 
@@ -132,18 +189,31 @@ class Worker:
     def _forget(self, message: Forget) -> None:
         for slot in message.slots:
             self._slots.pop(slot, None)
-        for digest in message.programs:
-            self._programs.pop(digest, None)
-            self._warm.discard(digest)
-        for key in [key for key in self._engines if key[0] in message.programs]:
-            del self._engines[key]
+        for key in message.programs:
+            self._programs.pop(key, None)
+            self._weighing.pop(key, None)
+            self._warm -= {warm for warm in self._warm if warm[0] == key}
+        for joined in [joined for joined in self._engines if joined[0] in message.programs]:
+            del self._engines[joined]
 
     def _load(self, message: LoadProgram, fds: Sequence[int]) -> None:
         graph = map_privately(fds[0], message.graph_nbytes)
         weights = map_privately(fds[1], message.weights_nbytes)
-        self._programs[message.digest] = Program.from_bytes(
-            graph, weights, device=self._setup.device, digest=message.digest
+        self._programs[message.key] = Program.from_bytes(
+            graph, weights, device=self._setup.device, digest=message.digest, caps=self._caps
         )
+
+    def _weigh(self, message: Weigh, fds: Sequence[int]) -> Weighed:
+        """What a stretch takes; tensors that run without data do, so the weights need not be there."""
+        scale = self._weighing.pop(message.key, None)
+        if scale is None:
+            graph = map_privately(fds[0], message.graph_nbytes)
+            scale = Scale(graph, torch.device(self._setup.device), self._caps)
+        found = scale.weigh(message.start, message.stop)
+        self._weighing[message.key] = scale
+        while sum(each.nbytes for each in self._weighing.values()) > WEIGHED_BYTES:
+            self._weighing.popitem(last=False)
+        return found
 
     @torch.no_grad()
     def _run(self, run: Run) -> None:
@@ -153,9 +223,9 @@ class Worker:
         if run.stop > batch.position:
             batch = engine.advance(batch, run.stop, clock)
         with clock.phase("encode"):
-            head = self._write(batch)
+            heads = tuple(self._write(part) for part in _parts(batch, run))
         timings = clock.timings()
-        self._channel.send(Done(head=head, phases=dict(timings.phases), stages=dict(timings.stages)))
+        self._channel.send(Done(heads=heads, phases=dict(timings.phases), stages=dict(timings.stages)))
 
     def _measure(self, measure: Measure) -> Measured:
         program = self._programs[measure.program]
@@ -163,9 +233,10 @@ class Worker:
         if stop > program.num_stages:
             raise ProtocolError(f"stop must lie in 0..{program.num_stages}, got {stop}")
         inputs = self._made_up(program)
-        if measure.program not in self._warm:  # lazy set-up and cold caches are not the stages' cost
-            program.run(inputs, 0, program.num_stages)
-            self._warm.add(measure.program)
+        warm = (measure.program, stop)
+        if warm not in self._warm:  # lazy set-up and cold caches are not the stages' cost
+            program.run(inputs, 0, stop)  # and no further: memory is held for that
+            self._warm.add(warm)
         clock = Clock()
         program.run(inputs, 0, stop, on_stage=clock.stage)
         stages = program.stages[:stop]
@@ -228,15 +299,32 @@ class Worker:
                 f"an answer has at most {self._setup.caps.payload_bytes} bytes, this one {layout.nbytes}: "
                 "ask for a smaller micro-batch or another cut"
             )
+        self._channel.send(NeedSlot(nbytes=layout.nbytes))
         if not layout.nbytes:
             return data_head(batch, layout, layout.checksum())
-        self._channel.send(NeedSlot(nbytes=layout.nbytes))
         while True:
             answer, fds = self._channel.receive()
             if isinstance(answer, UseSlot):
+                if answer.slot == NO_SLOT:
+                    raise Overloaded(f"no memory for an answer of {layout.nbytes} bytes now")
                 return data_head(batch, layout, layout.write_into(self._slots[answer.slot].data))
             try:
                 self._handle(answer, fds)
             finally:
                 for fd in fds:
                     os.close(fd)
+
+
+def _parts(batch: MicroBatch, run: Run) -> Iterator[MicroBatch]:
+    """A micro-batch that is an answer to several, taken apart: as rows of everything that crosses."""
+    if run.rows == run.micro_batch:
+        yield batch
+        return
+    for first in range(0, len(batch.ids), run.rows):
+        ids = batch.ids[first : first + run.rows]
+        yield replace(
+            batch,
+            ids=ids,
+            tensors=tuple(tensor.narrow(0, first, run.rows) for tensor in batch.tensors),
+            skipped=tuple(sample for sample in batch.skipped if sample in ids),
+        )

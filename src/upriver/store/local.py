@@ -2,8 +2,12 @@
 
 obstore refuses ``..`` but follows symbolic links, out of its root too, and lists through them. So every name
 is resolved here first and refused if it leaves the root, and listing walks by itself. A link that stays
-inside the root is as good as a file. Someone who can write to the root can swap a link between the check and
-the read: write access to a store's directory is the operator's to give.
+inside the root is as good as a file.
+
+The check and the read are two steps, for obstore opens by name: someone who can write to the root can swap a
+link between them. The kernel could do both in one (``openat2`` with ``RESOLVE_BENEATH``), which neither
+Python nor obstore offers, and ``O_NOFOLLOW`` would look at a name's last part alone. Write access to a
+store's directory is the operator's to give.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from upriver.errors import ObjectNotFound
 
 _STAGED = re.compile(r"#\d+$")
 """obstore writes ``name#1`` first and renames it; such a file is an upload that was cut off, not an
@@ -26,14 +32,15 @@ def inside(root: Path, path: str) -> Path:
         path: A checked name.
 
     Raises:
-        PermissionError: If a symbolic link leads out of ``root``, or in a circle.
+        ObjectNotFound: If a symbolic link leads out of ``root``, or in a circle: nothing that is there is an
+            object of this store.
     """
     try:
         real = (root / path).resolve()
     except RuntimeError:
-        raise PermissionError(f"{path!r} is behind a symbolic link that leads in a circle") from None
+        raise ObjectNotFound(f"{path!r} is behind a symbolic link that leads in a circle") from None
     if not real.is_relative_to(root):
-        raise PermissionError(f"{path!r} is behind a symbolic link that leads out of the store's root")
+        raise ObjectNotFound(f"{path!r} is behind a symbolic link that leads out of the store's root")
     return real
 
 
@@ -41,7 +48,7 @@ def walk(root: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
     """Every object under a prefix, by name, with its status.
 
     Raises:
-        PermissionError: If a symbolic link under the prefix leads out of ``root``: leaving it out would drop
+        ObjectNotFound: If a symbolic link under the prefix leads out of ``root``: leaving it out would drop
             samples without a word.
         OSError: For the same reason, if it leads nowhere, or if there is a FIFO, socket or device. Names that
             begin with a dot are let be: editors leave such links (``.#name``), and no sample has such a name.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from obstore.store import S3Store
 
@@ -40,8 +42,11 @@ _NUMBERS = {
     "timeout_s": TIMEOUT_S,
     "max_retries": float(MAX_RETRIES),
 }
+_FILES = ("ca_file",)
+_ALLOWED = tuple(sorted({*_TEXT, *_FLAGS, *_NUMBERS, *_FILES}))
+_TOKEN_VARIABLES = ("AWS_SESSION_TOKEN", "AWS_TOKEN")
 _SECRET_OPTIONS = ("access_key_id", "secret_access_key", "session_token")
-_SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", *_TOKEN_VARIABLES)
 
 
 def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
@@ -52,22 +57,24 @@ def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
         prefix: Put in front of every name; empty for none.
         options: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key``, ``session_token``,
             ``virtual_hosted_style`` and ``anonymous`` (``true`` or ``false``), ``connect_timeout_s``,
-            ``read_timeout_s``, ``timeout_s``, ``max_retries``.
+            ``read_timeout_s``, ``timeout_s``, ``max_retries``, ``ca_file`` (certificates, in PEM, that are
+            trusted beside the system's).
 
     Raises:
-        ConfigError: If an option is unknown or its value is not what it takes. Values are never repeated.
+        ConfigError: If an option is unknown, its value is not what it takes, or credentials would be put
+            together from options and environment. Secrets are never repeated.
     """
-    unknown = sorted(set(options) - set(_TEXT) - set(_FLAGS) - set(_NUMBERS))
+    unknown = sorted(set(options) - set(_ALLOWED))
     if unknown:
-        allowed = ", ".join(sorted({*_TEXT, *_FLAGS, *_NUMBERS}))
-        raise ConfigError(f"unknown s3 store option {unknown[0]!r}; allowed: {allowed}")
+        raise ConfigError(f"unknown s3 store option {unknown[0]!r}; allowed: {', '.join(_ALLOWED)}")
+    _check_one_identity(options)
     config: dict[str, Any] = {key: options[name] for name, key in _TEXT.items() if name in options}
     config |= {key: _flag(name, options[name]) for name, key in _FLAGS.items() if name in options}
     numbers = {name: _number(name, options.get(name, str(default))) for name, default in _NUMBERS.items()}
     store: S3Store = S3Store(
         bucket,
         prefix=prefix or None,
-        client_options=_client_options(numbers, _endpoint(options)),
+        client_options=_client_options(numbers, _endpoint(options)) | _trusted(options),
         retry_config=_retry_config(numbers),
         disable_bulk_delete=True,  # objects go one at a time, and not every server knows the bulk form
         **config,
@@ -76,10 +83,41 @@ def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
 
 
 def secrets_of(options: Mapping[str, str]) -> tuple[str, ...]:
-    """Values that no error message may repeat: from the options and the environment."""
+    """Values that no error message may repeat, as they are and as they stand in a URL.
+
+    They come from the options and the environment; the longest first, since one may be part of another.
+    """
     values = [options.get(name, "") for name in _SECRET_OPTIONS]
     values += [os.environ.get(name, "") for name in _SECRET_VARIABLES]
-    return tuple(value for value in values if value)
+    written = {form for value in values if value for form in (value, quote(value, safe=""))}
+    return tuple(sorted(written, key=len, reverse=True))
+
+
+def _check_one_identity(options: Mapping[str, str]) -> None:
+    """A token of the environment's belongs to the environment's keys: with others it is refused by the store.
+
+    Raises:
+        ConfigError: If keys would come from the options and the token from the environment.
+    """
+    if "access_key_id" not in options or "session_token" in options:
+        return
+    for variable in _TOKEN_VARIABLES:
+        if os.environ.get(variable):
+            raise ConfigError(
+                f"s3 store option access_key_id is given, and the session token would be that of {variable}: "
+                f"give session_token as well, or unset {variable}"
+            )
+
+
+def _trusted(options: Mapping[str, str]) -> ClientConfig:
+    """Certificates of the operator's own."""
+    if "ca_file" not in options:
+        return {}
+    try:
+        return {"root_certificate": Path(options["ca_file"]).read_text(encoding="ascii")}
+    except (OSError, ValueError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is no PEM file"
+        raise ConfigError(f"s3 store option ca_file: cannot read {options['ca_file']!r}: {why}") from None
 
 
 def _endpoint(options: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import BaseError, PreconditionError
+from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import LocalStore, MemoryStore, S3Store
 
 from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
@@ -21,6 +22,10 @@ from upriver.store.s3 import open_s3, secrets_of
 
 MULTIPART_BYTES = 64 * 2**20
 """Objects up to this size travel in one request, as AWS advises below 100 MB; larger ones in parts of it."""
+
+_REFUSED = (PermissionDeniedError, UnauthenticatedError)
+_HTTP_STATUS = re.compile(r"\bstatus(?: code)?: (\d{3})\b")
+_S3_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -98,7 +103,9 @@ class Store:
             prefix = check_prefix(unquote(parts.path).lstrip("/"))
             try:
                 backend = open_s3(parts.netloc, prefix, options or {})
-            except BaseError as exc:
+            except UpriverError:
+                raise
+            except (BaseError, ValueError) as exc:
                 raise ConfigError(f"cannot open store {uri!r}: {_first_line(exc)}") from None
             return cls(backend, name=name, uri=uri, secrets=secrets_of(options or {}))
         raise ConfigError(f"a store URI is file:///PATH, memory://NAME or s3://BUCKET/PREFIX, got {uri!r}")
@@ -255,19 +262,33 @@ class Store:
             yield
         except UpriverError:
             raise
-        except FileNotFoundError:
-            raise ObjectNotFound(f"no object {path!r} in store {self.name!r} ({self.uri})") from None
-        except PreconditionError:
-            raise ObjectChanged(
-                f"object {path!r} in store {self.name!r} is no longer the one that was indexed; index again"
-            ) from None
         except (BaseError, OSError, ValueError) as exc:
-            reason = _first_line(exc)
-            for secret in self._secrets:
-                reason = reason.replace(secret, "***")
-            raise StoreError(
-                f"cannot {verb} {path!r} in store {self.name!r} ({self.uri}): {reason}"
-            ) from None
+            raise self._typed(exc, verb, path) from None
+
+    def _typed(self, exc: Exception, verb: str, path: str) -> StoreError:
+        """What an error of obstore's is among ours.
+
+        A body that breaks off is asked for again from there on, and obstore tells what the store says to that
+        as a general error: its kind is then in the text alone.
+        """
+        over_http = isinstance(self._backend, S3Store)
+        status, code = _said(exc) if over_http else ("", "")
+        if isinstance(exc, PreconditionError) or status == "412":
+            return ObjectChanged(
+                f"object {path!r} in store {self.name!r} is no longer the one that was indexed; index again"
+            )
+        what = f"cannot {verb} {path!r} in store {self.name!r} ({self.uri})"
+        if code == "NoSuchBucket":
+            return StoreError(f"{what}: there is no such bucket, or not for these credentials")
+        if verb != "write" and (isinstance(exc, FileNotFoundError) or status == "404"):
+            return ObjectNotFound(f"no object {path!r} in store {self.name!r} ({self.uri})")
+        if over_http and (isinstance(exc, _REFUSED) or status in ("401", "403")):
+            # Stores repeat what was signed, the access key included: of their answer only its code is told.
+            return StoreError(f"{what}: the store refuses these credentials{f' ({code})' if code else ''}")
+        reason = _first_line(exc)
+        for secret in self._secrets:
+            reason = reason.replace(secret, "***")
+        return StoreError(f"{what}: {reason}")
 
 
 def _file_root(uri: str) -> Path:
@@ -306,6 +327,12 @@ def _info(path: str, meta: Mapping[str, Any]) -> ObjectInfo:
     if etag and not etag.startswith(('"', "W/")):
         etag = f'"{etag}"'  # some servers leave the quotes out of listings, yet want them in If-Match
     return ObjectInfo(path=path, size=meta["size"], etag=etag)
+
+
+def _said(exc: BaseException) -> tuple[str, str]:
+    """Status and code of a store's answer, as far as an error's text has them."""
+    status, code = _HTTP_STATUS.search(str(exc)), _S3_CODE.search(str(exc))
+    return status[1] if status else "", code[1] if code else ""
 
 
 def _first_line(exc: BaseException) -> str:

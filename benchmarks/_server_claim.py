@@ -1,0 +1,318 @@
+"""One thing that a near-data server is to show: its runs, their records, and what these say of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from _common import Spread, code, commit, table
+from _planned import Deadline, Records
+from _server_host import Generator, Server, Settings
+from _server_load import OK, Asked, Question
+from _server_networks import SIDE
+from _server_watch import MemoryGroup
+from _server_world import World
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+"""What was recorded of one run."""
+
+Questions = Mapping[str, Question]
+"""By name, as streams ask them."""
+
+PIXELS = 4 << 20
+"""Most that a stored image may have for these servers, which keep 6 bytes each for decoding in every worker:
+twenty of the photographs used."""
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Whether a goal was met, and the figures that say so; None where there is nothing to judge by."""
+
+    met: bool | None
+    text: str
+
+    def __str__(self) -> str:
+        word = {True: "Met", False: "Missed", None: "Not judged"}[self.met]
+        return f"{word}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(ABC):
+    """A claim; its fields are the settings of its runs.
+
+    A run is one repeat of a cell; cells take turns, so that whatever else the machine does hits all alike.
+
+    Attributes:
+        repeats: Of every cell.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    says: ClassVar[str]
+
+    repeats: int
+
+    @property
+    @abstractmethod
+    def cells(self) -> tuple[str, ...]:
+        """What is compared."""
+
+    @abstractmethod
+    def measure(self, bench: Bench) -> None:
+        """Make the runs that are missing.
+
+        Raises:
+            TimeIsUp: If the deadline comes first.
+            HostError: If one cannot be made.
+        """
+
+    @abstractmethod
+    def verdict(self, rows: Rows) -> Verdict:
+        """The goal, judged by the runs that there are; each cell has one at least."""
+
+    @abstractmethod
+    def tables(self, rows: Rows) -> str:
+        """The same figures, all of them."""
+
+    @abstractmethod
+    def draw(self, rows: Rows, figure: Figure) -> None:
+        """A picture of them."""
+
+    @abstractmethod
+    def notes(self) -> Sequence[str]:
+        """How it was measured, and what it does not show."""
+
+    @property
+    def settings(self) -> str:
+        """Tells runs of these settings from others."""
+        text = json.dumps({"claim": self.name, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class Rows:
+    """The runs of a claim that count: those with its settings, by the code that the latest of them is of.
+
+    Args:
+        code: Only those by that code; the latest run's if None.
+    """
+
+    def __init__(self, claim: Claim, records: Records, *, code: str | None = None) -> None:
+        self._claim = claim
+        mine = [
+            row
+            for row in records.rows.values()
+            if row["claim"] == claim.name and row["settings"] == claim.settings
+        ]
+        latest = max(mine, key=lambda row: row["at"], default=None)
+        wanted = code if code is not None else latest["code"] if latest is not None else ""
+        self.rows = [row for row in mine if row["code"] == wanted]
+        self._found = {(row["cell"], row["repeat"]): row for row in self.rows}
+
+    @property
+    def missing(self) -> list[tuple[str, int]]:
+        """Runs that were not made, in the order in which they are to be."""
+        return [
+            (cell, repeat)
+            for repeat in range(self._claim.repeats)
+            for cell in self._claim.cells
+            if (cell, repeat) not in self._found
+        ]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every cell was run once at least."""
+        return all(self.of(cell) for cell in self._claim.cells)
+
+    @property
+    def state(self) -> str:
+        """How much there is; empty where nothing is missing."""
+        count = self._claim.repeats * len(self._claim.cells)
+        return f"{count - len(self.missing)} of {count} runs made" if self.missing else ""
+
+    def of(self, cell: str) -> list[Row]:
+        """Runs of a cell, in the order of their repeats."""
+        return [
+            self._found[cell, repeat]
+            for repeat in range(self._claim.repeats)
+            if (cell, repeat) in self._found
+        ]
+
+    def values(self, cell: str, name: str) -> list[Any]:
+        """One figure of them; runs that have none are left out."""
+        return [row[name] for row in self.of(cell) if row.get(name) is not None]
+
+    def spread(self, cell: str, name: str, *, scale: float = 1.0) -> Spread:
+        """The same as repeats of a number, divided by ``scale``."""
+        return Spread.of(value / scale for value in self.values(cell, name))
+
+    def text(self, cell: str, name: str, *, scale: float = 1.0, digits: int = 2) -> str:
+        """The same in a cell of a table."""
+        spread = self.spread(cell, name, scale=scale)
+        return spread.text(digits) if spread.values else "-"
+
+    def sum(self, name: str) -> int:
+        """Of a count, over all runs."""
+        return sum(row.get(name, 0) for row in self.rows)
+
+    def ratios(self, cell: str, other: str, name: str) -> Spread:
+        """One cell's figure over another's of the same repeat."""
+        pairs = (
+            (self._found.get((cell, n)), self._found.get((other, n))) for n in range(self._claim.repeats)
+        )
+        return Spread.of(
+            one[name] / two[name]
+            for one, two in pairs
+            if one is not None and two is not None and one.get(name) is not None and two.get(name)
+        )
+
+
+class Bench:
+    """What all claims run on: a place for files, one process that makes load, and the records.
+
+    Args:
+        records: Where runs are kept.
+        deadline: When no other one may begin.
+        folder: For whatever is needed meanwhile.
+        samples: Photographs in the store.
+        side: Pixels across that networks take.
+    """
+
+    def __init__(
+        self, records: Records, deadline: Deadline, folder: Path, *, samples: int, side: int = SIDE
+    ) -> None:
+        self.records, self.folder = records, folder
+        self._deadline, self._samples, self._side = deadline, samples, side
+        self._facts = {"commit": commit(), "code": code()}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @cached_property
+    def world(self) -> World:
+        """Stored photographs and networks."""
+        folder = self.folder / "store"
+        folder.mkdir()
+        return World(folder, self._samples, side=self._side)
+
+    @cached_property
+    def generator(self) -> Generator:
+        """Puts load on servers."""
+        return self._stack.enter_context(Generator())
+
+    def server(
+        self,
+        settings: Settings,
+        tenants: Mapping[str, Settings] | Iterable[str],
+        *,
+        group: MemoryGroup | None = None,
+    ) -> Server:
+        """A server, not started yet; tenants may be names alone."""
+        named = tenants if isinstance(tenants, Mapping) else {name: {} for name in tenants}
+        capped = {"caps": {"pixels": PIXELS}, **settings}
+        return Server(self.world.uri, self.folder, capped, tenants=named, group=group)
+
+    def missing(self, claim: Claim) -> list[tuple[str, int]]:
+        """Runs by the code as it is that were not made yet."""
+        return Rows(claim, self.records, code=self._facts["code"]).missing
+
+    def todo(
+        self, claim: Claim, wanted: Callable[[str], bool] = lambda cell: True
+    ) -> Iterator[tuple[str, int]]:
+        """The same one after the other: cells and repeats.
+
+        Raises:
+            TimeIsUp: If the deadline comes first.
+        """
+        for cell, repeat in self.missing(claim):
+            if wanted(cell):
+                self._deadline.check()
+                yield cell, repeat
+
+    def add(self, claim: Claim, cell: str, repeat: int, row: Row) -> None:
+        """Keep a run for good."""
+        key = f"{claim.name}|{claim.settings}|{cell}|{repeat}"
+        about = {"claim": claim.name, "settings": claim.settings, "cell": cell, "repeat": repeat}
+        self.records.add(key, {**about, **self._facts, "at": time.time(), **row})
+        seconds = f": {row['seconds']:.1f} s" if "seconds" in row else ""
+        print(f"{claim.name}, {cell}, repeat {repeat + 1}{seconds}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------- figures
+
+
+def outcomes(asked: Iterable[Asked]) -> dict[str, Any]:
+    """How requests ended, for a record: how many were right, and how many of what else."""
+    requests = list(asked)
+    counts = Counter(each.outcome for each in requests)
+    others = {outcome: count for outcome, count in counts.items() if outcome != OK}
+    why = next((each.why for each in requests if each.outcome != OK and each.why), "")
+    return {
+        "asked": len(requests),
+        "right": counts[OK],
+        "others": others,
+        "why": why[:300],
+        "refused": sum(max(0, each.tries - 1) for each in requests),
+    }
+
+
+def span_s(asked: Iterable[Asked]) -> float:
+    """From the first question to the last answer."""
+    requests = list(asked)
+    return max(each.done_s for each in requests) - min(each.asked_s for each in requests)
+
+
+def latencies(asked: Iterable[Asked]) -> list[float]:
+    """Of requests that were answered, seconds."""
+    return [round(each.done_s - each.asked_s, 4) for each in asked if each.outcome == OK]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that this share of all does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def all_right(rows: Rows) -> bool:
+    """Whether every request of every run was answered, and rightly."""
+    return rows.sum("asked") > 0 and rows.sum("right") == rows.sum("asked")
+
+
+def wrong_text(rows: Rows) -> str:
+    """How many were not, in words."""
+    asked, right = rows.sum("asked"), rows.sum("right")
+    if asked == right:
+        return f"all {asked} requests answered, each rightly"
+    counts: Counter[str] = Counter()
+    for row in rows.rows:
+        counts.update(row.get("others", {}))
+    named = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    return f"{right} of {asked} requests answered rightly ({named})"
+
+
+def mib(nbytes: float) -> str:
+    """Bytes in a cell of a table."""
+    return f"{nbytes / MIB:.0f}"
+
+
+def table_of(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown, with an empty line behind it."""
+    return table(header, lines) + "\n"

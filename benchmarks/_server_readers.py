@@ -1,0 +1,106 @@
+"""Readers that ask for an answer and take none of it: sockets with hardly any memory of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import msgspec
+
+from upriver.protocol import RunRequest, encode
+
+BUFFER_BYTES = 64 << 10
+"""Of what a socket may take in by itself: the kernel doubles it, and it is little beside any answer."""
+
+PIECE_BYTES = 1 << 20
+DRAIN_S = 10.0
+"""What a server left in the kernel's buffers comes at once; for so long all readers look for more."""
+
+LEAST_S = 0.2
+"""What each of them has for it at least."""
+
+
+class Stalled(msgspec.Struct, frozen=True, kw_only=True):
+    """Readers that take nothing.
+
+    Attributes:
+        token: Of all of them.
+        question: What each asks for.
+        count: How many.
+        hold_s: They take nothing for so long, and then what is left, to see how the answer ended.
+    """
+
+    token: str
+    question: str
+    count: int
+    hold_s: float
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader got in the end.
+
+    Attributes:
+        status: Of HTTP; 0 where not even that came.
+        num_bytes: All of the answer that was there, its head included.
+        whole: Whether the answer came to its end.
+        closed: Whether the server had ended the connection.
+    """
+
+    status: int
+    num_bytes: int
+    whole: bool
+    closed: bool
+
+
+def stall(url: str, readers: Stalled, request: RunRequest) -> Iterator[Taken]:
+    """Ask with every reader, hold still, then look what came of it."""
+    sockets: list[socket.socket] = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(readers.count):
+            sockets.append(stack.enter_context(_asking(url, readers.token, request)))
+        time.sleep(readers.hold_s)
+        until = time.monotonic() + DRAIN_S
+        for each in sockets:
+            yield _rest(each, until)
+
+
+def _asking(url: str, token: str, request: RunRequest) -> socket.socket:
+    address = urlsplit(url)
+    body = b"".join(bytes(part) for part in encode(request))
+    head = (
+        "POST /v1/run HTTP/1.1",
+        f"host: {address.netloc}",
+        f"authorization: Bearer {token}",
+        "content-type: application/octet-stream",
+        f"content-length: {len(body)}",
+    )
+    asking = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)  # before there is a connection
+        asking.connect((address.hostname, address.port))
+        asking.sendall("\r\n".join([*head, "", ""]).encode() + body)
+    except BaseException:
+        asking.close()
+        raise
+    return asking
+
+
+def _rest(reader: socket.socket, until: float) -> Taken:
+    """Everything that is still to be had."""
+    first, last, num_bytes, closed = b"", b"", 0, False
+    with contextlib.suppress(TimeoutError):
+        while not closed:
+            reader.settimeout(max(LEAST_S, until - time.monotonic()))
+            try:
+                piece = reader.recv(PIECE_BYTES)
+            except ConnectionError:
+                piece = b""
+            closed = not piece
+            first, last = first or piece[:64], (last + piece)[-5:]
+            num_bytes += len(piece)
+    words = first.split(b" ", 2)
+    status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+    return Taken(status=status, num_bytes=num_bytes, whole=last == b"0\r\n\r\n", closed=closed)

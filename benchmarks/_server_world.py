@@ -1,0 +1,186 @@
+"""What the benchmarks of a server ask it for: stored photographs, networks captured for it, right answers.
+
+Right answers are computed here, by the engine and in this process, before a server is asked for any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from _planned import CLASSES, jpeg
+from _server_load import Question, digest_of
+from _server_networks import SIDE, build
+from upriver.engine.engine import Engine
+from upriver.engine.read import read_samples
+from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, Resize, index
+from upriver.program import Program, capture, publish
+from upriver.program.example import Example, Source
+from upriver.program.resized import resized
+from upriver.program.split import split
+from upriver.protocol import DatasetRef, Larger, RunRequest
+from upriver.server.needs import request_bytes
+from upriver.server.scale import Scale
+from upriver.types import MicroBatch
+
+Batches = Sequence[Sequence[int]]
+
+
+class World:
+    """A store with photographs, their dataset, and programs.
+
+    Args:
+        folder: Where the store is made.
+        samples: Photographs, of 500 x 375 pixels and 110 KB.
+        side: Pixels across after the input stages.
+
+    Attributes:
+        uri: Of the store.
+    """
+
+    def __init__(self, folder: Path, samples: int, *, side: int = SIDE) -> None:
+        self._folder, self._samples, self._side = folder, samples, side
+        _photographs(folder, samples)
+        stages = [Decode(), Resize(side + side // 8), CenterCrop(side), Normalize()]
+        self.uri = folder.as_uri()
+        self.dataset: Dataset = index(self.uri, "data", stages=stages)
+        self.dataset.publish()
+        self._programs: dict[tuple[str, int], Program] = {}
+        self._digests: dict[tuple[str, int, tuple[int, ...]], str] = {}
+
+    # --------------------------------------------------------------------------------------- programs
+
+    def program(self, spec: str, micro_batch: int) -> Program:
+        """The frozen part of a network, captured and put into the store."""
+        key = (spec, micro_batch)
+        if key not in self._programs:
+            model, last = build(spec)
+            self._keep(key, capture(model.eval(), (self._images(micro_batch),), outputs=[Source(path=last)]))
+        return self._programs[key]
+
+    def sizes(self, spec: str, micro_batches: Sequence[int]) -> list[Program]:
+        """The same at several sizes, the first of which is proven as a job's would be."""
+        if any((f"{spec} split", size) not in self._programs for size in micro_batches):
+            model, _ = build(spec)
+            first, *others = micro_batches
+            example = Example.of((self._images(first),))
+            parts = split(model, example)
+            if parts.program is None:
+                raise ValueError(f"{spec} runs unsplit: {parts.why_not}")
+            self._keep((f"{spec} split", first), parts.program)
+            for size in others:
+                self._keep((f"{spec} split", size), resized(model, parts, example.resized(size)))
+        return [self._programs[f"{spec} split", size] for size in micro_batches]
+
+    def _keep(self, key: tuple[str, int], program: Program) -> None:
+        publish(program, self.dataset.store)
+        self._programs[key] = program
+
+    def _images(self, count: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(count, 3, self._side, self._side, generator=generator)
+
+    # -------------------------------------------------------------------------------------- questions
+
+    def ids(self, first: int, count: int) -> tuple[int, ...]:
+        """So many samples in a row, from the beginning again after the last."""
+        return tuple((first + number) % self._samples for number in range(count))
+
+    def batches(self, first: int, micro_batch: int, count: int = 1) -> list[tuple[int, ...]]:
+        """So many micro-batches in a row."""
+        return [self.ids(first + number * micro_batch, micro_batch) for number in range(count)]
+
+    def question(
+        self, program: Program, stop: int, batches: Batches, *, checked: bool = True, **fields: Any
+    ) -> Question:
+        """A run request on stored samples, and its right answer.
+
+        Args:
+            stop: Where the answer stands.
+            batches: Sample ids, as many in each as a micro-batch holds.
+            checked: Whether the answer will be read at all.
+            fields: Of the request.
+        """
+        request = RunRequest(
+            program=program.digest,
+            dataset=DatasetRef(store="default", digest=self.dataset.digest),
+            start=self.dataset.chain.start,
+            stop=stop,
+            micro_batch=program.micro_batch,
+            micro_batches=tuple(map(tuple, batches)),
+            **fields,
+        )
+        digests = tuple(self._digest(program, stop, tuple(ids)) for ids in batches) if checked else ()
+        return Question(request=request, digests=digests)
+
+    def sized(self, programs: Sequence[Program], batches: Batches, values: Path) -> Question:
+        """One in which the server may choose among sizes of which the first is the request's.
+
+        Its low bits depend on what is chosen, so the answer is held to `values` within a tolerance.
+
+        Args:
+            programs: One network, at ascending sizes.
+            values: As `write_values` made them.
+        """
+        first, *larger = programs
+        question = self.question(
+            first,
+            first.num_stages,
+            batches,
+            checked=False,
+            larger=tuple(Larger(program=each.digest, micro_batch=each.micro_batch) for each in larger),
+        )
+        return Question(request=question.request, values=str(values))
+
+    def write_values(self, program: Program, batches: Batches, path: Path) -> Path:
+        """The rows that a program's last stage gives for these samples, in a ``.npy`` file."""
+        rows = [self._run(program, program.num_stages, ids).tensors[0] for ids in batches]
+        np.save(path, torch.cat(rows).numpy(), allow_pickle=False)
+        return path
+
+    def need_bytes(self, program: Program, question: Question) -> int:
+        """What a server holds for a request, beside its program: its own estimate."""
+        weighed = Scale(program.graph_bytes, torch.device("cpu")).weigh(0, question.request.stop)
+        size = question.request.micro_batch
+        return request_bytes(question.request, dataset=self.dataset, weighed={size: weighed})[size]
+
+    def _digest(self, program: Program, stop: int, ids: tuple[int, ...]) -> str:
+        key = (program.digest, stop, ids)
+        if key not in self._digests:
+            self._digests[key] = digest_of(self._run(program, stop, ids).tensors)
+        return self._digests[key]
+
+    def _run(self, program: Program, stop: int, ids: Sequence[int]) -> MicroBatch:
+        engine = Engine(chain=self.dataset.chain, program=program, micro_batch=program.micro_batch)
+        names = [ref.object for ref in self.dataset.locate(ids)]
+        blobs = read_samples(self.dataset, ids)
+        batch = engine.begin(blobs, ids, object_names=names, stop=stop, seed=0, epoch=0)
+        return engine.advance(batch, stop)
+
+
+def cuts(program: Program, count: int) -> list[int]:
+    """So many positions that one tensor crosses, evenly over the model, the last one its end."""
+    single = [at for at in range(1, program.num_stages + 1) if len(program.live(at)) == 1]
+    found = [single[round(number * len(single) / count) - 1] for number in range(1, count + 1)]
+    return list(dict.fromkeys(found))
+
+
+def crossing_bytes(program: Program, position: int) -> int:
+    """What a sample takes of what crosses a cut."""
+    return sum(value.spec.nbytes for value in program.live(position)) // program.micro_batch
+
+
+def file_bytes(program: Program) -> int:
+    """Of its two files."""
+    return len(program.graph_bytes) + len(program.weights_bytes)
+
+
+def _photographs(folder: Path, count: int) -> None:
+    for number in range(count):
+        place = folder / "data" / f"class{number % CLASSES}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number:05}.jpg").write_bytes(jpeg(np.random.default_rng([number, 1])))

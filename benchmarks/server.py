@@ -1,0 +1,129 @@
+"""What does a near-data server show when many tenants want more of it than there is?
+
+Run ``python benchmarks/server.py``; it may be ended at any moment: each run is a line of
+``results/server.jsonl``, and the next start goes on from there. ``--minutes 20`` ends it by itself, ``--only
+NAME…`` takes some claims, ``--list`` names them, ``--quick`` shows with a tiny network that everything works,
+``--report`` writes ``results/server.md`` and its pictures from what is there. All of it takes some
+50 minutes where a core takes 16 ms for a photograph through AlexNet.
+
+The server has the first core, whatever puts load on it or watches it the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+import _server_adaptation
+import _server_concurrency
+import _server_fairness
+import _server_memory
+import _server_overload
+import _server_reuse
+import _server_stalled
+import _server_tenants
+from _common import RESULTS, confine, let_threads_sleep
+from _hosts import sigterm_raises
+from _planned import Deadline, Records, TimeIsUp
+from _server_claim import Bench, Claim, Rows
+from _server_host import CORES, LOAD_CORE, HostError
+from _server_networks import SIDE, SIDES, TINY
+from _server_report import write
+from upriver.errors import UpriverError
+
+MODULES = (
+    _server_memory,
+    _server_fairness,
+    _server_concurrency,
+    _server_tenants,
+    _server_adaptation,
+    _server_reuse,
+    _server_overload,
+    _server_stalled,
+)
+FULL: tuple[Claim, ...] = tuple(module.FULL for module in MODULES)
+QUICK: tuple[Claim, ...] = tuple(module.QUICK for module in MODULES)
+
+SAMPLES, QUICK_SAMPLES = 200, 10
+"""Photographs: all different within any request but those that nobody reads."""
+
+
+def bench(records: Records, deadline: Deadline, folder: Path, *, quick: bool) -> Bench:
+    """What the claims run on."""
+    return Bench(
+        records,
+        deadline,
+        folder,
+        samples=QUICK_SAMPLES if quick else SAMPLES,
+        side=SIDES[TINY] if quick else SIDE,
+    )
+
+
+def measure(claims: Sequence[Claim], on: Bench) -> list[str]:
+    """Make what is missing; why some of it could not be made.
+
+    Raises:
+        TimeIsUp: If the deadline comes first.
+    """
+    failed = []
+    for claim in claims:
+        if on.missing(claim):
+            try:
+                claim.measure(on)
+            except (HostError, UpriverError, OSError, psutil.Error) as error:  # the others may work
+                failed.append(f"{claim.name}: {error}")
+                print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
+    return failed
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    names = [claim.name for claim in FULL]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="claims")
+    parser.add_argument("--minutes", type=float, help="begin no further run after so many")
+    parser.add_argument("--quick", action="store_true", help="small runs that say nothing")
+    parser.add_argument("--list", action="store_true", help="only list the claims and how far they are")
+    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run what is missing, then report what is there."""
+    options = parsed()
+    name, claims = ("server_quick", QUICK) if options.quick else ("server", FULL)
+    records = Records(options.out / f"{name}.jsonl")
+    wanted = [claim for claim in claims if claim.name in options.only]
+    if options.list:
+        for claim in wanted:
+            print(f"{claim.name}: {claim.title}; {Rows(claim, records).state or 'finished'}")
+        return
+    failed: list[str] = []
+    if not options.report:
+        let_threads_sleep()
+        confine([LOAD_CORE])
+        torch.set_num_threads(1)
+        try:
+            with sigterm_raises(), tempfile.TemporaryDirectory() as folder:
+                deadline = Deadline(options.minutes)
+                with bench(records, deadline, Path(folder), quick=options.quick) as on:
+                    failed = measure(wanted, on)
+        except TimeIsUp:
+            print("time is up; the next start goes on from here", file=sys.stderr)
+        confine(CORES)  # which the report tells of
+    print(write(claims, records, options.out, name))
+    if failed:
+        sys.exit("\n".join(f"error: {why}" for why in failed))
+
+
+if __name__ == "__main__":
+    main()

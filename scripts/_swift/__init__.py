@@ -1,0 +1,1 @@
+"""OpenStack Swift on this machine, for tests and measurements; ``scripts/swift`` runs it."""

@@ -1,0 +1,285 @@
+"""The five processes of a small Swift: started in order, looked after, and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import http.client
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from _swift import s3
+from _swift.config import INSIDE, SERVERS, Setup, User, write
+from _swift.install import python_of, require_installed
+from _swift.problems import CannotRun, Problem, last_lines
+
+START_TIMEOUT_S = 120.0
+"""Five Python processes import Swift: 5 s, or a minute on a busy machine."""
+
+STOP_TIMEOUT_S = 10.0
+"""After SIGTERM; what has not ended by then is killed."""
+
+POLL_S = 0.05
+
+CACHE_MIB = 64
+"""Of memcached: names of accounts and containers take a few kilobytes; this is its own default."""
+
+LOOK = os.WEXITED | os.WNOWAIT | os.WNOHANG
+"""See whether a child has ended, but leave it a zombie, which keeps its id from being given away."""
+
+PR_SET_PDEATHSIG = 1
+
+_here = Path(__file__).resolve().parent
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Cluster:
+    """A Swift that runs while the ``with`` block does; nothing of it but its folder is left afterwards.
+
+    Args:
+        folder: Where Swift is installed.
+        data: Where configuration, logs and objects lie; made if need be. Objects of an earlier run are there
+            again.
+        users: Who may log in.
+        bind: Address of the proxy.
+        port: Of the proxy; 0 takes a free one.
+        workers: Processes of the proxy and of the object server.
+
+    Attributes:
+        endpoint: Where S3 clients find it.
+
+    Raises:
+        CannotRun: From ``with``: If this machine or user lacks something.
+        Problem: From ``with``: If it does not start.
+    """
+
+    endpoint: str
+
+    def __init__(
+        self,
+        folder: Path,
+        data: Path,
+        *,
+        users: Sequence[User],
+        bind: str = INSIDE,
+        port: int = 0,
+        workers: int = 1,
+    ) -> None:
+        self._folder, self._data = folder.absolute(), data.absolute()
+        self._users = {user.access_key: user for user in users}
+        self._bind, self._port, self._workers = bind, port, workers
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Cluster:
+        require_installed(self._folder)
+        memcached = _memcached()
+        with ExitStack() as stack:
+            self._lock(stack)
+            check_attributes(self._data)
+            stack.callback(self._end)
+            setup = Setup(
+                data=self._data,
+                bind=self._bind,
+                ports=_ports(self._bind, self._port),
+                users=list(self._users.values()),
+                workers=self._workers,
+            )
+            self._start(setup, memcached)
+            self._wait(setup)
+            self._stack = stack.pop_all()
+        host, port = setup.address("proxy")
+        self.endpoint = f"http://{host}:{port}"
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def users(self) -> Mapping[str, User]:
+        """Users by access key."""
+        return self._users
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Its processes by name."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def make_bucket(self, account: str, bucket: str) -> None:
+        """Make a bucket in an account, as the first of its users.
+
+        Raises:
+            Problem: If no user is in that account, or it cannot be made.
+        """
+        user = next((user for user in self._users.values() if user.account == account), None)
+        if user is None:
+            raise Problem(f"no --user is in the account {account!r} of bucket {bucket!r}")
+        s3.make_bucket(self.endpoint, user, bucket)
+
+    def check_alive(self) -> None:
+        """See that all of it runs.
+
+        Raises:
+            Problem: If a process has ended, with the last lines of its log.
+        """
+        for name, process in self._processes.items():
+            ended = os.waitid(os.P_PID, process.pid, LOOK)
+            if ended is not None:
+                how = "exit code" if ended.si_code == os.CLD_EXITED else "signal"
+                log = last_lines(self._log(name))
+                raise Problem(f"the process {name!r} ended with {how} {ended.si_status}{log}")
+
+    # ---------------------------------------------------------------------------------------- starting
+
+    def _lock(self, stack: ExitStack) -> None:
+        """One Swift at a time in a folder."""
+        try:
+            self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = stack.enter_context((self._data / "running").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Problem(f"a Swift runs in {self._data} already") from None
+        except OSError as error:
+            raise CannotRun(f"cannot write to {self._data}: {error.strerror}") from None
+
+    def _start(self, setup: Setup, memcached: str) -> None:
+        write(setup)
+        (self._data / "log").mkdir(exist_ok=True)
+        python = str(python_of(self._folder))
+        rings = [f"{name}={setup.ports[name]}" for name in SERVERS if name != "proxy"]
+        self._run("rings", [python, "-I", str(_here / "rings.py"), str(setup.etc), *rings])
+        self._spawn("memcached", _memcached_command(memcached, setup.ports["memcached"]))
+        for name in SERVERS:
+            self._spawn(name, [python, "-I", str(_here / "server.py"), str(setup.etc), name])
+
+    def _run(self, name: str, command: Sequence[str]) -> None:
+        """A program that ends by itself."""
+        self._spawn(name, command)
+        process = self._processes[name]
+        try:
+            process.wait(timeout=START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise Problem(f"making the {name} took longer than {START_TIMEOUT_S:g} s") from None
+        if process.returncode != 0:
+            raise Problem(f"cannot make the {name}{last_lines(self._log(name))}")
+        del self._processes[name]
+
+    def _spawn(self, name: str, command: Sequence[str]) -> None:
+        parent = os.getpid()
+
+        def end_with_parent() -> None:
+            # However this process goes, its children get SIGTERM, which Swift's pass on to what they forked.
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        with self._log(name).open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # its group is ended as one, and Ctrl-C reaches this process alone
+                preexec_fn=end_with_parent,
+            )
+
+    def _wait(self, setup: Setup) -> None:
+        """Until every server answers, which memcached is not asked to."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for name in SERVERS:
+            while not _healthy(setup.address(name)):
+                self.check_alive()
+                if time.monotonic() > deadline:
+                    log = last_lines(self._log(name))
+                    raise Problem(f"the {name} server did not answer within {START_TIMEOUT_S:g} s{log}")
+                time.sleep(POLL_S)
+        self.check_alive()
+
+    def _log(self, name: str) -> Path:
+        return self._data / "log" / f"{name}.log"
+
+    # ------------------------------------------------------------------------------------------ ending
+
+    def _end(self) -> None:
+        """SIGTERM for each, the proxy first; SIGKILL for the groups of those that stay."""
+        processes = [self._processes[name] for name in reversed(self._processes)]
+        processes = [process for process in processes if process.returncode is None]
+        for process in processes:
+            os.kill(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in processes:
+            while os.waitid(os.P_PID, process.pid, LOOK) is None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            # Dead or alive, it is not reaped yet: nobody else can have its id, nor its group's.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def check_attributes(folder: Path) -> None:
+    """See that files in a folder can have the extended attributes in which Swift keeps what it knows of them.
+
+    Raises:
+        CannotRun: If they cannot.
+    """
+    probe = folder / "attributes"
+    probe.write_bytes(b"")
+    try:
+        os.setxattr(probe, "user.upriver", b"1")
+    except OSError as error:
+        raise CannotRun(
+            f"the file system of {folder} takes no user attributes ({error.strerror}), which Swift needs; "
+            "ext4, XFS and Btrfs do: choose another folder with --data"
+        ) from None
+    finally:
+        probe.unlink()
+
+
+def _memcached() -> str:
+    # Debian puts it where only root's PATH need lead.
+    path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/usr/local/bin:/usr/bin"
+    found = shutil.which("memcached", path=path)
+    if found is None:
+        raise CannotRun("Swift needs memcached: install the Debian package memcached")
+    return found
+
+
+def _memcached_command(program: str, port: int) -> list[str]:
+    as_user = ["-u", "root"] if os.geteuid() == 0 else []  # it refuses root unless told to be root
+    return [program, "-l", INSIDE, "-p", str(port), "-U", "0", "-m", str(CACHE_MIB), *as_user]
+
+
+def _ports(bind: str, port: int) -> dict[str, int]:
+    """Free ports, all found before any is let go; somebody may take one in between, and it then fails."""
+    names = ("memcached", *SERVERS)
+    with ExitStack() as stack:
+        ports = {}
+        for name in names:
+            listener = stack.enter_context(socket.socket())
+            here = (bind, port) if name == "proxy" else (INSIDE, 0)
+            if here[1]:  # as Swift will do; without it a port stays taken for a minute after its last use
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(here)
+            except OSError as error:
+                raise Problem(f"cannot bind {here[0]}:{here[1]}: {error.strerror}") from None
+            ports[name] = int(listener.getsockname()[1])
+        return ports
+
+
+def _healthy(address: tuple[str, int]) -> bool:
+    connection = http.client.HTTPConnection(*address, timeout=5)
+    try:
+        connection.request("GET", "/healthcheck")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,361 @@
+"""The TOML file of ``upriver serve --config``: what may stand in it, and what it comes to.
+
+Secrets need not stand in it: tokens may be given as hashes, credentials as names of variables or of files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from upriver.cli.config import load_toml, parse, read_toml
+from upriver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from upriver.protocol import Caps
+    from upriver.server.tenants import Tenant
+
+CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
+"""Options of a store that open it: what a file or the environment may hold."""
+
+TABLES = ("stores", "tenants", "caps", "tls")
+"""Keys that are tables; each is checked by itself, so that an error can name it."""
+
+_PATHS = ("token_file", "audit_log")
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?(?:([kMGT]?)B|([KMGT])iB)", re.ASCII)
+
+Size = int | str
+"""Bytes: a whole number, or text with a unit."""
+
+
+class StoreSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """``[stores.NAME]``: where a store lies and how it is reached.
+
+    Attributes:
+        uri: ``file://`` or ``s3://``.
+        options: Endpoint and the like.
+        credentials_file: JSON or TOML file of `CREDENTIALS` that only its owner may read.
+        environment: Option to the variable that holds its value.
+    """
+
+    uri: str
+    options: dict[str, str] = {}
+    credentials_file: str | None = None
+    environment: dict[str, str] = {}
+
+
+class TenantSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """``[tenants.NAME]``: see `upriver.server.tenants.Tenant`; ``token_file`` holds a token as it is."""
+
+    token_hashes: list[str] = []
+    token_file: str | None = None
+    certificates: list[str] = []
+    stores: dict[str, list[str]] | None = None
+    weight: float = 1.0
+    max_requests: int | None = None
+    max_waiting_bytes: Size | None = None
+    memory_share: float = 1.0
+    program_bytes: Size | None = None
+
+
+class CapsSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """``[caps]``: see `upriver.protocol.Caps`."""
+
+    header_bytes: Size | None = None
+    payload_bytes: Size | None = None
+    tensors: int | None = None
+    dims: int | None = None
+    micro_batches: int | None = None
+    samples: int | None = None
+    body_bytes: Size | None = None
+    program_bytes: Size | None = None
+    pixels: int | None = None
+
+
+class TlsSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """``[tls]``: PEM files."""
+
+    certificate: str
+    key: str | None = None
+    client_ca: str | None = None
+
+
+class ServeFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The whole file; what is left out takes the server's own default."""
+
+    stores: dict[str, Any] = {}
+    tenants: dict[str, Any] = {}
+    caps: dict[str, Any] = {}
+    tls: dict[str, Any] | None = None
+    host: str | None = None
+    port: int | None = None
+    token_file: str | None = None
+    workers: int | None = None
+    threads: int | None = None
+    device: str | None = None
+    prefix: str | None = None
+    sandbox: str | None = None
+    admission: str | None = None
+    memory_budget_bytes: Size | None = None
+    memory_reserve: float | None = None
+    collect_s: float | None = None
+    min_batch: int | None = None
+    max_admitted: int | None = None
+    max_waiting: int | None = None
+    max_waiting_bytes: Size | None = None
+    max_requests: int | None = None
+    max_datasets: int | None = None
+    program_budget_bytes: Size | None = None
+    deadline_s: float | None = None
+    job_timeout_s: float | None = None
+    stall_timeout_s: float | None = None
+    head_timeout_s: float | None = None
+    idle_timeout_s: float | None = None
+    max_connections: int | None = None
+    grace_s: float | None = None
+    audit_log: str | None = None
+    log_format: str | None = None
+    trace_endpoint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """A file in which every key and every type is right.
+
+    Attributes:
+        plain: What stands in no table.
+    """
+
+    plain: ServeFile
+    stores: Mapping[str, str | StoreSection]
+    tenants: Mapping[str, TenantSection]
+    caps: CapsSection
+    tls: TlsSection | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreAt:
+    """Where a store is and how it is reached, with credentials, which it never shows."""
+
+    uri: str
+    options: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A file as plain values, with its paths made absolute: those are relative to its folder.
+
+    Raises:
+        ConfigError: If the file cannot be read or is not TOML.
+    """
+    document: dict[str, Any] = dict(load_toml(path))
+    folder = path.absolute().parent
+    _locate(document, _PATHS, folder)
+    stores, tenants = _tables(document.get("stores")), _tables(document.get("tenants"))
+    for store in stores:
+        _locate(store, ("credentials_file",), folder)
+    for options in _tables({number: store.get("options") for number, store in enumerate(stores)}):
+        _locate(options, ("ca_file",), folder)
+    for tenant in tenants:
+        _locate(tenant, ("token_file",), folder)
+    for tls in _tables({"tls": document.get("tls")}):
+        _locate(tls, ("certificate", "key", "client_ca"), folder)
+    return document
+
+
+def check(document: Mapping[str, Any], *, where: str) -> Checked:
+    """Look at keys and types.
+
+    Args:
+        document: As `load` gives it.
+        where: Named in errors.
+
+    Raises:
+        ConfigError: If a key is unknown, or a value is of the wrong type.
+    """
+    file = parse(document, ServeFile, where=where)
+    return Checked(
+        plain=file,
+        stores={
+            name: section
+            if isinstance(section, str)
+            else parse(section, StoreSection, where=f"{where}, [stores.{name}]")
+            for name, section in file.stores.items()
+        },
+        tenants={
+            name: parse(section, TenantSection, where=f"{where}, [tenants.{name}]")
+            for name, section in file.tenants.items()
+        },
+        caps=parse(file.caps, CapsSection, where=f"{where}, [caps]"),
+        tls=None if file.tls is None else parse(file.tls, TlsSection, where=f"{where}, [tls]"),
+    )
+
+
+def settings(file: Checked) -> dict[str, Any]:
+    """Keyword arguments of `upriver.server.ServerConfig`, those that the file says; no token.
+
+    Raises:
+        ConfigError: If a value cannot be meant, or a file or variable that it names cannot be used.
+    """
+    said = {name: getattr(file.plain, name) for name in file.plain.__struct_fields__}
+    found: dict[str, Any] = {
+        name: size(name, value) if name.endswith("_bytes") else value
+        for name, value in said.items()
+        if value is not None and name not in (*TABLES, "token_file")
+    }
+    found["stores"] = {name: _store(name, section) for name, section in file.stores.items()}
+    found["tenants"] = tuple(_tenant(name, section) for name, section in file.tenants.items())
+    found["caps"] = _caps(file.caps)
+    if file.tls is not None:
+        found |= {f"tls_{name}": getattr(file.tls, name) for name in file.tls.__struct_fields__}
+    return found
+
+
+def size(name: str, value: Size) -> int:
+    """Bytes as a number or as text: ``4 GiB`` (binary), ``500 MB`` (decimal).
+
+    Raises:
+        ConfigError: If it is other text; names the key.
+    """
+    if isinstance(value, int):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ConfigError(
+            f"{name} must be a number of bytes, or text such as '512 MiB' or '4 GB', got {value!r}"
+        )
+    number, decimal, binary = match.groups()
+    return int(float(number) * (_BINARY_UNITS[binary] if binary else _UNITS[decimal]))
+
+
+def read_token_file(path: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        ConfigError: If it cannot be read, or holds none.
+    """
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"the token file {path} is not text") from None
+    if not token:
+        raise ConfigError(f"the token file {path} is empty")
+    if not re.fullmatch(r"[!-~]+", token):
+        raise ConfigError(f"a token has visible ASCII characters and no spaces; the one in {path} has others")
+    return token
+
+
+def _tables(value: object) -> list[dict[str, Any]]:
+    return [table for table in value.values() if isinstance(table, dict)] if isinstance(value, dict) else []
+
+
+def _locate(table: dict[str, Any], keys: tuple[str, ...], folder: Path) -> None:
+    for key in keys:
+        if isinstance(table.get(key), str):
+            table[key] = str(folder / table[key])
+
+
+def _store(name: str, section: str | StoreSection) -> str | StoreAt:
+    if isinstance(section, str):
+        return section
+    options = dict(section.options)
+    if section.credentials_file is not None:
+        _add(options, _read_credentials(Path(section.credentials_file)), name)
+    _add(options, _from_environment(section.environment, name), name)
+    return StoreAt(uri=section.uri, options=options)
+
+
+def _add(options: dict[str, str], more: Mapping[str, str], store: str) -> None:
+    twice = sorted(set(options) & set(more))
+    if twice:
+        raise ConfigError(
+            f"store {store!r}: {twice[0]} is given twice; options, credentials_file and environment must not "
+            "say the same"
+        )
+    options.update(more)
+
+
+def _from_environment(names: Mapping[str, str], store: str) -> dict[str, str]:
+    for option in names:
+        if option not in CREDENTIALS:
+            raise ConfigError(
+                f"store {store!r}: environment may name {', '.join(CREDENTIALS)}, got {option!r}; others are "
+                "options"
+            )
+    missing = next((variable for variable in names.values() if not os.environ.get(variable)), None)
+    if missing is not None:
+        raise ConfigError(f"store {store!r}: the variable {missing!r} is not set")
+    return {option: os.environ[variable] for option, variable in names.items()}
+
+
+class _Credentials(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    access_key_id: str | None = None
+    secret_access_key: str | None = None
+    session_token: str | None = None
+
+
+def _read_credentials(path: Path) -> dict[str, str]:
+    """What a file holds that nobody but its owner may read."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"cannot read the credentials file {path}: {error.strerror}") from None
+    if mode & 0o077:
+        raise ConfigError(
+            f"the credentials file {path} is open to others (mode {mode & 0o777:03o}); say chmod 600 {path}"
+        )
+    found = _read_json(path) if path.suffix == ".json" else read_toml(path, _Credentials)
+    said = {name: getattr(found, name) for name in CREDENTIALS}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _read_json(path: Path) -> _Credentials:
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):  # what it says of the place may repeat what stands there
+        raise ConfigError(f"{path} is not JSON") from None
+    return parse(values, _Credentials, where=str(path))
+
+
+def _tenant(name: str, found: TenantSection) -> Tenant:
+    from upriver.server.tenants import Tenant, hash_token
+
+    hashes = list(found.token_hashes)
+    if found.token_file is not None:
+        hashes.append(hash_token(read_token_file(Path(found.token_file))))
+    sizes = {
+        key: size(f"tenant {name!r}: {key}", value)
+        for key in ("max_waiting_bytes", "program_bytes")
+        if (value := getattr(found, key)) is not None
+    }
+    return Tenant(
+        name=name,
+        token_hashes=tuple(hashes),
+        certificates=tuple(found.certificates),
+        stores={store: tuple(prefixes) for store, prefixes in found.stores.items()}
+        if found.stores is not None
+        else None,
+        weight=found.weight,
+        max_requests=found.max_requests,
+        memory_share=found.memory_share,
+        **sizes,
+    )
+
+
+def _caps(section: CapsSection) -> Caps:
+    from upriver.protocol import Caps
+
+    said = {name: getattr(section, name) for name in section.__struct_fields__}
+    return Caps(**{name: size(f"caps: {name}", value) for name, value in said.items() if value is not None})

@@ -1,0 +1,37 @@
+"""``upriver token``: a token for a tenant, and the hash of it that a server is told."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from upriver.cli.common import DebugOption, JsonOption, emit, print_fields
+from upriver.cli.serve_file import read_token_file
+
+TOKEN_BYTES = 32
+"""Of chance in a token: 256 bits, as many as its hash has."""
+
+
+def token(
+    file: Annotated[
+        Path | None, typer.Option(help="Hash the token in this file; a new one is made without.")
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a token for a tenant of a server.
+
+    The token is for the client; the server's configuration takes its hash, from which nobody finds the token.
+    """
+    fields: dict[str, str] = {}
+    if file is None:
+        made = secrets.token_urlsafe(TOKEN_BYTES)
+        fields["token"] = made
+    else:
+        made = read_token_file(file)
+    fields["token_hash"] = hashlib.sha256(made.encode()).hexdigest()
+    emit(fields, as_json=as_json, text=lambda: print_fields(fields))

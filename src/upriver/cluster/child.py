@@ -1,0 +1,306 @@
+"""A replica's own server: an ``upriver serve`` of its own process, which ends with the replica.
+
+Tensors then never pass through Ray's processes, and neither do tokens: what the server is told reaches it as
+a file of mode 0600, which is gone as soon as it has been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from upriver.cluster.asking import get, own_server
+from upriver.cluster.document import for_replica, tls_files, toml_text
+from upriver.errors import ServerUnavailable
+from upriver.text import said
+
+START_TIMEOUT_S = 180.0
+"""Until it is ready: server and workers import torch, which takes 2 s, or 20 on a busy machine, and several
+replicas may start on one machine at once."""
+
+ASK_S = 5.0
+"""For a question to the server's front, which answers within milliseconds however busy its workers are."""
+
+READY_POLL_S = 0.1
+"""Between two looks at /readyz while it starts."""
+
+KILL_S = 5.0
+"""Beyond the time that running requests have to finish, for processes to end; then the server is killed."""
+
+TAIL_LINES = 20
+"""Of the server's stderr, kept for the error if it ends."""
+
+OF_RAY = "RAY_"
+NOT_PASSED_ON = ("UPRIVER_TOKEN", "OMP_NUM_THREADS")
+"""A token in the environment would stand beside the tenants that the server is told; the number of threads is
+set by Ray for its own processes, and by the server for its workers."""
+
+
+class ServerProcess:
+    """A running server.
+
+    Attributes:
+        url: Where it listens.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        *,
+        url: str,
+        tail: _Tail,
+        lifeline: int,
+        token: str | None,
+        tls: Mapping[str, str],
+        grace_s: float,
+    ) -> None:
+        self.url = url
+        self._process, self._tail, self._lifeline = process, tail, lifeline
+        self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        shown = (tls.get("certificate"), tls.get("key")) if "client_ca" in tls else (None, None)
+        self._tls = own_server(*shown) if tls else None
+        self._grace_s = grace_s
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def start(
+        cls,
+        document: Mapping[str, object],
+        *,
+        host: str,
+        grace_s: float,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> ServerProcess:
+        """Start a server on a free port and wait until it takes requests.
+
+        Args:
+            document: What it is told (see `upriver.cluster.document.portable`).
+            host: Address to bind.
+            grace_s: How long requests may go on when it is closed; it has been told the same.
+            timeout_s: How long starting may take.
+
+        Raises:
+            ServerUnavailable: If it ends or says nothing; with the last lines of its stderr.
+        """
+        token = secrets.token_urlsafe(32)
+        told, asks = for_replica(document, host=host, keeper_token=token)
+        deadline = time.monotonic() + timeout_s
+        # The server holds the reading end and stops at its end of file: however this process ends, the kernel
+        # then closes the writing end.
+        theirs, ours = os.pipe()
+        with tempfile.TemporaryDirectory(prefix="upriver-") as folder:
+            try:
+                process = _spawn(_written(Path(folder), toml_text(told)), parent_pipe=theirs)
+            except BaseException:
+                os.close(ours)
+                raise
+            finally:
+                os.close(theirs)
+            tail = _Tail(process.stderr)
+            try:
+                url = _wait_for_url(process, tail, deadline)
+                server = cls(
+                    process,
+                    url=url,
+                    tail=tail,
+                    lifeline=ours,
+                    token=token if asks else None,
+                    tls=tls_files(document),
+                    grace_s=grace_s,
+                )
+                server._wait_until_ready(deadline)
+            except BaseException:
+                _end(process, tail, ours, grace_s=0.0)
+                raise
+        return server
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's front."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    def check(self) -> None:
+        """See that it lives.
+
+        Raises:
+            ServerUnavailable: If it has ended, or does not answer.
+        """
+        if not self.running:
+            raise ServerUnavailable(_ended(self._process, self._tail))
+        status, _ = get(self.url, "/livez", timeout_s=ASK_S, tls=self._tls)
+        if status != 200:
+            raise ServerUnavailable(f"{self.url}/livez answered {status}")
+
+    def load(self) -> tuple[int, float]:
+        """Bytes that wait for admission, and the share of its workers' time that is taken.
+
+        Raises:
+            ServerUnavailable: If it does not say.
+        """
+        status, body = get(self.url, "/v1/load", timeout_s=ASK_S, headers=self._headers, tls=self._tls)
+        try:
+            found = json.loads(body)
+            if status == 200:
+                return int(found.get("waiting_bytes", 0)), float(found.get("utilisation", 0.0))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            pass
+        raise ServerUnavailable(f"{self.url}/v1/load answered {status} {said(body.decode(errors='replace'))}")
+
+    def close(self) -> None:
+        """Let running requests finish and end it, by force if that takes too long. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        grace_s = self._grace_s
+        try:
+            self.check()
+        except ServerUnavailable:
+            grace_s = 0.0  # whatever it was doing, it does not go on with it
+        _end(self._process, self._tail, self._lifeline, grace_s=grace_s)
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while self.running and time.monotonic() < deadline:
+            with contextlib.suppress(ServerUnavailable):
+                if get(self.url, "/readyz", timeout_s=ASK_S, tls=self._tls)[0] == 200:
+                    return
+            time.sleep(READY_POLL_S)
+        raise _not_there(self._process, self._tail)
+
+
+class _Tail:
+    """Passes what the server writes to stderr on to ours, and keeps the last lines."""
+
+    def __init__(self, stream: IO[bytes] | None) -> None:
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._stream = stream
+        self._thread = threading.Thread(target=self._read, name="upriver-server-stderr", daemon=True)
+        self._thread.start()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self._lines)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _read(self) -> None:
+        if self._stream is None:
+            return
+        with self._stream:
+            for line in self._stream:
+                text = line.decode(errors="replace").rstrip()
+                self._lines.append(text)
+                with contextlib.suppress(OSError, ValueError):  # ours may be closed by now
+                    print(text, file=sys.stderr, flush=True)
+
+
+def _written(folder: Path, text: str) -> Path:
+    """A new file that only this user can read."""
+    path = folder / "server.toml"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    return path
+
+
+def environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """What a server sees of a replica's environment: nothing of Ray's, whose own token stands there."""
+    return {
+        name: value
+        for name, value in ours.items()
+        if not name.startswith(OF_RAY) and name not in NOT_PASSED_ON
+    }
+
+
+def _spawn(config: Path, *, parent_pipe: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "upriver", "serve"]
+    command += ["--config", str(config), "--parent-pipe", str(parent_pipe)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=(parent_pipe,),
+        env=environment(os.environ),
+        start_new_session=True,  # Ctrl-C at a terminal is for whoever started the cluster
+    )
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], tail: _Tail, deadline: float) -> str:
+    """The address in the JSON line that a server prints once it listens."""
+    for line in _lines(process, deadline):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and isinstance(found.get("listening"), str):
+                return str(found["listening"])
+    raise _not_there(process, tail)
+
+
+def _lines(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
+    """Lines of its stdout until it ends or time is up."""
+    if process.stdout is None:
+        return
+    descriptor, rest = process.stdout.fileno(), b""
+    while (left_s := deadline - time.monotonic()) > 0:
+        if not select.select([descriptor], [], [], left_s)[0]:
+            return
+        data = os.read(descriptor, 4096)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+
+
+def _not_there(process: subprocess.Popen[bytes], tail: _Tail) -> ServerUnavailable:
+    """Why a server that was started cannot be used: its stdout ends a moment before it does."""
+    try:
+        process.wait(KILL_S)
+    except subprocess.TimeoutExpired:
+        return ServerUnavailable(f"the replica's server was not ready in time{_words(tail)}")
+    return ServerUnavailable(_ended(process, tail))
+
+
+def _ended(process: subprocess.Popen[bytes], tail: _Tail) -> str:
+    tail.join(KILL_S)
+    code = process.returncode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"the replica's server {how}{_words(tail)}"
+
+
+def _words(tail: _Tail) -> str:
+    text = tail.text.strip()
+    return f"; it said: {text}" if text else ""
+
+
+def _end(process: subprocess.Popen[bytes], tail: _Tail, lifeline: int, *, grace_s: float) -> None:
+    """End exactly this process: by its handle, which knows whether the id is still its own."""
+    process.terminate()
+    try:
+        process.wait(grace_s + KILL_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    os.close(lifeline)
+    tail.join(KILL_S)
+    if process.stdout is not None:
+        process.stdout.close()

@@ -1,0 +1,107 @@
+"""Indexes that were opened, and what a tenant may see of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from upriver.errors import ObjectNotFound, Overloaded, ProtocolError
+from upriver.pipeline import Dataset
+from upriver.protocol import DatasetRef, RunRequest
+from upriver.server.budget import Hold
+from upriver.server.tenants import Tenant
+from upriver.store import Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Open:
+    dataset: Dataset
+    hold: Hold | None
+
+
+class Datasets:
+    """Opened indexes, least recently used out first.
+
+    Args:
+        stores: By the names that clients use.
+        prefix: The operator's, in every store.
+        most: Kept between requests.
+        hold: Holds so many bytes for one that is kept, or raises `Overloaded`; gives None where they are not
+            counted.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        *,
+        prefix: str,
+        most: int,
+        hold: Callable[[int], Hold | None] = lambda nbytes: None,
+    ) -> None:
+        self._stores = stores
+        self._prefix = prefix
+        self._most = most
+        self._hold = hold
+        self._open: OrderedDict[DatasetRef, _Open] = OrderedDict()
+
+    async def get(self, ref: DatasetRef, tenant: Tenant) -> Dataset:
+        """The dataset.
+
+        Raises:
+            ObjectNotFound: If there is no store of that name that the tenant may see, or no such dataset.
+            DatasetError: If it is damaged.
+            Overloaded: If there is no memory for its index now.
+        """
+        store = self._stores.get(ref.store)
+        if store is None or not tenant.may_read(ref.store):
+            seen = ", ".join(name for name in self._stores if tenant.may_read(name)) or "none"
+            raise ObjectNotFound(f"no store {ref.store!r} here; there are {seen}")
+        if ref not in self._open:
+            dataset = await asyncio.to_thread(Dataset.open, store, ref.digest, prefix=self._prefix)
+            if ref not in self._open:  # nobody was faster
+                self._keep(ref, dataset)
+        self._open.move_to_end(ref)
+        return self._open[ref].dataset
+
+    def _keep(self, ref: DatasetRef, dataset: Dataset) -> None:
+        while len(self._open) >= self._most:
+            self.drop_oldest()
+        while True:
+            try:
+                hold = self._hold(dataset.nbytes)
+            except Overloaded:
+                if not self.drop_oldest():
+                    raise
+            else:
+                self._open[ref] = _Open(dataset=dataset, hold=hold)
+                return
+
+    def drop_oldest(self) -> bool:
+        """Let go of the index that was used longest ago; whether there was one."""
+        if not self._open:
+            return False
+        _, oldest = self._open.popitem(last=False)
+        if oldest.hold is not None:
+            oldest.hold.release()
+        return True
+
+    async def ask(self, request: RunRequest, tenant: Tenant) -> Dataset | None:
+        """The dataset that a request names, if it names one, which the request fits and the tenant may read.
+
+        Raises:
+            ObjectNotFound: If it is not there.
+            Forbidden: If its samples lie where the tenant may not read.
+            ProtocolError: If it has no such samples, or starts elsewhere.
+        """
+        if request.dataset is None:
+            return None
+        dataset = await self.get(request.dataset, tenant)
+        ids = [sample for batch in request.micro_batches for sample in batch]
+        tenant.check_objects(request.dataset.store, dataset, ids)  # first: other errors tell of the dataset
+        if request.start != dataset.chain.start:
+            raise ProtocolError(f"this dataset's chain starts at {dataset.chain.start}, got {request.start}")
+        if max(ids) >= len(dataset):
+            raise ProtocolError(f"sample ids lie in 0..{len(dataset) - 1}, got {max(ids)}")
+        return dataset

@@ -1,0 +1,75 @@
+"""What a worker may take of the machine, whatever it is given to do: its process's limits, its allocator.
+
+They are a last resort. Admission keeps what is run within the memory budget; what goes astray all the same (a
+decoder with a hole, an estimate that was too low) is to fail by itself, before the machine is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+OVERHEAD_BYTES = 2 << 30
+"""What a worker takes beside its work: PyTorch and its kernels' tables, a stack of 8 MiB for each thread of
+each library, arenas of the C library. Some hundred MiB with one thread, more with a hundred; addresses that
+nobody touches count too."""
+
+MARGIN = 1.25
+"""Over the memory budget. Peaks are over-estimated as it is; a quarter more is what gaps between allocations
+can cost. A limit that an admitted request could reach would do harm where there was none."""
+
+MAX_FILES = 1024
+"""Descriptors. A worker has one for each piece of memory it shares with the front, which holds as many, and
+as a rule may have no more than 1024 itself."""
+
+ALLOCATOR: Mapping[str, str] = MappingProxyType(
+    {
+        "MALLOC_ARENA_MAX": "2",
+        "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    }
+)
+"""Settings of glibc with which what a job took goes back to the system when it is done.
+
+By default the size above which a piece of memory is mapped by itself, and unmapped when it is freed, climbs
+to 32 MiB with the first such piece that is freed; what is below it stays with the process, between pieces
+that are still in use, in each of up to eight arenas a core. Idle workers would then hold what others were
+admitted to. 4 MiB: tensors of a micro-batch are larger, objects of Python are smaller, and mapping costs
+0.3 ms a MiB of first touches, where computing such a tensor takes tens of ms. 64 MiB: what may stay free at
+the end of the heap, so that small pieces are not fetched anew for each job. Two arenas: one for the thread
+that works, one for those that PyTorch starts."""
+
+
+def allowed_bytes(memory_bytes: int) -> int:
+    """Memory that a worker may take, where ``memory_bytes`` are to be admitted at most."""
+    return OVERHEAD_BYTES + int(MARGIN * memory_bytes)
+
+
+def limits(memory_bytes: int | None, *, device: str) -> dict[str, int]:
+    """Limits of a worker's process by their names in `resource`.
+
+    - ``RLIMIT_DATA``, where computing takes the machine's memory: private memory that can be written. Not
+      ``RLIMIT_AS``: libraries reserve addresses by the hundred GiB that they never use, and what is shared
+      with the front is counted there. Reaching it is an allocation's error, which a worker reports and
+      survives.
+    - ``RLIMIT_FSIZE``: no file may be written, not even one that nobody can see. Shared memory is mapped,
+      which is no writing. An accelerator's driver has files of its own to write.
+    - ``RLIMIT_NOFILE``: see `MAX_FILES`.
+
+    The number of processes is not limited: the kernel counts all of a user's.
+
+    Args:
+        memory_bytes: What may be admitted at most; None where that is not known.
+        device: Where it computes; what is admitted is that device's memory.
+    """
+    found = {"RLIMIT_NOFILE": MAX_FILES}
+    if on_cpu(device):
+        found["RLIMIT_FSIZE"] = 0
+        if memory_bytes is not None:
+            found["RLIMIT_DATA"] = allowed_bytes(memory_bytes)
+    return found
+
+
+def on_cpu(device: str) -> bool:
+    """Whether a device's memory is the machine's."""
+    return device.partition(":")[0] == "cpu"

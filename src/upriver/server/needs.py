@@ -1,0 +1,176 @@
+"""What a request takes of the server's memory: known before any of it is taken, and over-estimated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from upriver.pipeline import Dataset
+from upriver.protocol import RunRequest
+from upriver.server.jobs import Weighed
+from upriver.server.memory import SealedFile
+from upriver.server.tenants import Tenant
+
+TAIL_BYTES = 2 << 20
+"""Of an answer: while they wait for the socket the next micro-batch is computed. Some 20 ms at 1 Gbit/s, in
+which its reader asks for more if it reads at all."""
+
+COPIES = 3
+"""Of a micro-batch's stored bytes: as the store gave them and as the worker reads them, while it computes,
+and those of the next one, which are read meanwhile."""
+
+UNSEEN = 8
+"""Where an answer stands among the input stages its size is known only when it is there. A JPEG is decoded to
+five times its bytes as a rule; should that not do, what is missing is asked for before it is taken."""
+
+ANSWER_BYTES = 3 << 20
+"""Of every request: the end of an answer that may wait for its reader (`TAIL_BYTES`), and what Python, HTTP
+and the socket hold of it."""
+
+GRAPH_FACTOR = 24
+"""A graph in a worker's memory, as objects, over its bytes as JSON, at most."""
+
+WEIGHED_BYTES = 1 << 20
+"""Of graphs as JSON that a worker keeps as objects for the next question: of one network a client asks for
+some cuts in a row. They count among what idle workers hold, so a larger graph is held for by itself."""
+
+MAX_WEIGHED = 4096
+"""Stretches whose weight is remembered: three numbers each."""
+
+END = -1
+"""In place of a stretch's stop: the program's last stage, which the front does not know."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Stages [start, stop) of a program; `END` as ``stop`` means all from there on."""
+
+    key: str
+    start: int
+    stop: int
+
+
+class Scales(Protocol):
+    """Works out what a stretch takes: a worker does, for a graph is a stranger's."""
+
+    async def weigh(self, graph: SealedFile, stretch: Stretch, tenant: Tenant) -> Weighed:
+        """Its peak, and what crosses at its end; in the tenant's turn."""
+
+
+class Weights:
+    """What stretches of programs take; each is worked out once, however many ask.
+
+    Args:
+        scales: Works it out.
+    """
+
+    def __init__(self, scales: Scales) -> None:
+        self._scales = scales
+        self._known: OrderedDict[Stretch, Weighed] = OrderedDict()
+        self._asked: dict[Stretch, asyncio.Task[Weighed]] = {}
+        self._waiting: Counter[Stretch] = Counter()
+
+    async def of(self, graph: SealedFile, stretch: Stretch, tenant: Tenant) -> Weighed:
+        """What the stretch of a tenant's program takes.
+
+        Raises:
+            Overloaded: If there is no memory to work it out.
+            UpriverError: If the graph is not sound, or has no such stages.
+        """
+        if stretch in self._known:
+            self._known.move_to_end(stretch)
+            return self._known[stretch]
+        task = self._asked.get(stretch) or self._ask(graph, stretch, tenant)
+        self._waiting[stretch] += 1
+        try:
+            # Shielded: others may wait for the same when this request is given up.
+            return await asyncio.shield(task)
+        finally:
+            self._waiting[stretch] -= 1
+            if not self._waiting[stretch]:
+                self._nobody_waits(stretch, task)
+
+    def _ask(self, graph: SealedFile, stretch: Stretch, tenant: Tenant) -> asyncio.Task[Weighed]:
+        async def weigh() -> Weighed:
+            return await self._scales.weigh(graph, stretch, tenant)
+
+        task = asyncio.get_running_loop().create_task(weigh())
+        self._asked[stretch] = task
+        task.add_done_callback(lambda done: self._settle(stretch, done))
+        return task
+
+    def _nobody_waits(self, stretch: Stretch, task: asyncio.Task[Weighed]) -> None:
+        """Then it need not be worked out any more."""
+        del self._waiting[stretch]
+        if not task.done():
+            del self._asked[stretch]
+            task.cancel()
+
+    def _settle(self, stretch: Stretch, task: asyncio.Task[Weighed]) -> None:
+        if self._asked.get(stretch) is task:
+            del self._asked[stretch]
+        if task.cancelled() or task.exception() is not None:
+            return
+        self._known[stretch] = task.result()
+        if len(self._known) > MAX_WEIGHED:
+            self._known.popitem(last=False)
+
+
+def program_bytes(nbytes: int, *, graph_nbytes: int, workers: int, copies: int = 1) -> int:
+    """What a program takes that every worker has: its files once, its graph as objects in each.
+
+    Args:
+        nbytes: Of graph and weights file.
+        graph_nbytes: Of the graph alone.
+        workers: That may load it.
+        copies: Of its weights: one where workers share it, one each on an accelerator.
+    """
+    return graph_nbytes + copies * (nbytes - graph_nbytes) + GRAPH_FACTOR * graph_nbytes * workers
+
+
+def works_ahead(weighed: Weighed) -> bool:
+    """Whether a request may have one answer ready while the one before it waits for its reader.
+
+    Where an answer is no more than may wait anyway. A tenant's weight tells only if its next turn waits when
+    its last one ends.
+    """
+    return weighed.out_bytes <= TAIL_BYTES
+
+
+def request_bytes(
+    request: RunRequest,
+    *,
+    dataset: Dataset | None,
+    weighed: Mapping[int, Weighed],
+) -> dict[int, int]:
+    """What a request takes beside its program, by the samples of one forward pass.
+
+    Args:
+        request: What is asked for.
+        dataset: Where its samples come from; None where they came along.
+        weighed: By samples of a forward pass, what its model stages take; empty where it asks for none.
+    """
+    sizes = tuple(weighed) or (request.micro_batch,)
+    stored = largest_stored_bytes(request, dataset) if dataset is not None else 0
+    return {size: _one_size(size // request.micro_batch, stored, weighed.get(size)) for size in sorted(sizes)}
+
+
+def _one_size(joined: int, stored: int, weighed: Weighed | None) -> int:
+    coming = COPIES * stored * joined + ANSWER_BYTES
+    if weighed is None:
+        return coming + 2 * UNSEEN * stored
+    # What was laid out for the reader lies beside what the run still holds, and beside the answer before it.
+    return coming + weighed.peak_bytes + weighed.out_bytes * (2 if works_ahead(weighed) else 1)
+
+
+def largest_stored_bytes(request: RunRequest, dataset: Dataset) -> int:
+    """Stored bytes of the request's largest micro-batch."""
+    sizes = dataset.sizes([sample for ids in request.micro_batches for sample in ids])
+    largest, at = 0, 0
+    for ids in request.micro_batches:
+        largest = max(largest, int(sizes[at : at + len(ids)].sum()))
+        at += len(ids)
+    return largest

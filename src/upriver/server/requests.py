@@ -1,0 +1,53 @@
+"""What routes ask of a request: how long its body is, and whether its client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+_T = TypeVar("_T")
+
+_ZEROS = bytes(256 * 1024)
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Work for a client as long as it is there; its whole request has been read.
+
+    Raises:
+        ClientDisconnect: If it went first.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def zeros(nbytes: int) -> AsyncIterator[memoryview]:
+    """So many bytes, in pieces."""
+    for start in range(0, nbytes, len(_ZEROS)):
+        yield memoryview(_ZEROS)[: nbytes - start]
+
+
+def content_length(request: Request) -> int | None:
+    """What the request says of its body; None if nothing, or nonsense."""
+    return number(request.headers.get("content-length", ""))
+
+
+def number(text: str) -> int | None:
+    """A decimal number of 64 bits or so; Python refuses to read endless ones, with an error of its own."""
+    return int(text) if re.fullmatch(r"[0-9]{1,19}", text) else None

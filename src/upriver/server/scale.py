@@ -1,0 +1,94 @@
+"""What a stretch of a stranger's program takes, from its graph alone: worked out in a worker."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from upriver.errors import ProtocolError, UpriverError
+from upriver.profile.memory import StretchPeaks
+from upriver.program.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.check import check
+from upriver.program.graph import Graph, Value
+from upriver.program.program import live_values
+from upriver.program.reading import decode
+from upriver.program.steps import schedule
+from upriver.server.jobs import Weighed
+from upriver.server.needs import END
+
+log = logging.getLogger(__name__)
+
+
+class Scale:
+    """Weighs stretches of one graph.
+
+    Args:
+        graph: From anyone.
+        device: Where it is to run.
+        caps: What it may declare at most.
+
+    Attributes:
+        nbytes: Of the graph, as JSON.
+
+    Raises:
+        ProgramError: If it is not sound.
+    """
+
+    def __init__(
+        self, graph: bytes | memoryview, device: torch.device, caps: GraphCaps = DEFAULT_CAPS
+    ) -> None:
+        self.nbytes = len(graph)
+        self._graph = decode(graph, caps)
+        check(self._graph, device=device, caps=caps)
+        self._live = live_values(self._graph)
+        self._peaks = _peaks(self._graph, device)
+        self._constant_bytes = sum(
+            output.spec.nbytes
+            for _, node in schedule(self._graph).constants
+            for output in node.outputs
+            if output is not None
+        )
+
+    def weigh(self, start: int, stop: int) -> Weighed:
+        """What stages [start, stop) take for one micro-batch.
+
+        Raises:
+            ProtocolError: If there are no such stages.
+        """
+        last = len(self._live) - 1
+        stop = last if stop == END else stop
+        if not 0 <= start <= stop <= last:
+            raise ProtocolError(f"stages must lie in 0..{last}, got [{start}, {stop})")
+        return Weighed(
+            peak_bytes=self._peak(start, stop),
+            out_bytes=sum(value.spec.nbytes for value in self._live[stop]),
+            constant_bytes=self._constant_bytes,
+            rows=all(value.spec.shape[:1] == [self._graph.micro_batch] for value in self._live[stop]),
+        )
+
+    def _peak(self, start: int, stop: int) -> int:
+        if self._peaks is not None:
+            try:
+                return self._peaks.of(start, stop).high_bytes
+            except UpriverError as error:
+                log.info("a stretch is weighed by all its tensors: %s", error)
+        return self._all_tensors(start, stop)
+
+    def _all_tensors(self, start: int, stop: int) -> int:
+        """As if nothing were dropped before the end; twice, for what operators take beside their results."""
+        before = self._graph.stages[start - 1].stop if start else 0
+        made = [
+            output for node in self._graph.nodes[before:] for output in node.outputs if output is not None
+        ]
+        given: list[Value] = self._live[start]
+        return 2 * sum(value.spec.nbytes for value in [*given, *made])
+
+
+def _peaks(graph: Graph, device: torch.device) -> StretchPeaks | None:
+    """None where the stages cannot run without data."""
+    try:
+        return StretchPeaks(graph, device)
+    except UpriverError as error:
+        log.info("a program is weighed by all its tensors: %s", error)
+        return None

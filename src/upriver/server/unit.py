@@ -1,0 +1,275 @@
+"""One device with all that computes on it: memory, workers, their programs, and who waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from upriver.errors import ConfigError, Overloaded
+from upriver.server.admission import adaptive, static
+from upriver.server.budget import BASE, INDEXES, Budget, Hold, memory_budget
+from upriver.server.config import ServerConfig
+from upriver.server.datasets import Datasets
+from upriver.server.jobs import Hello, Setup
+from upriver.server.limits import on_cpu
+from upriver.server.line import Line
+from upriver.server.load import LoadMeter
+from upriver.server.memory import FREE_SLOTS, KEPT_BYTES
+from upriver.server.metrics import Metrics
+from upriver.server.needs import GRAPH_FACTOR, WEIGHED_BYTES
+from upriver.server.pool import WorkerPool
+from upriver.server.programs import Programs
+from upriver.server.run import Runner
+from upriver.server.sandbox import enclose
+from upriver.server.shelf import Shelf
+from upriver.server.status import Wording
+from upriver.server.tenants import Tenant
+from upriver.server.turns import Turns
+from upriver.store import Store
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_PIXEL = 6
+"""Of a stored image while it is decoded: as it is, and turned to RGB."""
+
+LEAST_BYTES = 64 << 20
+"""With less beside idle workers hardly any request fits."""
+
+
+class Unit:
+    """One of a server's devices. Requests are dealt evenly over all of them, and each then admits its own.
+
+    So it is in HAPI (2022), section 4.5: the problem is solved for each accelerator alone.
+
+    Args:
+        device: Where its workers compute.
+        load: Of all workers of the server.
+        datasets: Indexes, which all share.
+        on_line: Told whenever its line is longer or shorter.
+
+    Attributes:
+        device: Where its workers compute.
+        base: What idle workers take; None until that is known.
+
+    Raises:
+        ConfigError: If there is no memory for requests.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        device: str,
+        *,
+        load: LoadMeter,
+        datasets: Datasets,
+        stores: Mapping[str, Store],
+        metrics: Metrics,
+        wording: Wording,
+        on_line: Callable[[], None],
+    ) -> None:
+        self.device, self._config = device, config
+        self.base: Hold | None = None
+        self.budget = Budget(_memory(config, device))
+        self.shelf = Shelf(
+            self.budget,
+            most_bytes=config.program_budget_bytes,
+            on_evict=self._evicted,
+            quotas={
+                each.name: each.program_bytes for each in config.everyone() if each.program_bytes is not None
+            },
+        )
+        self.pool = WorkerPool(
+            count=config.workers,
+            setup=Setup(
+                threads=config.threads_per_worker,
+                device=device,
+                caps=config.caps,
+                memory_bytes=self.budget.total_bytes,
+            ),
+            job_timeout_s=config.job_timeout_s,
+            enclosure=enclose(config.sandbox, device=device, memory_bytes=self.budget.total_bytes),
+            on_restart=metrics.restart,
+            load=load,
+        )
+        self.programs = Programs(
+            stores,
+            prefix=config.prefix,
+            shelf=self.shelf,
+            caps=config.caps,
+            most_bytes=config.program_budget_bytes,
+            workers=config.workers,
+            copies=1 if on_cpu(device) else config.workers,
+            metrics=metrics,
+        )
+        by_memory = config.admission == "adaptive"
+        self.line = Line(
+            self.budget,
+            self.shelf,
+            adaptive if by_memory else static,
+            most=config.max_admitted,
+            most_waiting=config.max_waiting,
+            most_waiting_bytes=config.max_waiting_bytes,
+            min_batch=config.min_batch if by_memory else 1,
+            collect_s=config.collect_s if by_memory else 0.0,
+            on_change=on_line,
+            spare=datasets.drop_oldest,
+        )
+        self.turns = Turns(config.workers, one_each=True)
+        self.runner = Runner(
+            config,
+            pool=self.pool,
+            programs=self.programs,
+            datasets=datasets,
+            budget=self.budget,
+            line=self.line,
+            turns=self.turns,
+            metrics=metrics,
+            wording=wording,
+        )
+
+    @property
+    def hello(self) -> Hello:
+        """What its workers said of themselves.
+
+        Raises:
+            Overloaded: If none is ready yet.
+        """
+        if self.pool.hello is None or self.base is None:
+            raise Overloaded(self.pool.why)
+        return self.pool.hello
+
+    def hold_index(self, nbytes: int) -> Hold:
+        """Memory for a dataset's index, for which programs that nobody uses make room.
+
+        Raises:
+            Overloaded: If there is none.
+        """
+        self.shelf.make_room(nbytes)
+        return self.budget.hold(nbytes, owner=INDEXES)
+
+    async def hold_base(self) -> None:
+        """What workers take before they do anything is no request's; before it is held none is taken."""
+        try:
+            await self.pool.first()
+        except ConfigError:  # whoever started this server is told
+            return
+        resident = 0 if self.pool.hello is None else self.pool.hello.resident_bytes
+        each = resident + FREE_SLOTS * KEPT_BYTES + GRAPH_FACTOR * WEIGHED_BYTES
+        each += self._config.caps.pixels * BYTES_PER_PIXEL
+        nbytes = min(each * self._config.workers, self.budget.free_bytes)
+        if self.budget.free_bytes - nbytes < LEAST_BYTES:
+            log.warning(
+                "idle workers take %d of the memory budget's %d bytes: next to nothing is left for requests",
+                each * self._config.workers,
+                self.budget.total_bytes,
+            )
+        self.base = self.budget.hold(nbytes, owner=BASE)
+
+    def _evicted(self, key: str) -> None:
+        self.pool.forget(key)
+
+
+class Units:
+    """All devices of a server, over which requests are dealt.
+
+    Args:
+        units: One or more.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = tuple(units)
+        self._first = 0  # to be asked where all are alike
+        self._holding: asyncio.Task[None] | None = None
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units)
+
+    @property
+    def ready(self) -> bool:
+        """Whether each has a worker to work."""
+        return all(unit.pool.ready and unit.base is not None for unit in self._units)
+
+    @property
+    def why(self) -> str:
+        """Why there may be none."""
+        return next((unit.pool.why for unit in self._units if not unit.pool.ready), self._units[0].pool.why)
+
+    @property
+    def hello(self) -> Hello:
+        """What workers say of themselves, which is the same everywhere.
+
+        Raises:
+            Overloaded: If a device has none that is ready.
+        """
+        first, *_ = [unit.hello for unit in self._units]
+        return first
+
+    def start(self) -> None:
+        """Start all workers, and do not wait for them."""
+        for unit in self._units:
+            unit.pool.start()
+        self._holding = asyncio.create_task(self._hold_bases())
+
+    async def first(self) -> None:
+        """Wait until each device has a worker.
+
+        Raises:
+            ConfigError: If none can start on one of them, or two of them do not compute the same bits.
+        """
+        for unit in self._units:
+            await unit.pool.first()
+        hellos = [(unit.device, unit.pool.hello) for unit in self._units]
+        found = {str(hello.fingerprint): device for device, hello in hellos if hello is not None}
+        if len(found) > 1:
+            raise ConfigError(
+                f"{' and '.join(found.values())} do not compute alike, so answers would hang on chance: "
+                "give each a server of its own"
+            )
+
+    async def close(self) -> None:
+        """End all workers now."""
+        if self._holding is not None:
+            self._holding.cancel()
+            await asyncio.gather(self._holding, return_exceptions=True)
+        await asyncio.gather(*(unit.pool.close() for unit in self._units))
+
+    def deal(self, tenant: Tenant) -> Unit:
+        """Whose a tenant's next request is: where it has the fewest, then where the fewest are at all.
+
+        Where all are alike, each in turn.
+        """
+        count = len(self._units)
+        order = [(self._first + step) % count for step in range(count)]
+        runners = [unit.runner for unit in self._units]
+        chosen = min(order, key=lambda at: (runners[at].running_of(tenant.name), runners[at].running))
+        self._first = (chosen + 1) % count
+        return self._units[chosen]
+
+    def hold_index(self, nbytes: int) -> Hold | None:
+        """Memory for a dataset's index: on the first device if that is the machine's, else nobody counts it.
+
+        Raises:
+            Overloaded: If there is none.
+        """
+        first = self._units[0]
+        return first.hold_index(nbytes) if on_cpu(first.device) else None
+
+    def used_bytes(self) -> int:
+        """What all workers take now; some ms a worker, in any thread."""
+        return sum(unit.pool.used_bytes() for unit in self._units)
+
+    async def _hold_bases(self) -> None:
+        await asyncio.gather(*(unit.hold_base() for unit in self._units))
+
+
+def _memory(config: ServerConfig, device: str) -> int:
+    """Bytes that requests may take on a device; of the machine's each device that is none has its part.
+
+    Raises:
+        ConfigError: If nothing is left.
+    """
+    found = memory_budget(device, reserve=config.memory_reserve, given=config.memory_budget_bytes)
+    if config.memory_budget_bytes is None and on_cpu(device):
+        return max(1, found // len(config.devices))
+    return found

@@ -1,0 +1,113 @@
+"""Opened indexes: kept for the next request, and never for more memory than there is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.pipeline.making import npy, write
+from upriver.errors import ObjectNotFound, Overloaded
+from upriver.pipeline import LoadTensor, index
+from upriver.protocol import DatasetRef
+from upriver.server.budget import INDEXES, Budget
+from upriver.server.datasets import Datasets
+from upriver.server.tenants import ANYONE
+from upriver.store import DEFAULT_PREFIX
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Three datasets in one store; their indexes take about the same."""
+    folder = tmp_path_factory.mktemp("store")
+    store = write(folder, {f"{part}/one/{row}.npy": npy(np.zeros(4)) for part in "abc" for row in range(9)})
+    found = [index(store, part, stages=[LoadTensor("npy")]) for part in "abc"]
+    for dataset in found:
+        dataset.publish()
+    return found
+
+
+def kept(published, *, budget, most=8):
+    return Datasets(
+        {"default": published[0].store},
+        prefix=DEFAULT_PREFIX,
+        most=most,
+        hold=lambda nbytes: budget.hold(nbytes, owner=INDEXES),
+    )
+
+
+def get(datasets, dataset):
+    return asyncio.run(datasets.get(DatasetRef(store="default", digest=dataset.digest), ANYONE))
+
+
+def test_an_index_holds_what_it_takes_and_is_opened_once(published):
+    budget = Budget(1 << 20)
+    datasets = kept(published, budget=budget)
+    first = get(datasets, published[0])
+    assert first.digest == published[0].digest
+    assert budget.held_by(INDEXES) == first.nbytes > 9 * 3 * 8
+    assert get(datasets, published[0]) is first
+    assert budget.held_by(INDEXES) == first.nbytes
+
+
+def test_the_one_used_longest_ago_goes_when_there_is_no_room(published):
+    sizes = [dataset.nbytes for dataset in published]
+    budget = Budget(sum(sizes) - 1)
+    datasets = kept(published, budget=budget)
+    first, second = get(datasets, published[0]), get(datasets, published[1])
+    assert get(datasets, published[0]) is first
+    third = get(datasets, published[2])
+    assert budget.held_by(INDEXES) == first.nbytes + third.nbytes
+    assert get(datasets, published[2]) is third and get(datasets, published[0]) is first
+    assert get(datasets, published[1]) is not second
+
+
+def test_no_more_are_kept_than_may_be(published):
+    budget = Budget(1 << 20)
+    datasets = kept(published, budget=budget, most=2)
+    for dataset in published:
+        get(datasets, dataset)
+    assert budget.held_by(INDEXES) == published[1].nbytes + published[2].nbytes
+
+
+def test_one_that_never_fits_is_refused_and_holds_nothing(published):
+    budget = Budget(published[0].nbytes - 1)
+    datasets = kept(published, budget=budget)
+    with pytest.raises(Overloaded, match="no memory"):
+        get(datasets, published[0])
+    assert budget.reserved_bytes == 0
+
+
+def test_two_who_ask_at_once_hold_it_once(published):
+    budget = Budget(1 << 20)
+    datasets = kept(published, budget=budget)
+    ref = DatasetRef(store="default", digest=published[0].digest)
+
+    async def both():
+        return await asyncio.gather(datasets.get(ref, ANYONE), datasets.get(ref, ANYONE))
+
+    one, other = asyncio.run(both())
+    assert one is other
+    assert budget.held_by(INDEXES) == one.nbytes
+
+
+def test_the_oldest_goes_when_others_need_the_memory(published):
+    budget = Budget(1 << 20)
+    datasets = kept(published, budget=budget)
+    _, second = get(datasets, published[0]), get(datasets, published[1])
+    assert datasets.drop_oldest()
+    assert budget.held_by(INDEXES) == second.nbytes
+    assert get(datasets, published[1]) is second
+    assert datasets.drop_oldest() and not datasets.drop_oldest()
+    assert budget.reserved_bytes == 0
+
+
+def test_one_that_is_not_there_holds_nothing(published):
+    budget = Budget(1 << 20)
+    datasets = kept(published, budget=budget)
+    with pytest.raises(ObjectNotFound):
+        asyncio.run(datasets.get(DatasetRef(store="default", digest="0" * 64), ANYONE))
+    with pytest.raises(ObjectNotFound, match="no store 'other'"):
+        asyncio.run(datasets.get(DatasetRef(store="other", digest="0" * 64), ANYONE))
+    assert budget.reserved_bytes == 0

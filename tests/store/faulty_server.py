@@ -1,0 +1,71 @@
+"""The S3 double with the faults of a bad day: stalls, silence, and objects that change in mid-body."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Literal, get_args
+
+from .s3_server import S3Server, _Handler, _path
+
+Fault = Literal["stalled", "silent", "changed", "gone"]
+"""What may come to the next requests, beside a status: a body that stops half way for good, no answer at all,
+and a body that breaks off half way while its object is replaced by another one, or removed."""
+
+
+class FaultyServer(S3Server):
+    """As the double, with a `Fault` among ``faults``.
+
+    Args:
+        certificate: File with a certificate and its key, to speak TLS with.
+    """
+
+    def __init__(self, certificate: Path | None = None) -> None:
+        super().__init__()
+        self.RequestHandlerClass = _Faulty
+        self._scheme = "http"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self.socket = context.wrap_socket(self.socket, server_side=True)
+            self._scheme = "https"
+
+    @property
+    def url(self) -> str:
+        return f"{self._scheme}://127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def reads(self) -> list[str]:
+        """The Range of every GET so far."""
+        with self.lock:
+            return [asked for method, _, asked in self.requests if method == "GET"]
+
+
+class _Faulty(_Handler):
+    server: FaultyServer
+    fault_now: str | None = None
+
+    def _fault(self) -> int | str | None:
+        fault = super()._fault()
+        self.fault_now = fault if fault in get_args(Fault) else None
+        return None if self.fault_now else fault
+
+    def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        fault, self.fault_now = self.fault_now, None
+        if self.command == "HEAD":
+            body, headers = b"", {"Content-Length": str(len(body)), **(headers or {})}
+        if fault is None or self.command != "GET" or status not in (200, 206):
+            return super()._answer(status, body, headers)
+        if fault != "silent":
+            path = _path(self.path)
+            if fault == "changed":
+                self.server.objects[path] = self.server.objects[path][::-1]
+            elif fault == "gone":
+                del self.server.objects[path]
+            super()._answer(
+                status, body[: len(body) // 2], {"Content-Length": str(len(body)), **(headers or {})}
+            )
+            self.wfile.flush()
+        if fault in ("stalled", "silent"):
+            self.rfile.read(1)  # until the client has had enough and hangs up
+        self.close_connection = True

@@ -1,0 +1,200 @@
+"""A file store and symbolic links: one that stays inside is a file, one that leads out is nothing."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from upriver.errors import ObjectNotFound, StoreError
+from upriver.store import Store
+from upriver.store.local import inside
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A store's root, with one object, beside a folder that is nobody's business."""
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "secret").write_bytes(b"secret")
+    root = tmp_path / "root"
+    (root / "real" / "deep").mkdir(parents=True)
+    (root / "real" / "deep" / "a").write_bytes(b"inside")
+    return root
+
+
+def link(place, target):
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(target)
+
+
+def file_link(root):
+    link(root / "x", root.parent / "private" / "secret")
+    return "x"
+
+
+def relative_file_link(root):
+    link(root / "real" / "x", "../../private/secret")
+    return "real/x"
+
+
+def directory_link(root):
+    link(root / "x", root.parent / "private")
+    return "x/secret"
+
+
+def link_in_the_middle(root):
+    link(root / "real" / "x", root.parent)
+    return "real/x/private/secret"
+
+
+def link_to_a_link(root):
+    link(root / "real" / "x", "deep/y")
+    link(root / "real" / "deep" / "y", root.parent / "private")
+    return "real/x/secret"
+
+
+def link_to_the_folder_around(root):
+    link(root / "x", root.parent)
+    return "x/private/secret"
+
+
+def to_the_root_of_all(root):
+    link(root / "x", "/")
+    return "x" + str(root.parent / "private" / "secret")
+
+
+WAYS_OUT = [
+    file_link,
+    relative_file_link,
+    directory_link,
+    link_in_the_middle,
+    link_to_a_link,
+    link_to_the_folder_around,
+    to_the_root_of_all,
+]
+
+
+@pytest.mark.parametrize("make", WAYS_OUT, ids=lambda make: make.__name__)
+def test_what_lies_outside_is_no_object(root, make):
+    name = make(root)
+    assert (root / name).read_bytes() == b"secret"  # for whoever follows links
+    store = Store.open(root.as_uri())
+    uses = (
+        store.get,
+        store.head,
+        store.delete,
+        lambda name: store.put(name, b"other"),
+        lambda name: store.get_range(name, 0, 1),
+        lambda name: asyncio.run(store.get_async(name)),
+        lambda name: asyncio.run(store.get_range_async(name, 0, 1)),
+        lambda name: asyncio.run(store.head_async(name)),
+        lambda name: asyncio.run(store.put_async(name, b"other")),
+    )
+    for use in uses:
+        with pytest.raises(ObjectNotFound, match="symbolic link that leads out of the store's root") as found:
+            use(name)
+        assert "private" not in str(found.value).replace(name, "")  # nor is it told where to
+    assert not store.exists(name)
+    assert (root / name).read_bytes() == b"secret"
+    assert store.get("real/deep/a") == b"inside"
+
+
+@pytest.mark.parametrize("make", WAYS_OUT, ids=lambda make: make.__name__)
+def test_a_listing_does_not_go_there_and_says_so(root, make):
+    """To leave samples out without a word would be worse than an error."""
+    make(root)
+    with pytest.raises(ObjectNotFound, match="leads out"):
+        list(Store.open(root.as_uri()).list())
+
+
+def test_a_way_out_and_back_in_stays_inside(root):
+    link(root / "x", root.parent / "root" / "real")
+    assert Store.open(root.as_uri()).get("x/deep/a") == b"inside"
+
+
+@pytest.mark.parametrize("target", ["real/deep/a", "./real/../real/deep/a"])
+def test_links_that_stay_inside_are_files(root, target):
+    link(root / "x", target)
+    link(root / "y", "x")
+    store = Store.open(root.as_uri())
+    assert [store.get(name) for name in ("x", "y")] == [b"inside"] * 2
+    assert sorted(info.path for info in store.list()) == ["real/deep/a", "x", "y"]
+
+
+def test_a_link_to_nothing_is_nothing(root):
+    link(root / "x", "real/none")
+    link(root / "y", root.parent / "none")
+    store = Store.open(root.as_uri())
+    for name in ("x", "y"):
+        with pytest.raises(ObjectNotFound):
+            store.get(name)
+
+
+def test_links_in_a_circle_are_an_error(root):
+    link(root / "x", "y")
+    link(root / "y", "x")
+    with pytest.raises(StoreError):
+        Store.open(root.as_uri()).get("x")
+
+
+def test_a_neighbour_whose_name_begins_like_the_root_is_outside(root):
+    (root.parent / "root-of-others").mkdir()
+    (root.parent / "root-of-others" / "a").write_bytes(b"theirs")
+    link(root / "x", "../root-of-others")
+    with pytest.raises(ObjectNotFound):
+        Store.open(root.as_uri()).get("x/a")
+
+
+def test_a_link_that_was_swapped_since_it_was_listed_is_looked_at_again(root):
+    """Between listing and reading, that is; only the kernel could look and open in one step."""
+    link(root / "x", "real/deep/a")
+    store = Store.open(root.as_uri())
+    assert "x" in {info.path for info in store.list()}
+    (root / "x").unlink()
+    link(root / "x", "../private/secret")
+    with pytest.raises(ObjectNotFound):
+        store.get("x")
+
+
+SEGMENTS = st.sampled_from(["real", "deep", "a", "b", "in", "out", "up", "far"])
+
+
+@settings(deadline=None)
+@given(st.lists(SEGMENTS, min_size=1, max_size=6))
+def test_no_name_leads_out_of_a_maze(tmp_path_factory, segments):
+    maze = _maze(tmp_path_factory)
+    name = "/".join(segments)
+    try:
+        found = inside(maze, name)
+    except ObjectNotFound:
+        real = os.path.realpath(maze / name)
+        assert os.path.commonpath([real, maze]) != str(maze)
+        return
+    assert found == maze or maze in found.parents
+    assert not found.is_file() or found.read_bytes() == b"inside"
+
+
+def _maze(factory):
+    """Folders and links of which some lead up, some out and some in again; made once."""
+    global _made
+    if _made is None:
+        top = factory.mktemp("maze").resolve()
+        root = top / "root"
+        (root / "real" / "deep").mkdir(parents=True)
+        for place in (root / "a", root / "real" / "a", root / "real" / "deep" / "a"):
+            place.write_bytes(b"inside")
+        (top / "a").write_bytes(b"secret")
+        (top / "real").mkdir()
+        (top / "real" / "a").write_bytes(b"secret")
+        for folder in (root, root / "real", root / "real" / "deep"):
+            (folder / "in").symlink_to(root / "real")
+            (folder / "out").symlink_to(top)
+            (folder / "up").symlink_to("..")
+            (folder / "far").symlink_to("../..")
+        _made = root
+    return _made
+
+
+_made: Path | None = None

@@ -1,0 +1,192 @@
+"""A store behind a network on a bad day: what is read from it is its bytes, or an error that says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError
+from upriver.store import Store
+from upriver.store.s3 import secrets_of
+
+from .faulty_server import FaultyServer
+
+CONTENT = bytes(number % 251 for number in range(200_000))
+START, STOP = 1_000, 199_000
+
+Read = Callable[[Store, str | None], bytes]
+
+
+def in_a_thread(store: Store, etag: str | None) -> bytes:
+    return store.get_range("a", START, STOP, etag=etag)
+
+
+def on_a_loop(store: Store, etag: str | None) -> bytes:
+    return asyncio.run(store.get_range_async("a", START, STOP, etag=etag))
+
+
+@pytest.fixture(params=[in_a_thread, on_a_loop])
+def read(request: pytest.FixtureRequest) -> Read:
+    found: Read = request.param
+    return found
+
+
+@pytest.fixture
+def server() -> Iterator[FaultyServer]:
+    with FaultyServer() as running:
+        yield running
+
+
+@pytest.fixture
+def etag(server: FaultyServer) -> str:
+    store = connect(server)
+    store.put("a", CONTENT)
+    return store.head("a").etag
+
+
+def connect(server: FaultyServer, **options: str) -> Store:
+    settings = {"access_key_id": "alice:reader", "secret_access_key": "top+secret", "max_retries": "3"}
+    return Store.open("s3://bucket/p", name="here", options={"endpoint": server.url, **settings, **options})
+
+
+# ------------------------------------------------------------------------------------ stalls and silence
+
+
+def test_a_body_that_stalls_is_resumed_where_it_stopped(server: FaultyServer, etag: str, read: Read) -> None:
+    server.faults = ["stalled"]
+    assert read(connect(server, read_timeout_s="0.3"), etag) == CONTENT[START:STOP]
+    assert server.reads == [f"bytes={START}-{STOP - 1}", f"bytes={(START + STOP) // 2}-{STOP - 1}"]
+
+
+def test_a_store_that_says_nothing_is_asked_again(server: FaultyServer, etag: str, read: Read) -> None:
+    server.faults = ["silent", 503, "silent"]
+    assert read(connect(server, read_timeout_s="0.3"), etag) == CONTENT[START:STOP]
+    assert server.reads == [f"bytes={START}-{STOP - 1}"] * 4
+
+
+@pytest.mark.parametrize("fault", ["stalled", "silent", 503, 500])
+def test_a_store_that_does_not_get_well_is_given_up(
+    server: FaultyServer, etag: str, read: Read, fault: int | str
+) -> None:
+    server.faults = [fault] * 20
+    with pytest.raises(StoreError, match=r"cannot read 'a' in store 'here'") as caught:
+        read(connect(server, read_timeout_s="0.3"), etag)
+    assert not isinstance(caught.value, ObjectChanged | ObjectNotFound)
+    assert len(server.reads) == 1 + 3
+
+
+# --------------------------------------------------------------------------------- changes in mid-body
+
+
+def test_an_object_that_changes_while_it_is_read_is_said_to_have_changed(
+    server: FaultyServer, etag: str, read: Read
+) -> None:
+    server.faults = ["changed"]
+    with pytest.raises(ObjectChanged, match=r"'a' in store 'here'.*index again"):
+        read(connect(server), etag)
+    assert len(server.reads) == 2
+
+
+def test_two_halves_of_two_objects_are_never_put_together(
+    server: FaultyServer, etag: str, read: Read
+) -> None:
+    """Also where nobody said which object it should be."""
+    server.faults = ["changed"]
+    with pytest.raises(StoreError):
+        read(connect(server), None)
+
+
+def test_an_object_that_goes_while_it_is_read_is_said_to_be_gone(
+    server: FaultyServer, etag: str, read: Read
+) -> None:
+    server.faults = ["gone"]
+    with pytest.raises(ObjectNotFound, match=r"no object 'a' in store 'here'"):
+        read(connect(server), etag)
+
+
+# -------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refusal_names_the_store_and_no_key(server: FaultyServer, etag: str, status: int) -> None:
+    store = connect(server)
+    uses: list[Callable[[], object]] = [
+        lambda: store.get("a"),
+        lambda: store.head("a"),
+        lambda: store.put("a", b"2"),
+        lambda: list(store.list()),
+    ]
+    for use in uses:
+        server.faults = [status]  # the answer repeats the request's Authorization header, as real ones do
+        with pytest.raises(StoreError, match=r"store 'here'.*the store refuses these credentials") as caught:
+            use()
+        for secret in ("alice", "top+secret", "Signature"):
+            assert secret not in str(caught.value)
+    assert store.get("a") == CONTENT
+
+
+def test_secrets_are_known_as_they_stand_in_a_url() -> None:
+    known = secrets_of({"access_key_id": "alice:reader", "secret_access_key": "a/b"})
+    assert {"alice:reader", "alice%3Areader", "a/b", "a%2Fb"} <= set(known)
+    assert list(known) == sorted(known, key=len, reverse=True)
+
+
+@pytest.mark.parametrize("variable", ["AWS_SESSION_TOKEN", "AWS_TOKEN"])
+def test_keys_of_the_options_are_not_joined_to_a_token_of_the_environment(
+    server: FaultyServer, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "of-somebody-else")
+    with pytest.raises(ConfigError, match=f"access_key_id is given.*{variable}") as caught:
+        connect(server)
+    assert "of-somebody-else" not in str(caught.value)
+    connect(server, session_token="my-own").put("a", b"1")
+    assert server.objects == {"bucket/p/a": b"1"}
+
+
+# ------------------------------------------------------------------------------------------------- TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``ca.pem``, and ``server.pem`` for 127.0.0.1, which it signed."""
+    if shutil.which("openssl") is None:
+        pytest.skip("the program openssl is not here")
+    folder = tmp_path_factory.mktemp("certificates")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    ca = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
+    commands = [
+        ["req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=tests"],
+        ["req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=127.0.0.1"],
+        ["x509", "-req", "-in", "server.csr", *ca, "-days", "2", "-extfile", "names", "-out", "server.crt"],
+    ]
+    for command in commands:
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
+    both = (folder / "server.crt").read_text() + (folder / "server.key").read_text()
+    (folder / "server.pem").write_text(both)
+    return folder
+
+
+def test_an_operators_own_authority_is_trusted_when_it_is_named(certificates: Path) -> None:
+    with FaultyServer(certificates / "server.pem") as server:
+        trusting = connect(server, ca_file=str(certificates / "ca.pem"))
+        trusting.put("a", CONTENT)
+        assert trusting.get("a", etag=trusting.head("a").etag) == CONTENT
+        with pytest.raises(StoreError, match="cannot read 'a'"):
+            connect(server, max_retries="0").get("a")
+
+
+def test_an_authority_that_cannot_be_read_is_named(server: FaultyServer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ca_file: cannot read '.*nothing'"):
+        connect(server, ca_file=str(tmp_path / "nothing"))
+    (tmp_path / "empty").write_text("no certificate")
+    with pytest.raises(ConfigError, match="cannot open store"):
+        connect(server, ca_file=str(tmp_path / "empty"))
+    (tmp_path / "image").write_bytes(b"\xff\xd8\xff\xe0")
+    with pytest.raises(ConfigError, match=r"ca_file: cannot read '.*image': it is no PEM file"):
+        connect(server, ca_file=str(tmp_path / "image"))
