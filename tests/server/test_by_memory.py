@@ -288,8 +288,8 @@ def test_an_answer_among_the_input_stages_asks_for_what_it_takes(heavy, small):
         micro_batch=24,
         dataset=DatasetRef(store="default", digest=dataset.digest),
     )
-    kept = idle(small)
     found = run(small, request)
+    kept = idle(small)  # with the index, which stays open
     assert [[tuple(tensor.shape) for tensor in batch.tensors] for batch in found] == [
         [(900, 1000, 3)] * 4,
         [(900, 1000, 3)] * 3,
