@@ -55,7 +55,7 @@ class Footprint:
 
 
 class Watch:
-    """Looks at a server's memory from a thread of its own while the block runs.
+    """Looks at a server's memory from a thread of its own while the block runs, and once more at its end.
 
     Args:
         pid: Of its front.
@@ -113,7 +113,7 @@ class Watch:
         self._looked_at = time.monotonic()
 
     def _run(self) -> None:
-        asked_at = 0.0
+        asked_at, over = 0.0, False
         while True:
             began = time.monotonic()
             for name, nbytes in self.look().record().items():
@@ -122,9 +122,10 @@ class Watch:
             if self._ask is not None and began >= asked_at + FAMILY_S:
                 asked_at = began
                 self._ask()
-            took_s = time.monotonic() - began
-            if self._over.wait(max(took_s, self._every_s - took_s)):
+            if over:
                 return
+            took_s = time.monotonic() - began
+            over = self._over.wait(max(took_s, self._every_s - took_s))
 
 
 def pss_and_rss(pid: int) -> tuple[int, int]:

@@ -237,9 +237,25 @@ def test_memory_is_that_of_the_processes() -> None:
     with child:
         with Watch(os.getpid()) as watch:
             pass
-        assert watch.looks >= 1 and watch.peaks["workers"] > 0
+        assert watch.looks > 1 and watch.peaks["workers"] > 0
         assert watch.peaks["together"] <= watch.peaks["front"] + watch.peaks["workers"]
     assert pss_and_rss(child.pid) == (0, 0), "it has gone"
+
+
+def test_what_a_server_takes_when_the_block_ends_is_seen() -> None:
+    """However long the watch rests between two looks."""
+    code = "input(); data = b'x' * (64 << 20); print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
+        assert child.stdin is not None and child.stdout is not None
+        asked = threading.Event()
+        with Watch(child.pid, every_s=1000.0, ask=asked.set) as watch:
+            assert asked.wait(60)
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            assert child.stdout.readline()
+        child.communicate(b"\n")
+    assert (watch.looks, watch.peaks["front"] > 64 << 20) == (2, True)
 
 
 def test_a_group_counts_what_its_processes_take() -> None:
