@@ -213,9 +213,10 @@ def test_the_page_of_a_server_has_its_workers_and_what_they_did(server, world):
     before = done()
     assert len(run(server, world.request((0, 1), (2,)))) == 2
     wait_for(lambda: done() == before + 2)
+    # The server is ready with its first worker: the second one may still be starting.
+    wait_for(lambda: {found["state"] for found in now().tables["workers"]} <= {"idle", "busy"})
     workers = now().tables["workers"]
     assert sorted(found["process"] for found in workers) == sorted(map(str, server.workers()))
-    assert {found["state"] for found in workers} <= {"idle", "busy"}
 
 
 def test_a_worker_that_does_nothing_works_with_no_program(server, world):
