@@ -294,6 +294,36 @@ def test_what_comes_again_until_somebody_changes_it_is_not_tried_every_second(
         assert pool.slept[2] <= 0.01, "how long it was left alone before does not matter any more"
 
 
+def test_what_servers_refuse_is_logged_and_kept_when_they_have_gone(caplog):
+    with ServerPool([ScriptedServer("a")], **QUICK) as pool:
+        assert pool.wait_joined(10)
+        fail(pool, DoesNotFit("9 GB of memory"))
+        assert pool.refusal_log.remark == ""
+        fail(pool, Overloaded("full", retry_after_s=0))
+        until(lambda: pool.usable)
+        fail(pool, QuotaExceeded("3 requests at once", retry_after_s=0))
+        pool.drop("a")
+        assert "refused 2 requests" in pool.refusal_log.remark
+        assert "a, to be asked again after 0 s: 3 requests at once" in pool.refusal_log.remark
+    said = [record.message for record in caplog.records]
+    assert said == ["a refused a request, to be asked again after 0 s: full"]
+
+
+def test_a_server_that_has_no_room_to_be_let_in_is_told_of_too(caplog):
+    answers = [Overloaded("about to end", retry_after_s=0)]
+
+    def admit(client):
+        if answers:
+            raise answers.pop()
+
+    with ServerPool([ScriptedServer("a")], admit=admit, **QUICK) as pool:
+        until(lambda: pool.usable)
+        assert "refused a request" in pool.refusal_log.remark
+    assert [record.message for record in caplog.records] == [
+        "a refused a request, to be asked again after 0 s: about to end"
+    ]
+
+
 def test_a_server_that_refuses_all_the_time_is_hardly_there():
     with ServerPool([ScriptedServer("a"), ScriptedServer("b")], **QUICK) as pool:
         assert pool.wait_joined(10)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import upriver
 from tests.client.conftest import Reference
+from tests.client.scripted_http import Exchange, scripted
 from tests.client.test_job_near import start
 from tests.client.training import BATCH, MICRO, STAGES, images, optimizer_of, same, train
 from tests.program.nets import frozen_small
@@ -25,9 +29,10 @@ from upriver.client.crew import STORE_REST_S
 from upriver.client.deal import deal
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.job import FinetuneJob
-from upriver.errors import StoreError
+from upriver.errors import Overloaded, StoreError
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
+from upriver.protocol import error_body
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +83,68 @@ def test_a_plan_that_needs_no_server_says_nothing(data: Dataset) -> None:
         server.close()
         assert len(list(job)) == len(job)
         assert "answers" not in job.plan.why
+
+
+# ---------------------------------------------------------------------------- servers without room
+
+
+@contextmanager
+def without_room(server_url: str, refused: Callable[[], bool]) -> Iterator[str]:
+    """A way to a server on which it answers requests with 503 while ``refused`` says so; the URL."""
+    host = server_url.removeprefix("http://")
+
+    def respond(exchange: Exchange) -> None:
+        if exchange.path == "/v1/run" and refused():
+            body = error_body(Overloaded("all of it is in use", retry_after_s=1))
+            exchange.plain(503, json.dumps(body).encode(), Retry_After="1")
+            return
+        connection = http.client.HTTPConnection(host)
+        try:
+            headers = {name: exchange.headers[name] for name in exchange.headers if name != "Host"}
+            connection.request(exchange.method, exchange.path, exchange.body, headers)
+            answer = connection.getresponse()
+            exchange.plain(answer.status, answer.read())
+        finally:
+            connection.close()
+
+    with scripted(respond) as url:
+        yield url
+
+
+def test_a_server_that_has_no_room_for_a_while_is_named_by_log_and_plan(
+    data: Dataset, plain: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, model, whys = start(data, 0), frozen_small(), []
+    left = 0
+
+    def refused() -> bool:
+        nonlocal left
+        left -= 1
+        return left >= 0
+
+    def fill(step: int) -> None:
+        nonlocal left
+        whys.append(job.plan.why)
+        if step == 4:
+            left = 3
+
+    options: dict[str, Any] = {"cut": {2: 0.5, 5: 0.5}, "window_bytes": 1 << 15}
+    with without_room(server.url, refused) as url, upriver.connect(url) as near:
+        with near.finetune(model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, **options) as job:
+            asked = job.plan.why
+            losses = train(job, model, optimizer_of(model), epochs=2, after_step=fill)
+            report = job.report
+        after = job.plan.why
+    server.close()
+    assert whys[:4] == [asked] * 4 and "refused" not in asked
+    for said in (whys[-1], after):
+        assert said.startswith(asked) and said.count("servers refused 3 requests so far") == 1
+        assert f"{url}, to be asked again after 1 s: all of it is in use" in said
+    assert [
+        (record.levelname, record.message) for record in caplog.records if "refused" in record.message
+    ] == [("WARNING", f"{url} refused a request, to be asked again after 1 s: all of it is in use")]
+    assert sum(report.samples.values()) == 400 and report.samples[url] > 0
+    assert same((losses, model), plain)
 
 
 # ------------------------------------------------------------ the store, as the training node reaches it

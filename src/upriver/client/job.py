@@ -403,9 +403,14 @@ class FinetuneJob:
 
     @property
     def plan(self) -> Plan:
-        """Where each part runs and why; print it. While servers or store do not answer it says so."""
-        lost = "" if self._closed else self._standing.lost(self._plan, self._store_lost)
-        return replace(self._plan, why=f"{self._plan.why}; {lost}") if lost else self._plan
+        """Where each part runs and why; print it.
+
+        While servers or store do not answer it says so, and from then on what servers have refused.
+        """
+        if self._closed:
+            return self._plan
+        remarks = (self._standing.refused, self._standing.lost(self._plan, self._store_lost))
+        return replace(self._plan, why="; ".join((self._plan.why, *filter(None, remarks))))
 
     @property
     def _store_lost(self) -> str:

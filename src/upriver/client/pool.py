@@ -26,7 +26,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from upriver.client.refusals import Refusals
+from upriver.client.refusals import RefusalLog, Refusals
 from upriver.client.retry import Backoff, RetryBudget
 from upriver.errors import (
     ConfigError,
@@ -193,6 +193,9 @@ class ServerPool:
         budget: Shared by all retries of the jobs that use this pool.
         quiet_s: Silence after which a server that owes an answer is asked whether it lives.
         probe_timeout_s: How long that question, or /readyz, may take.
+
+    Attributes:
+        refusal_log: What servers have had no room for, those among them that have been dropped since.
     """
 
     def __init__(
@@ -211,6 +214,7 @@ class ServerPool:
         if max_in_flight < 1:
             raise ConfigError(f"max_in_flight must be at least 1, got {max_in_flight}")
         self.budget = budget or RetryBudget()
+        self.refusal_log = RefusalLog()
         self._admit = admit
         self._max_in_flight = max_in_flight
         self._backoff = backoff or Backoff()
@@ -388,6 +392,8 @@ class ServerPool:
         if is_through:
             member.client.close()
         self._tell()
+        if isinstance(error, Overloaded):
+            self.refusal_log.add(member.client.url, error)  # not under the lock, since it logs
 
     def _refused(self, member: _Member, error: Overloaded, began: float) -> None:
         """It had no room: send less, and nothing for a while where that was all that it was asked for."""
@@ -451,6 +457,8 @@ class ServerPool:
             if self._admit is not None:
                 self._admit(member.client)
         except Exception as error:
+            if isinstance(error, Overloaded):
+                self.refusal_log.add(member.client.url, error)
             # Errors that are not ours are a fault in `admit`: trying again would not help.
             keep_out = isinstance(error, NotExact) or not isinstance(error, UpriverError)
             with self._changed:

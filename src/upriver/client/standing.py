@@ -1,4 +1,4 @@
-"""What does not answer at the moment, in words: a plan says so, and a job goes on from what answers."""
+"""What does not answer or has refused, in words: a plan says so, and a job goes on from what answers."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ class Standing:
             return ""
         reasons = "; ".join(server.reason or server.health for server in servers) or "none is left"
         return f"no server answers now ({reasons}): all runs on the compute tier, straight from the store"
+
+    @property
+    def refused(self) -> str:
+        """What servers have had no room for so far; empty when they had for all."""
+        return self._pool.refusal_log.remark if self._pool is not None else ""
 
     def tell(self, plan: Plan, store_lost: str = "") -> None:
         """Log it once when something stops answering, and once when it is back."""
