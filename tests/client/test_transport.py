@@ -488,6 +488,45 @@ def test_close_wakes_a_reader_in_another_thread():
     assert [type(error) for error in errors] == [AnswerClosed]
 
 
+class Frames:
+    """In place of an answer's generator: a thread is in it until it may leave."""
+
+    def __init__(self) -> None:
+        self.entered, self.may_leave, self.calls = threading.Event(), threading.Event(), []
+
+    def __next__(self):
+        self.calls.append("next")
+        self.entered.set()
+        assert self.may_leave.wait(10)
+        self.calls.append("left")
+        raise ServerUnavailable("broken off")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_an_answer_is_not_closed_under_the_thread_that_reads_it():
+    """Closing a generator that another thread runs crashes CPython 3.11 now and then."""
+    errors = []
+    with ServerClient("http://127.0.0.1:1") as client, client.run(request((0,))) as answer:
+        frames = answer._frames = Frames()
+
+        def read() -> None:
+            try:
+                next(answer)
+            except Exception as error:
+                errors.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert frames.entered.wait(10)
+        answer.close()
+        frames.may_leave.set()
+        reader.join(10)
+    assert frames.calls == ["next", "left", "close"]
+    assert [type(error) for error in errors] == [AnswerClosed]
+
+
 def test_closed_before_it_began():
     with scripted(serve_batches) as url, ServerClient(url) as client:
         answer = client.run(request((0,)))

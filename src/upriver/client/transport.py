@@ -12,7 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Protocol, TypeVar
@@ -444,6 +444,7 @@ class RunAnswer:
     def __init__(self, client: ServerClient, request: RunRequest, batches: Sequence[MicroBatch] = ()) -> None:
         self._holder = Holder()
         self._frames = self._read(client, request, batches)
+        self._reading = threading.Lock()  # held by a thread inside the generator
 
     def __iter__(self) -> RunAnswer:
         return self
@@ -452,7 +453,8 @@ class RunAnswer:
         if self._holder.closed:
             raise AnswerClosed("the answer was closed before it was read")
         try:
-            return next(self._frames)
+            with self._reading:
+                return next(self._frames)
         except ServerUnavailable as error:
             if self._holder.closed:
                 raise AnswerClosed("the answer was closed while it was read") from error
@@ -461,9 +463,13 @@ class RunAnswer:
     def close(self) -> None:
         """Break off; a thread that is reading the answer gets AnswerClosed."""
         self._holder.close()
-        # Elsewhere another thread is inside the generator, and leaves it by itself now.
-        with suppress(ValueError):
-            self._frames.close()
+        # A thread inside the generator leaves it by itself now. To close it meanwhile is a ValueError most of
+        # the time, but CPython 3.11 looks for its inner iterator first, and may crash on what it finds there.
+        if self._reading.acquire(blocking=False):
+            try:
+                self._frames.close()
+            finally:
+                self._reading.release()
 
     def __enter__(self) -> RunAnswer:
         return self
