@@ -27,6 +27,7 @@ from upriver.client.link import LinkMeter
 from upriver.client.planner import Planner
 from upriver.client.pool import Health, ServerStatus
 from upriver.client.replan import Patience, Replanner
+from upriver.client.servers import Gate
 from upriver.client.transport import ServerClient
 from upriver.client.waits import IdleWaits
 from upriver.errors import Overloaded, ServerUnavailable
@@ -311,6 +312,24 @@ def until(condition: Callable[[], bool], epoch: Callable[[], None]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         epoch()
+
+
+def test_a_server_without_room_for_a_canary_at_another_cut_is_named_by_the_plan(
+    data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(gate: Gate, server: ServerClient, *, stop: int) -> Timings:
+        raise Overloaded(f"no room at cut {stop}", retry_after_s=3)
+
+    options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "policy": "upriver"}
+    with near.finetune(frozen_small(), data, **options) as job:
+        [server] = job.servers
+        replanner = job._replanner
+        assert replanner is not None and "refused" not in job.plan.why
+        monkeypatch.setattr(Gate, "measure", full)
+        assert not replanner.opened(2)
+        assert "servers refused a request so far" in job.plan.why and "no room at cut 2" in job.plan.why
+    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == f"{server.url} refused a request, to be asked again after 3 s: no room at cut 2"
 
 
 def test_a_job_says_what_it_has_at_servers_and_hears_of_it_by_each_answer(

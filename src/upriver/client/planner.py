@@ -297,7 +297,8 @@ class Planner:
             return [cast(ServerClient, client) for client in pool.up]
 
         def prove(cuts: Sequence[int]) -> None:
-            gate.open_cuts(sorted(set(cuts) - {self.dataset.chain.start}), up)
+            further = sorted(set(cuts) - {self.dataset.chain.start})
+            gate.open_cuts(further, up, refused=pool.refusal_log.add)
 
         live = LiveProfile(
             model.profile,

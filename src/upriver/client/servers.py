@@ -160,12 +160,19 @@ class Gate:
         if not passed_larger:
             self.prove_larger(server)
 
-    def open_cuts(self, cuts: Sequence[int], servers: Callable[[], Sequence[ServerClient]]) -> None:
+    def open_cuts(
+        self,
+        cuts: Sequence[int],
+        servers: Callable[[], Sequence[ServerClient]],
+        *,
+        refused: Callable[[str, Overloaded], None],
+    ) -> None:
         """Let servers that are in pass the canary at more cuts; whoever joins from now on does, too.
 
         Args:
             cuts: Beside those that are open.
             servers: Which are in; asked when whoever joins is measured at these cuts already.
+            refused: Told the address of one that has no room for it now, and what it says.
 
         Raises:
             NotExact: If one does not; then none is asked at these cuts.
@@ -175,8 +182,12 @@ class Gate:
         self.cuts = tuple(sorted({*before, *cuts}))
         try:
             for server in servers():
-                for cut in cuts:
-                    self.measure(server, stop=cut)
+                try:
+                    for cut in cuts:
+                        self.measure(server, stop=cut)
+                except Overloaded as error:
+                    refused(server.url, error)
+                    raise
         except UpriverError:
             self.cuts = before
             raise
