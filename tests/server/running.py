@@ -52,6 +52,16 @@ class Running:
         wait_for(lambda: ask(self, "GET", "/readyz")[0] == 200)
         return self
 
+    def wait_workers(self):
+        """Processes of its workers, once all of them are there to compute; the end of others was noticed."""
+        self.wait_ready()
+
+        def found():
+            ready = json.loads(ask(self, "GET", "/v1/load")[2])["workers"]
+            return [pid for pid in self.workers() if len(self.workers()) == len(ready)]
+
+        return wait_for(found)
+
     def metric(self, name, label=""):
         """The sum of a metric over all labels, or those that ``label`` is part of."""
         lines = ask(self, "GET", "/metrics")[2].decode().splitlines()

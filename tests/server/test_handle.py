@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ from upriver.server.jobs import (
     UseSlot,
 )
 from upriver.server.memory import SlotPool
-from upriver.server.pool import WorkerPool
+from upriver.server.pool import Watch, WorkerPool
 from upriver.server.sandbox import Enclosure
 
 SETUP = Setup(threads=1, device="cpu", caps=DEFAULT_CAPS, memory_bytes=1 << 30)
@@ -260,7 +261,7 @@ def test_the_log_says_what_a_worker_died_of(caplog, ending, told):
         pool = WorkerPool(count=1, setup=SETUP, job_timeout_s=1, on_restart=reasons.append)
         pool._failure = ConfigError("no other is started")
         worker = Gone(ending)
-        pool._alive[worker] = os.open(os.devnull, os.O_RDONLY)
+        pool._alive[worker] = Watch(pidfd=os.open(os.devnull, os.O_RDONLY), since=time.monotonic())
         pool._bury(worker, ChannelClosed("the other process is gone"))
         await pool.close()
 

@@ -49,7 +49,7 @@ def test_a_killed_worker_is_replaced_and_its_micro_batch_done_again(world):
         for batch in batches[:1] + batches[-3:]:
             same(batch, world.here(batch.ids, 0))
         wait_for(lambda: server.metric("upriver_worker_restarts_total") == 1)
-        assert server.wait_ready().workers() != [worker]
+        assert server.wait_workers() != [worker]
 
 
 def test_a_micro_batch_that_kills_two_workers_is_given_up(tmp_path):
@@ -67,7 +67,7 @@ def test_a_micro_batch_that_kills_two_workers_is_given_up(tmp_path):
         server.wait_ready()
         with answering(server, request) as response:
             for number in range(2):
-                (worker,) = server.wait_ready().workers()
+                (worker,) = server.wait_workers()
                 os.kill(worker, signal.SIGKILL)
                 wait_for(lambda: server.metric("upriver_worker_restarts_total") == number + 1)  # noqa: B023
             found = messages(response)
@@ -79,7 +79,7 @@ def test_a_micro_batch_that_kills_two_workers_is_given_up(tmp_path):
 def test_workers_that_die_idle_are_replaced_before_anyone_asks(world):
     with running(world.store.uri) as server:
         for number in range(2):  # as often as a micro-batch is tried
-            (worker,) = server.wait_ready().workers()
+            (worker,) = server.wait_workers()
             os.kill(worker, signal.SIGKILL)
             wait_for(lambda: server.metric("upriver_worker_restarts_total") > number)  # noqa: B023
         assert len(run(server, world.request((0, 1), (2, 3)))) == 2

@@ -62,8 +62,8 @@ def heavy(tmp_path_factory):
 
 
 def worker_of(server):
-    """The process that computes, of a server that has one and is ready."""
-    (found,) = wait_for(server.wait_ready().workers)
+    """The process that computes, of a server that has one."""
+    (found,) = server.wait_workers()
     return inner(found)
 
 

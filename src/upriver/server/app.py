@@ -143,7 +143,7 @@ class Front:
         return PlainTextResponse("live\n")
 
     async def ready(self, request: Request) -> Response:
-        """There is a worker to compute, and it will be there for a while."""
+        """Work is done here, and will be for a while."""
         self._check_open()
         if not self.units.ready:
             raise Overloaded(self.units.why)

@@ -121,7 +121,7 @@ def _operating() -> Json:
     page: Json = {"security": [{"bearer": []}, {"basic": []}, {"certificate": []}]}
     return {
         "/livez": {"get": _health("live", "Whether the front answers")},
-        "/readyz": {"get": _health("ready", "Whether there is a worker to compute")},
+        "/readyz": {"get": _health("ready", "Whether work is done here")},
         "/metrics": _get(
             "metrics", "Metrics in Prometheus' text format", _plain("The metrics.", "text/plain")
         ),

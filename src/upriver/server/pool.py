@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from upriver.engine.clock import Clock
 from upriver.errors import ConfigError, Overloaded, UpriverError, WorkerCrashed
@@ -29,13 +29,18 @@ ATTEMPTS = 2
 """A crash may be another tenant's fault, or chance; twice with the same job it is the job's."""
 
 START_ATTEMPTS = 3
-"""Workers that may die before the first one is ready. One may be chance (memory was short), three are not."""
+"""Workers that die in a row until none is believed to work here. One may be chance (memory was short), three
+are not."""
 
 FIRST_PAUSE_S = 0.1
 """Before a worker is started again that died twice; doubled each time."""
 
 MAX_PAUSE_S = 30.0
 """Longest such pause: starting one takes 2 s of a core, which others may need."""
+
+SETTLED_S = 60.0
+"""A worker that was there for so long did not die of what ended those before it, though it may have done no
+job. Longer than any pause between two deaths."""
 
 _T = TypeVar("_T")
 
@@ -48,6 +53,18 @@ class Use(Protocol):
 
     def leave(self) -> None:
         """It has ended, whatever came of it."""
+
+
+class Watch(NamedTuple):
+    """How a worker that is there is watched.
+
+    Attributes:
+        pidfd: The descriptor that tells of its end.
+        since: When it was ready, by the monotonic clock.
+    """
+
+    pidfd: int
+    since: float
 
 
 class WorkerPool:
@@ -81,11 +98,11 @@ class WorkerPool:
         self._count = count
         self.load = load if load is not None else LoadMeter(count)
         self._idle: asyncio.Queue[WorkerHandle] = asyncio.Queue()
-        self._alive: dict[WorkerHandle, int] = {}  # and the descriptor that tells of their end
+        self._alive: dict[WorkerHandle, Watch] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="upriver-worker")
         self._closed = False
-        self._deaths = 0  # since a worker last did a job
+        self._deaths = 0  # in a row: since a worker last did a job, or was there for long
         self._settled = asyncio.Event()
         self._failure: ConfigError | None = None
         self.why = "workers are starting"
@@ -110,8 +127,8 @@ class WorkerPool:
 
     @property
     def ready(self) -> bool:
-        """Whether any worker is there to work."""
-        return bool(self._alive) and self.hello is not None
+        """Whether work is done here: there is a worker, or another one soon in place of one that is gone."""
+        return self.hello is not None and (bool(self._alive) or self._deaths < START_ATTEMPTS)
 
     async def run(self, job: Job, clock: Clock, use: Use | None = None) -> Result:
         """Do one job; what it waits for a worker counts as ``queue``.
@@ -279,18 +296,18 @@ class WorkerPool:
 
         Its channel stays open: a thread may still be reading the end of it.
         """
-        pidfd = self._alive.pop(worker, None)
-        if pidfd is None:
+        watch = self._alive.pop(worker, None)
+        if watch is None:
             return
         self.load.gone(worker.pid)
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
+        asyncio.get_running_loop().remove_reader(watch.pidfd)
+        os.close(watch.pidfd)
         ending = worker.ending()
         if not self._closed:
             how = reason if reason and ending == BROKE_OFF else ending  # what it died of, where that is known
             log.warning("worker %d is gone: it %s; starting another", worker.pid, how)
             self.why = f"the last worker {ending}; another is being started"
-            self._deaths += 1
+            self._deaths = 1 if time.monotonic() - watch.since >= SETTLED_S else self._deaths + 1
             self._on_restart("timeout" if late else "memory" if worker.out_of_memory else "crash")
             self._start_one(restarts=worker.restarts + 1)
 
@@ -345,7 +362,7 @@ class WorkerPool:
         if self._closed:
             worker.kill()
             return
-        self._alive[worker] = self._watch(worker)
+        self._alive[worker] = Watch(pidfd=self._watch(worker), since=time.monotonic())
         if self.hello is None and hello.network:
             log.warning("workers cannot be cut off from the network here: neither root nor user namespaces")
         if self.hello is None and self._enclosure.sandbox.warning:

@@ -1,0 +1,156 @@
+"""The pool alone; in its workers' place are processes that do nothing."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+
+from upriver.errors import UpriverError
+from upriver.protocol import DEFAULT_CAPS
+from upriver.server import pool as pools
+from upriver.server.handle import BROKE_OFF
+from upriver.server.jobs import Hello, Setup
+from upriver.server.pool import START_ATTEMPTS, WorkerPool
+
+SETUP = Setup(threads=1, device="cpu", caps=DEFAULT_CAPS, memory_bytes=1 << 30)
+
+
+class Scene:
+    """What becomes of workers that are started.
+
+    Attributes:
+        gate: Closed, they are not ready.
+        broken: They are not ready ever.
+    """
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = False
+
+    def start(self, *, threads, enclosure):
+        return Idle(self)
+
+
+class Idle:
+    """A worker that does nothing."""
+
+    restarts, busy_since, program, out_of_memory = 0, None, "", False
+
+    def __init__(self, scene):
+        self._scene = scene
+        self._process = subprocess.Popen(["sleep", "600"])
+        self.pid = self._process.pid
+
+    def shake_hands(self, setup, *, job_timeout_s):
+        assert self._scene.gate.wait(60)
+        if self._scene.broken:
+            raise UpriverError("it is broken")
+        return Hello(fingerprint={}, network=False)
+
+    def ending(self):
+        return BROKE_OFF if self._process.poll() is None else "was ended"
+
+    def tidy(self):
+        pass
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    scene = Scene()
+    monkeypatch.setattr(pools, "WorkerHandle", scene)
+    return scene
+
+
+@asynccontextmanager
+async def open_pool(count=1):
+    pool = WorkerPool(count=count, setup=SETUP, job_timeout_s=60, on_restart=lambda reason: None)
+    pool.start()
+    try:
+        await pool.first()
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def until(condition):
+    """Until ``condition()`` is true."""
+    async with asyncio.timeout(60):
+        while not (found := condition()):
+            await asyncio.sleep(0.01)
+    return found
+
+
+def idle(pool):
+    """Process numbers of the workers that are there."""
+    return [row.pid for row in pool.rows() if row.pid]
+
+
+async def lose_one(pool):
+    """Kill a worker that is there; when its end has been noticed."""
+    (pid,) = await until(lambda: idle(pool))
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: pid not in idle(pool))
+
+
+def test_a_pool_is_ready_while_its_only_worker_is_replaced(scene):
+    async def replace():
+        async with open_pool() as pool:
+            scene.gate.clear()
+            await lose_one(pool)
+            try:
+                assert (idle(pool), pool.ready) == ([], True)
+            finally:
+                scene.gate.set()
+            await until(lambda: idle(pool))
+            assert pool.ready
+
+    asyncio.run(replace())
+
+
+def test_a_pool_is_not_ready_before_its_first_worker_nor_when_none_can_be_had_any_more(scene):
+    async def break_down():
+        scene.gate.clear()
+        pool = WorkerPool(count=1, setup=SETUP, job_timeout_s=60)
+        pool.start()
+        assert not pool.ready
+        scene.gate.set()
+        await pool.first()
+        scene.broken = True
+        await lose_one(pool)
+        await until(lambda: not pool.ready)
+        assert (idle(pool), pool.why) == ([], "the last worker did not start: it is broken")
+        scene.broken = False
+        await until(lambda: pool.ready)
+        assert len(idle(pool)) == 1
+        await pool.close()
+
+    asyncio.run(break_down())
+
+
+@pytest.mark.parametrize(("settled_s", "ready"), [(0.0, True), (3600.0, False)])
+def test_only_workers_that_die_soon_make_a_pool_unready(scene, monkeypatch, settled_s, ready):
+    """Each was there for more than 0 s and less than an hour, and had nothing to do."""
+    monkeypatch.setattr(pools, "SETTLED_S", settled_s)
+
+    async def die_again_and_again():
+        async with open_pool() as pool:
+            for _ in range(START_ATTEMPTS - 1):
+                await lose_one(pool)
+            await until(lambda: idle(pool))
+            scene.gate.clear()
+            await lose_one(pool)
+            try:
+                assert pool.ready is ready
+            finally:
+                scene.gate.set()
+
+    asyncio.run(die_again_and_again())
