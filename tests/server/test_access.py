@@ -3,11 +3,12 @@
 import asyncio
 import base64
 import json
+from contextlib import ExitStack
 
 import pytest
 from starlette.requests import Request
 
-from tests.server.running import ask, in_thread
+from tests.server.running import ask, connect, in_thread
 from upriver.errors import ConfigError, NotAuthorized, StoreError
 from upriver.protocol import Caps
 from upriver.server import Server, ServerConfig
@@ -186,6 +187,21 @@ def test_a_password_changes_nothing(method, path):
         status, answer, body = ask(server, method, path, b"UPRV", headers)
         assert (status, json.loads(body)["error"]["code"]) == (401, "not_authorized")
         assert answer.get_all("www-authenticate") == ["Bearer"]
+
+
+def test_a_tenant_that_takes_no_answers_leaves_a_connection_for_another_one():
+    def probe(token, nbytes):
+        connection = connect(server)
+        stack.callback(connection.close)
+        connection.request("GET", f"/v1/probe?bytes={nbytes}", headers={"Authorization": f"Bearer {token}"})
+        return connection.getresponse()
+
+    with in_thread(STORE, tenants=(ALICE, BOB), max_connections=4) as server, ExitStack() as stack:
+        assert [probe("token-a", 64 << 20).status for _ in range(3)] == [200] * 3
+        refused = probe("token-a", 1)
+        assert json.loads(refused.read())["error"]["code"] == "overloaded"
+        assert (refused.status, int(refused.headers["retry-after"])) == (503, 1)
+        assert probe("token-b", 1).read() == bytes(1)
 
 
 def test_what_is_a_token():

@@ -21,7 +21,7 @@ from upriver.server.needs import TAIL_BYTES
 from upriver.server.order import Asked, Order, groups_of
 from upriver.server.run import Runner
 from upriver.server.status import Wording
-from upriver.server.tenants import ANYONE, Tenant
+from upriver.server.tenants import ANYONE, Tenant, hash_token
 from upriver.server.turns import Turns
 from upriver.types import Timings
 
@@ -57,9 +57,9 @@ async def turns(count):
         await asyncio.sleep(0)
 
 
-def runner_of(log, reading, computing, nbytes, broken=None, workers=1):
+def runner_of(log, reading, computing, nbytes, broken=None, workers=1, **settings):
     runner = Runner(
-        ServerConfig(stores={"default": "memory://"}),
+        ServerConfig(stores={"default": "memory://"}, **settings),
         pool=cast(Any, Workers(log, computing, nbytes, broken)),
         programs=cast(Any, None),
         datasets=cast(Any, None),
@@ -185,6 +185,23 @@ def test_who_sends_slowly_takes_no_more_places_than_twice_its_own():
         assert runner.running == 0
         async with AsyncExitStack() as stack:
             runner.enter(stack, slow)
+
+    asyncio.run(go())
+
+
+def test_who_has_no_quota_leaves_a_place_for_another_tenant():
+    async def go():
+        slow, other = (Tenant(name=name, token_hashes=(hash_token(name),)) for name in ("slow", "other"))
+        runner = runner_of([], [], [], 0, max_requests=4, tenants=(slow, other))
+        runner._line = cast(Any, SimpleNamespace(retry_after_s=lambda: 2.0))
+        async with AsyncExitStack() as stack:
+            for _ in range(3):
+                runner.enter(stack, slow)
+            with pytest.raises(Overloaded, match="3 requests are here, 3 of them of slow"):
+                runner.enter(stack, slow)
+            runner.enter(stack, other)
+            assert (runner.running, runner.running_of("slow")) == (4, 3)
+        assert runner.running == 0
 
     asyncio.run(go())
 

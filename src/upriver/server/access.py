@@ -8,14 +8,16 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from upriver.errors import NotAuthorized
+from upriver.errors import NotAuthorized, Overloaded
 from upriver.protocol import error_body
 from upriver.server.audit import Audit
 from upriver.server.config import ServerConfig, is_loopback
 from upriver.server.http import PEER_CERTIFICATE
+from upriver.server.places import Places
+from upriver.server.status import error_response
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.server.tls import names_in
 
@@ -34,6 +36,9 @@ _BASIC = 'Basic realm="upriver", charset="UTF-8"'
 
 class Access:
     """Finds out whose request it is, and lets it through; what is nobody's is answered with 401.
+
+    A request that is let through keeps its connection busy, for as long as its client takes. Some connections
+    are left for tenants that have none: a request beyond that is answered with 503.
 
     A tenant is told by its client certificate, or else by its token. A server without either trusts everyone
     on its machine, which includes a browser there: a page from elsewhere can have its own name resolve to
@@ -55,11 +60,12 @@ class Access:
     ) -> None:
         self._app, self._on_refused = app, on_refused
         self._tenants = config.everyone()
+        self._places = Places(config.max_connections, (tenant.name for tenant in self._tenants))
         self._wants_certificates = config.tls_client_ca is not None
         self._audit = audit or Audit(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401."""
+        """Pass on, or answer 401 or 503."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
@@ -73,8 +79,23 @@ class Access:
             )
             await _refusal(error, scope["method"], headers)(scope, receive, send)
             return
+        if not self._places.take(tenant.name):
+            await self._too_many(tenant)(scope, receive, send)
+            return
         scope.setdefault("state", {})[TENANT] = tenant
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._places.give_back(tenant.name)
+
+    def _too_many(self, tenant: Tenant) -> Response:
+        """503, for the sake of other tenants."""
+        count = self._places.taken_by(tenant.name)
+        error = Overloaded(
+            f"{count} requests of {tenant.name} are here, and the other connections are for others"
+        )
+        self._on_refused(error.code)
+        return error_response(error)
 
     def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
         """Whose request it is.

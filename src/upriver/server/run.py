@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 
@@ -42,6 +41,7 @@ from upriver.server.needs import (
     works_ahead,
 )
 from upriver.server.order import Asked, Order, Work, groups_of, until
+from upriver.server.places import Places
 from upriver.server.pool import WorkerPool
 from upriver.server.programs import Known, Programs
 from upriver.server.status import Wording
@@ -84,38 +84,35 @@ class Runner:
         self._bodies = Bodies(budget, self._make_room)
         self._weights = Weights(self)
         self._costs = Costs()
-        self._running = 0
-        self._of: Counter[str] = Counter()  # the same by tenant
+        self._places = Places(config.max_requests, (tenant.name for tenant in config.everyone()))
 
     @property
     def running(self) -> int:
         """Requests in progress, those that wait in line among them."""
-        return self._running
+        return self._places.taken
 
     def running_of(self, tenant: str) -> int:
         """The same of one tenant."""
-        return self._of[tenant]
+        return self._places.taken_by(tenant)
 
     def enter(self, stack: AsyncExitStack, tenant: Tenant) -> None:
         """Count one more request until ``stack`` lets go of it.
 
         Raises:
             QuotaExceeded: If there are so many of its tenant that some can only be on their way in.
-            Overloaded: If there are as many as may be.
+            Overloaded: If there are as many as may be, or as many as leave a place for each other tenant.
         """
-        quota, here = tenant.max_requests, self._of[tenant.name]
+        quota, here = tenant.max_requests, self._places.taken_by(tenant.name)
         if quota is not None and here >= COMING_TOO * quota:
             raise QuotaExceeded(
                 f"{here} requests of {tenant.name} are here or on their way, and at most {quota} may be here",
                 retry_after_s=self._line.retry_after_s(),
             )
-        if self._running >= self._config.max_requests:
+        if not self._places.take(tenant.name):
             raise Overloaded(
-                f"{self._running} requests are here, and no more may be",
+                f"{self.running} requests are here, {here} of them of {tenant.name}: no more of it may be",
                 retry_after_s=self._line.retry_after_s(),
             ) from Full()
-        self._running += 1
-        self._of[tenant.name] += 1
         self._metrics.running.inc()
         stack.callback(self._leave, tenant)
 
@@ -437,8 +434,7 @@ class Runner:
         return blobs
 
     def _leave(self, tenant: Tenant) -> None:
-        self._running -= 1
-        self._of[tenant.name] -= 1
+        self._places.give_back(tenant.name)
         self._metrics.running.dec()
 
 
