@@ -8,11 +8,13 @@ next tier.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -41,19 +43,22 @@ class Tier(StrEnum):
     DEVICE = "device"
 
 
-def require_finite(name: str, value: float, *, at_least: float = 0.0, positive: bool = False) -> None:
+def require_finite(
+    name: str, value: float, *, at_least: float = 0.0, at_most: float = math.inf, positive: bool = False
+) -> None:
     """Check a number once, at the border.
 
     Raises:
-        ConfigError: If ``value`` is NaN, infinite or too small; the message names the field.
+        ConfigError: If ``value`` is NaN, infinite, too small or too large; the message names the field.
     """
     try:
         finite = math.isfinite(value) and not isinstance(value, bool)
-    except TypeError:  # not a number
+    except (TypeError, OverflowError):  # not a number, or a whole one that is beyond every float
         finite = False
-    if not finite or value < at_least or (positive and value <= 0):
+    if not finite or not at_least <= value <= at_most or (positive and value <= 0):
         bound = "> 0" if positive else f">= {at_least:g}"
-        raise ConfigError(f"{name} must be a finite number {bound}, got {value!r}")
+        bound += f" and <= {at_most:g}" if at_most < math.inf else ""
+        raise ConfigError(f"{name} must be a finite number {bound}, got {printable(repr(value), 40)}")
 
 
 def require_type(name: str, value: object, kind: type[_T], example: str) -> _T:
@@ -73,6 +78,104 @@ def require_type(name: str, value: object, kind: type[_T], example: str) -> _T:
             f"{type(value).__name__}"
         )
     return value
+
+
+# -------------------------------------------------------------------------- what a number may be
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a number may be; part of a field's type, and checked by `_check_numbers`.
+
+    Attributes:
+        most: More than anybody has, and little enough that sums and products stay far below what a float
+            can hold.
+        positive: Whether it must be above 0.
+        or_infinite: Whether it may be infinite, which means that nobody said how much there is.
+    """
+
+    most: float
+    least: float = 0.0
+    positive: bool = False
+    or_infinite: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """One number.
+
+        Raises:
+            ConfigError: If it lies outside; the message names the field.
+        """
+        if not (self.or_infinite and value == math.inf):
+            require_finite(name, value, at_least=self.least, at_most=self.most, positive=self.positive)
+
+
+MOST_BYTES = 10**18
+BANDWIDTH = Limits(most=10**15, positive=True)
+"""Of a link, bytes per second."""
+
+Bytes: TypeAlias = Annotated[float, Limits(most=MOST_BYTES)]
+Memory: TypeAlias = Annotated[float, Limits(most=MOST_BYTES, or_infinite=True)]
+Bandwidth: TypeAlias = Annotated[float, BANDWIDTH]
+Seconds: TypeAlias = Annotated[float, Limits(most=10**9)]
+Flops: TypeAlias = Annotated[float, Limits(most=10**24)]
+Count: TypeAlias = Annotated[int, Limits(least=1, most=10**9)]
+Factor: TypeAlias = Annotated[float, Limits(most=10**9, positive=True)]
+
+
+class _Limited(NamedTuple):
+    """A field that has limits.
+
+    Attributes:
+        optional: Whether None is allowed, too.
+        inside: What holds the numbers, outermost first: mappings, tuples or nothing.
+    """
+
+    name: str
+    limits: Limits
+    optional: bool
+    inside: tuple[Any, ...]
+
+
+def _check_numbers(name: str, noun: Any) -> None:
+    """Every field of a noun whose type has `Limits`.
+
+    Args:
+        name: Of the noun in its file; goes before its fields' names.
+
+    Raises:
+        ConfigError: If a number lies outside; the message names the field.
+    """
+    for each in _limited(noun.__class__):
+        value = getattr(noun, each.name)
+        if value is not None or not each.optional:
+            _check_within(f"{name}.{each.name}" if name else each.name, value, each.limits, each.inside)
+
+
+def _check_within(name: str, value: Any, limits: Limits, inside: tuple[Any, ...]) -> None:
+    """Every number of a field; what is in a mapping is named by its key."""
+    if not inside:
+        limits.check(name, value)
+    elif inside[0] is Mapping:
+        for key, held in value.items():
+            _check_within(f"{name}.{key}", held, limits, inside[1:])
+    else:
+        for held in value:
+            _check_within(name, held, limits, inside[1:])
+
+
+@functools.cache
+def _limited(noun: type[Any]) -> tuple[_Limited, ...]:
+    found = []
+    for name, hint in get_type_hints(noun, include_extras=True).items():
+        inside: list[Any] = []
+        while (origin := get_origin(hint)) in (Mapping, tuple):
+            inside.append(origin)
+            hint = get_args(hint)[-1]
+        optional = NoneType in get_args(hint)
+        of_number = get_args(hint)[0] if optional else hint
+        for limits in getattr(of_number, "__metadata__", ()):
+            found.append(_Limited(name, limits, optional, tuple(inside)))
+    return tuple(found)
 
 
 # --------------------------------------------------------------------------------------- what moves
@@ -117,17 +220,6 @@ class Timings:
 # ------------------------------------------------------------------------------------ what is known
 
 
-def _require_memory(name: str, value: float) -> None:
-    """Memory may be infinite, which means that nobody said how much there is."""
-    if value != math.inf:
-        require_finite(name, value)
-
-
-def _require_rates(name: str, rates: Mapping[str, float]) -> None:
-    for phase, seconds in rates.items():
-        require_finite(f"{name}.{phase}", seconds)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageProfile:
     """What one stage costs.
@@ -142,30 +234,25 @@ class StageProfile:
 
     name: str
     kind: str
-    out_bytes: float
-    param_bytes: float = 0.0
-    flops: float = 0.0
-    seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    peak_bytes: float = 0.0
+    out_bytes: Bytes
+    param_bytes: Bytes = 0.0
+    flops: Flops = 0.0
+    seconds: Mapping[str, tuple[Seconds, Seconds]] = field(default_factory=dict)
+    peak_bytes: Bytes = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("out_bytes", "param_bytes", "flops", "peak_bytes"):
-            require_finite(f"stages[{self.name}].{name}", getattr(self, name))
-        for resource, pair in self.seconds.items():
-            for part in pair:
-                require_finite(f"stages[{self.name}].seconds.{resource}", part)
+        _check_numbers(f"stages[{self.name}]", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputProfile:
     """One sample before the first model stage: as stored, and as the tensor the model takes."""
 
-    stored_bytes: float
-    tensor_bytes: float
+    stored_bytes: Bytes
+    tensor_bytes: Bytes
 
     def __post_init__(self) -> None:
-        require_finite("input.stored_bytes", self.stored_bytes)
-        require_finite("input.tensor_bytes", self.tensor_bytes)
+        _check_numbers("input", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,15 +264,12 @@ class TailProfile:
         peak_bytes: Saved activations and workspace, per sample.
     """
 
-    seconds: tuple[float, float] = (0.0, 0.0)
-    param_bytes: float = 0.0
-    peak_bytes: float = 0.0
+    seconds: tuple[Seconds, Seconds] = (0.0, 0.0)
+    param_bytes: Bytes = 0.0
+    peak_bytes: Bytes = 0.0
 
     def __post_init__(self) -> None:
-        for part in self.seconds:
-            require_finite("tail.seconds", part)
-        require_finite("tail.param_bytes", self.param_bytes)
-        require_finite("tail.peak_bytes", self.peak_bytes)
+        _check_numbers("tail", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,10 +289,10 @@ class Profile:
     stages: tuple[StageProfile, ...]
     tail: TailProfile = field(default_factory=TailProfile)
     input_stages: tuple[StageProfile, ...] = ()
-    model_load_s: Mapping[str, float] = field(default_factory=dict)
+    model_load_s: Mapping[str, Seconds] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require_rates("model_load_s", self.model_load_s)
+        _check_numbers("", self)
         if not 0 <= self.freeze <= len(self.stages):
             raise ConfigError(f"freeze must lie in 0..{len(self.stages)}, got {self.freeze}")
 
@@ -232,12 +316,11 @@ class Profile:
 class Link:
     """Network path from the storage tier to the compute tier."""
 
-    bandwidth_bytes_per_s: float
-    rtt_s: float = 0.0
+    bandwidth_bytes_per_s: Bandwidth
+    rtt_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        require_finite("link.bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, positive=True)
-        require_finite("link.rtt_s", self.rtt_s)
+        _check_numbers("link", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,20 +335,16 @@ class StorageTier:
         request_samples: Samples a request asks for (128: HAPI 2025, section 5.1).
     """
 
-    memory_bytes: float = math.inf
-    concurrency: int = 1
-    micro_batch: int = DEFAULT_MICRO_BATCH
-    load: float = 1.0
-    seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: Memory = math.inf
+    concurrency: Count = 1
+    micro_batch: Count = DEFAULT_MICRO_BATCH
+    load: Factor = 1.0
+    seconds_per_byte: Mapping[str, Seconds] = field(default_factory=dict)
     reuse_model: bool = True
-    request_samples: int = 128
+    request_samples: Count = 128
 
     def __post_init__(self) -> None:
-        _require_memory("storage.memory_bytes", self.memory_bytes)
-        for name in ("concurrency", "micro_batch", "request_samples"):
-            require_finite(f"storage.{name}", getattr(self, name), at_least=1)
-        require_finite("storage.load", self.load, positive=True)
-        _require_rates("storage.seconds_per_byte", self.seconds_per_byte)
+        _check_numbers("storage", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,17 +358,13 @@ class ComputeTier:
         seconds_per_byte: Phase (``decode``, ``move``) to seconds per byte.
     """
 
-    memory_bytes: float = math.inf
-    micro_batch: int | None = None
-    concurrency: int = 1
-    seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: Memory = math.inf
+    micro_batch: Count | None = None
+    concurrency: Count = 1
+    seconds_per_byte: Mapping[str, Seconds] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require_memory("compute.memory_bytes", self.memory_bytes)
-        require_finite("compute.concurrency", self.concurrency, at_least=1)
-        if self.micro_batch is not None:
-            require_finite("compute.micro_batch", self.micro_batch, at_least=1)
-        _require_rates("compute.seconds_per_byte", self.seconds_per_byte)
+        _check_numbers("compute", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

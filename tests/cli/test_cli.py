@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,56 @@ def test_interruption_ends_with_130(
     monkeypatch.setattr("upriver.cli.index.store_options", interrupt)
     assert main(["index", "memory://x"]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+WITHOUT_WORK = [["--help"], ["plan", "--help"], ["--version"]]
+
+
+@pytest.mark.parametrize("arguments", WITHOUT_WORK, ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "upriver", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (2, "error: cannot write to stdout: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", WITHOUT_WORK, ids=" ".join)
+def test_a_reader_that_has_gone_is_no_error(arguments: list[str]) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "upriver", *arguments], stdout=pipe, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+def test_a_result_that_nobody_takes(
+    options: list[str], photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["index", photos.as_uri(), "--path", "photos", *options]
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(arguments) == 2
+        assert "cannot write to stdout: No space left" in capsys.readouterr().err
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(arguments) == 141
+        assert capsys.readouterr().err == ""
+
+
+def test_an_error_is_told_where_its_document_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["index", "ftp://x", "--json"]) == 2
+    error = capsys.readouterr().err
+    assert "ftp://x" in error and error.count("\n") == 1
 
 
 def test_unknown_key_in_a_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

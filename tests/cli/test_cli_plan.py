@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planning import alexnet, cluster
+from tests.planning import alexnet, cluster, stage
 from upriver.cli import main
 from upriver.cli.checkpoint import save_tensors
 from upriver.cli.options import parse_sweep
@@ -234,7 +235,12 @@ def test_a_text_is_a_rate_or_is_refused(text: str) -> None:
         (["--save-cluster", "/does/not/exist/c.json"], "/does/not/exist"),
         (["--html", "same", "--save-cluster", "./same"], "name one file"),
         (["--freeze-to", "features"], "--freeze-to would not count with --profile"),
-        (["--model", "torchvision:alexnet"], "--model NAME"),
+        (["--model", "torchvision:alexnet"], "--profile P.json or from --model NAME, not both"),
+        (
+            ["--bandwidth", "1001TB"],
+            "--bandwidth in bytes per second must be a finite number > 0 and <= 1e+15",
+        ),
+        (["--sweep", "bandwidth=1Mbit..1001TB"], "--sweep in bytes per second must be a finite number"),
         (["--profile", "/does/not/exist.json"], "cannot read /does/not/exist.json: No such file"),
         (["--profile", "/tmp"], "cannot read /tmp: Is a directory"),
         (["--cluster", "/dev/null"], "/dev/null: not a valid upriver.cluster/1 file"),
@@ -280,7 +286,14 @@ def changed(path: Path, change: Callable[[Any], object]) -> None:
         (lambda d: d.pop("freeze"), "freeze"),
         (lambda d: d.update(freeze=22), "freeze"),
         (lambda d: d.update(schema="upriver.profile/2"), "upriver.profile/2"),
-        (lambda d: d["stages"][2]["seconds"].update(compute=[1e308, 1e308]), "more than a number can hold"),
+        (
+            lambda d: d["stages"][2]["seconds"].update(compute=[1e308, 1e308]),
+            "seconds.compute must be a finite",
+        ),
+        (
+            lambda d: d["stages"][0].update(peak_bytes=1e308),
+            "stages[stage1].peak_bytes must be a finite number",
+        ),
         (lambda d: d.update(model="\x1b[31m", freeze=99), "freeze"),
     ],
 )
@@ -290,7 +303,87 @@ def test_a_wrong_profile_names_the_file_and_the_field(
     changed(Path(files[1]), change)
     line = refused(run, *files)
     assert named in line
-    assert "number can hold" in named or "p.json: " in line
+    assert "p.json: " in line
+
+
+def test_numbers_that_are_too_large_only_together_are_refused(files: Files, run: Run) -> None:
+    changed(Path(files[3]), lambda d: d["link"].update(bandwidth_bytes_per_s=5e-324))
+    assert "are more than a number can hold" in refused(run, *files)
+
+
+def whole(folder: Path) -> Files:
+    """A profile and a cluster in which every field of either is written."""
+    profile = replace(
+        alexnet(),
+        stages=alexnet().stages[:1],
+        freeze=1,
+        input_stages=(stage("decode", 602112, flops=7.0),),
+        model_load_s={"storage": 0.5, "compute": 0.5},
+    )
+    machines = replace(
+        cluster(
+            memory_bytes=1e9,
+            concurrency=4,
+            reuse_model=False,
+            request_samples=64,
+            seconds_per_byte={"read": 1e-9, "move": 2e-9, "encode": 3e-9},
+        ),
+        compute=ComputeTier(
+            memory_bytes=1e9, micro_batch=8, concurrency=2, seconds_per_byte={"decode": 1e-9, "move": 1e-9}
+        ),
+    )
+    (folder / "p.json").write_text(profile_to_json(profile))
+    (folder / "c.json").write_text(cluster_to_json(machines))
+    return ["--profile", str(folder / "p.json"), "--cluster", str(folder / "c.json")]
+
+
+def places(value: Any, *path: str | int) -> Iterator[tuple[str | int, ...]]:
+    """Where a document has numbers."""
+    if isinstance(value, dict | list):
+        for key, held in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(held, *path, key)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+
+
+ABSURD = (
+    "1e308",
+    "1e400",
+    "1" + "0" * 400,
+    "1" + "0" * 5000,
+    "Infinity",
+    "NaN",
+    "-1",
+    '"x"',
+    "null",
+    "[]",
+    "true",
+)
+
+
+@pytest.mark.parametrize("index", [1, 3], ids=["profile", "cluster"])
+def test_an_absurd_number_is_refused_wherever_it_stands(index: int, tmp_path: Path, run: Run) -> None:
+    files = whole(tmp_path)
+    path, original = Path(files[index]), json.loads(Path(files[index]).read_text())
+    found = list(places(original))
+    assert len(found) == {1: 25, 3: 15}[index]
+    may_be_null = {("storage", "memory_bytes"), ("compute", "memory_bytes"), ("compute", "micro_batch")}
+    for *parents, last in found:
+        names = {str(part) for part in (*parents[-2:], last) if isinstance(part, str)}
+        for text in ABSURD:
+            document = json.loads(json.dumps(original))
+            place = document
+            for part in parents:
+                place = place[part]
+            place[last] = "HERE"
+            path.write_text(json.dumps(document).replace('"HERE"', text))
+            if text == "null" and (*parents, last) in may_be_null:
+                assert run(*files)[0] == 0
+                continue
+            line = refused(run, *files)
+            assert f"{path.name}: " in line
+            assert any(name in line for name in names), (names, line)
+            assert "must be a finite number" in line or "must lie in" in line or "Expected" in line
 
 
 @pytest.mark.parametrize(
@@ -317,6 +410,19 @@ def test_names_from_files_cannot_write_to_the_terminal(files: Files, run: Run, t
     assert "\x1b" not in out + err + (tmp_path / "plan.html").read_text()
     assert "evil?[2J??$" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# --------------------------------------------------------------------------------------- the output
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--sweep", "bandwidth=1MB..2MB"]], ids=str)
+def test_a_result_that_cannot_be_written_is_one_line(
+    options: list[str], files: Files, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert refused(run, *files, *options) == "error: cannot write to stdout: No space left on device\n"
+        assert sys.stdout is full
 
 
 # ---------------------------------------------------------------------------------------- the files

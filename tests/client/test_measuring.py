@@ -139,6 +139,20 @@ def test_the_second_job_has_the_lines_of_the_first(
     assert [stage.seconds for stage in again.profile.stages] == [s.seconds for s in first.profile.stages]
 
 
+def test_a_batch_larger_than_the_epoch_takes_the_memory_of_the_epoch(
+    data: Dataset, near: upriver.Near
+) -> None:
+    found = []
+    for batch_size in (200, 201, 10**8, 10**12):
+        measured, job = measured_by(near, data, batch_size=batch_size)
+        assert len(job) == 1
+        tail = measured.profile.tail
+        found.append((tail.param_bytes, tail.peak_bytes, job.window.micro_batches))
+    assert len(set(found)) == 1
+    with near.finetune(frozen_small(), data, batch_size=10**12, micro_batch=MICRO, policy="freeze") as job:
+        assert [len(targets) for _, targets in job] == [200]
+
+
 def test_a_kept_profile_of_one_size_gets_its_lines_when_the_budget_allows(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +332,7 @@ def test_a_chosen_size_has_the_bits_of_that_size(
     losses, model, job = run(near, data, micro_batch="auto", epochs=1, **options)
     assert job.state_dict()["micro_batch"] == 32
     assert job.plan.cut >= 1
-    assert "low bits" not in job.plan.why
+    assert "low bits" not in job.plan.why and "one size" not in job.plan.why
     assert same((losses, model), run(near, data, micro_batch=32, epochs=1, **options)[:2])
     plain = run(upriver.connect(), data, micro_batch=32, epochs=1, batch_size=40, policy="nosplit")
     assert same((losses, model), plain[:2])
@@ -336,8 +350,14 @@ def test_where_nothing_is_known_of_calls_the_default_is_chosen(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "SHARE", 0.0)
-    _, job = measured_by(near, data, micro_batch="auto", batch_size=64)
-    assert job.state_dict()["micro_batch"] == 16
+    for asked in ({"policy": "hapi"}, {"cut": 4}):
+        with near.finetune(frozen_small(), data, micro_batch="auto", batch_size=64, **asked) as job:
+            assert job.state_dict()["micro_batch"] == 16
+            assert job.plan.why.endswith(
+                'micro_batch="auto" stays at 16: stages were measured at one size only'
+            )
+    _, fixed = measured_by(near, data, batch_size=64)
+    assert "one size only" not in fixed.plan.why
 
 
 @pytest.mark.usefixtures("dear_calls")

@@ -29,10 +29,12 @@ from upriver.client.crew import STORE_REST_S
 from upriver.client.deal import deal
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.job import FinetuneJob
+from upriver.client.planning import with_notes
 from upriver.errors import Overloaded, StoreError
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.protocol import error_body
+from upriver.types import Plan
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +74,41 @@ def test_a_server_that_stops_is_named_by_the_plan(
     assert [record.levelname for record in caplog.records if "cannot be carried out" in record.message] == [
         "WARNING"
     ]
+
+
+def test_what_is_added_to_a_plans_reason_is_joined_to_it(data: Dataset) -> None:
+    server = start(data, 0)
+    with (
+        upriver.connect(server.url) as near,
+        near.finetune(
+            frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, policy="freeze", exact="numeric"
+        ) as job,
+    ):
+        asked = job.plan.why
+        os.kill(server.pid, signal.SIGKILL)
+        server.close()
+        list(job)
+        wait_for(lambda: job.plan.why != asked)
+        assert job.plan.why.startswith(f"{asked}; no server answers now ({server.url}")
+        assert "; exact='numeric'" in asked and ".;" not in asked
+
+
+def test_a_reason_without_a_last_full_stop_is_joined_as_well() -> None:
+    plan = Plan(policy="p", feasible=True, routes=(), predicted=None, table=(), why="One. Two (1.00 x).")
+    assert with_notes(plan) is plan
+    assert with_notes(plan, "three").why == "One. Two (1.00 x); three"
+    assert with_notes(with_notes(plan, "three"), "four", "five").why == "One. Two (1.00 x); three; four; five"
+
+
+def test_a_server_that_is_not_used_is_named_once(data: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    url = "http://127.0.0.1:9"
+    with (
+        upriver.connect(url) as near,
+        near.finetune(frozen_small(), data, batch_size=BATCH, micro_batch=MICRO) as job,
+    ):
+        assert job.plan.why.count(url) == 1
+    [said] = [record.getMessage() for record in caplog.records if "not used" in record.getMessage()]
+    assert said.startswith(f"a server is not used for now: {url}: ") and said.count(url) == 1
 
 
 def test_a_plan_that_needs_no_server_says_nothing(data: Dataset) -> None:

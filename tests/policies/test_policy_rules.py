@@ -203,6 +203,29 @@ def test_min_never_answers_the_input_even_when_that_is_smaller() -> None:
     assert POLICIES["min"](alexnet(stored_bytes=10), cluster(), EPOCH).cut == 16
 
 
+@pytest.mark.parametrize("name", ["freeze", "min", "neurosurgeon", "hapi_bandwidth", "hapi"])
+def test_where_nothing_is_frozen_that_is_the_reason(name: str) -> None:
+    decode = stage("decode", 100)
+    nothing = replace(alexnet(), freeze=0, input_stages=(decode, replace(decode, name="resize")))
+    plan = POLICIES[name](nothing, cluster(), EPOCH)
+    assert plan.cut == nothing.unsplit == -2
+    assert plan.why.startswith("cut -2, as no stage of the model is frozen. ")
+
+
+@pytest.mark.parametrize("name", ["min", "neurosurgeon", "hapi_bandwidth", "hapi"])
+def test_what_is_searched_is_said(name: str) -> None:
+    """They never look at cut 0 and those below, so a better one may stand in the table."""
+    thin = alexnet(stored_bytes=1_000_000)
+    assert "among cuts 1 to 17" in POLICIES[name](thin, cluster(), EPOCH).why
+
+
+def test_hapi_bandwidth_says_both_conditions_when_it_falls_to_the_freeze_point() -> None:
+    """A fast link takes every output within a second, but none is smaller than what is stored."""
+    plan = POLICIES["hapi_bandwidth"](alexnet(stored_bytes=1), cluster(bandwidth=1e15), EPOCH)
+    says = "as no earlier one is smaller than what is stored and crosses within a second a batch"
+    assert plan.why.startswith(f"cut 17, the freeze point, {says}. ")
+
+
 @pytest.mark.parametrize("name", ["hapi", "exhaustive", "upriver"])
 def test_ties_go_to_the_earliest_cut(name: str) -> None:
     free = Profile(

@@ -11,6 +11,7 @@ from torch import nn
 from tests.profile.test_memory import allocated_at_most
 from upriver.client.planning import STATES_PER_WEIGHT, measure_tail, time_tail
 from upriver.errors import ModelError
+from upriver.profile.memory import tail_peak
 from upriver.profile.tail import tail_memory, tail_weights
 from upriver.program.freeze import freeze_to
 from upriver.program.split import Split, split
@@ -132,6 +133,38 @@ def test_training_the_tail_takes_no_more_at_any_batch_than_the_profile_says(name
         assert estimate.low_bytes <= exact <= estimate.high_bytes - estimate.reserve_bytes
         assert weights + estimate.high_bytes <= says
         assert profile.param_bytes >= weights
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_batch_of_any_size_is_laid_out_as_the_loop_lays_it_out(
+    name: str, layout: torch.memory_format
+) -> None:
+    make, freeze, shape = MODELS[name]
+    model = make()
+    parts, features = cut(model, freeze, shape)
+    features = tuple(each.contiguous(memory_format=layout) if each.dim() == 4 else each for each in features)
+
+    def of(number: int) -> tuple[torch.Tensor, ...]:
+        whole = parts.tail.values.concatenate([features] * -(-number // MICRO))
+        return parts.tail.values.select(whole, range(number))
+
+    for batch in (3, 4, 13):
+        wanted = tail_peak(model, of(batch), samples=batch, run=parts.tail, features_of=of)
+        assert tail_memory(model, parts, features, samples=MICRO, batch_size=batch) == wanted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_huge_batch_takes_no_longer_to_work_out(name: str) -> None:
+    make, freeze, shape = MODELS[name]
+    model = make()
+    parts, features = cut(model, freeze, shape)
+    usual = tail_memory(model, parts, features, samples=MICRO, batch_size=512)
+    for batch in (10**8, 10**12):
+        huge = tail_memory(model, parts, features, samples=MICRO, batch_size=batch)
+        assert huge.samples == batch
+        assert huge.growing_bytes == pytest.approx(usual.growing_bytes, rel=0.05)
+        assert huge.high_bytes <= huge.fixed_bytes + huge.growing_bytes * batch
 
 
 @pytest.mark.parametrize("name", RANDOM)

@@ -13,7 +13,7 @@ from hypothesis import given
 from tests.planning import alexnet, clusters, profiles
 from upriver.errors import ConfigError
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json
-from upriver.types import Cluster, Link, Profile
+from upriver.types import Cluster, ComputeTier, Link, Profile, StorageTier, TailProfile
 
 PROFILE: dict[str, Any] = {
     "schema": "upriver.profile/1",
@@ -118,6 +118,27 @@ def test_optional_fields_are_read() -> None:
     assert cluster.compute.micro_batch == 8 and math.isinf(cluster.compute.memory_bytes)
 
 
+def test_the_largest_numbers_survive_their_files() -> None:
+    cluster = Cluster(
+        link=Link(bandwidth_bytes_per_s=10**15, rtt_s=10**9),
+        storage=StorageTier(memory_bytes=10**18, concurrency=10**9, micro_batch=10**9, load=10**9),
+        compute=ComputeTier(memory_bytes=math.inf, micro_batch=None, concurrency=10**9),
+    )
+    assert cluster_to_json(cluster_from_json(cluster_to_json(cluster))) == cluster_to_json(cluster)
+    profile = alexnet(storage_s=10**9, stored_bytes=10**18)
+    assert profile_from_json(profile_to_json(profile)) == profile
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e19, 10**400, "1", None, [], True])
+def test_what_no_file_may_hold_no_noun_may_hold(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"tail\.param_bytes must be a finite number >= 0 and <= 1e\+18"):
+        TailProfile(param_bytes=value)
+    with pytest.raises(ConfigError, match=r"link\.rtt_s must be a finite number >= 0 and <= 1e\+09"):
+        Link(bandwidth_bytes_per_s=1, rtt_s=math.inf if value == 1e19 else value)
+    with pytest.raises(ConfigError, match=r"storage\.seconds_per_byte\.read must be"):
+        StorageTier(seconds_per_byte={"read": value})
+
+
 REQUIRED = [
     (PROFILE, profile_from_json, path)
     for path in [
@@ -166,6 +187,8 @@ WRONG = [
             ("freeze", True),
         ),
         *(("model_load_s", {"storage": -1}), ("model_load_s", {"moon": 1})),
+        *(("stages/0/peak_bytes", 1e308), ("stages/0/flops", 10**400), ("tail/param_bytes", 1.1e18)),
+        *(("tail/seconds", [0, 1.1e9]), ("model_load_s", {"storage": 1e10}), ("freeze", 10**400)),
     ]
 ] + [
     (CLUSTER, cluster_from_json, path, value)
@@ -177,6 +200,9 @@ WRONG = [
         *(("storage/load", 0), ("storage/memory_bytes", -1), ("compute/memory_bytes", math.nan)),
         *(("storage/seconds_per_byte/encode", math.nan), ("compute/seconds_per_byte/decode", -1)),
         *(("compute/micro_batch", 0), ("storage/request_samples", 0), ("storage/reuse_model", 1)),
+        *(("link/bandwidth_bytes_per_s", 1.1e15), ("link/rtt_s", 1e308), ("storage/load", 1e10)),
+        *(("storage/memory_bytes", math.inf), ("compute/memory_bytes", 1e19), ("link/rtt_s", 10**400)),
+        *(("storage/concurrency", 10**400), ("compute/micro_batch", 10**9 + 1), ("link/rtt_s", None)),
     ]
 ]
 

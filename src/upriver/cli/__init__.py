@@ -18,9 +18,12 @@ from typer.exceptions import TyperException
 
 from upriver import __version__
 from upriver.cli import cuts, demo, index, plan, push, serve, token, train
-from upriver.errors import UpriverError
+from upriver.cli.common import ReaderGone, checked_stdout
+from upriver.errors import StoreError, UpriverError
 
 EXIT_ERROR, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_READER_GONE = 128 + signal.SIGPIPE
+"""What a shell says of most programs that write to a pipe which nobody reads any more."""
 
 app = typer.Typer(
     name="upriver",
@@ -59,16 +62,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process by default.
 
     Returns:
-        0 on success, 2 for bad input or an error named on purpose, 130 when interrupted, 1 for anything else.
+        0 on success, 2 for bad input or an error named on purpose, 130 when interrupted, 141 when stdout is a
+        pipe that nobody reads, 1 for anything else.
     """
+    with checked_stdout():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Whoever ends this process with SIGTERM wants what it started to be stopped too, as for Ctrl-C.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = app(arguments, prog_name="upriver", standalone_mode=False)
+        print(end="", flush=True)
         return result if isinstance(result, int) else 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ReaderGone:
+        return EXIT_READER_GONE
     except Exception as error:
         return _report(error, debug="--debug" in arguments, as_json="--json" in arguments)
     finally:
@@ -82,9 +94,10 @@ def _report(error: Exception, *, debug: bool, as_json: bool) -> int:
     status, code, message = _described(error)
     message = " ".join(message.split())
     hint = " (an error we did not expect; --debug shows where)" if status == EXIT_ERROR and not debug else ""
-    print(f"error: {message}{hint}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the disk that is full may be that of stderr, too
+        print(f"error: {message}{hint}", file=sys.stderr)
     if as_json:
-        with contextlib.suppress(OSError):  # a full disk may be what went wrong
+        with contextlib.suppress(StoreError, ReaderGone):  # which may be what went wrong
             print(json.dumps({"error": {"code": code, "message": message}}), flush=True)
     return status
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 
+from upriver.errors import StoreError
 from upriver.text import aligned
 
 if TYPE_CHECKING:
@@ -54,6 +56,66 @@ def print_fields(fields: Mapping[str, object]) -> None:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: frozenset[int]) -> None:
     """Print a table on stdout; columns whose index is in ``left`` hold words, the others numbers."""
     print(aligned(columns, [[str(cell) for cell in row] for row in rows], left=left))
+
+
+class ReaderGone(Exception):
+    """Whoever read stdout has closed it, and wants no more: no error, but no reason to go on either."""
+
+
+class _Stdout:
+    """A stream that says what is wrong when it cannot be written: an `OSError` could come from anywhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _named():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _named():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ReaderGone from error
+    except OSError as error:
+        raise StoreError(f"cannot write to stdout: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def checked_stdout() -> Iterator[None]:
+    """Let what is printed within be written, or raise what says that it was not.
+
+    Raises:
+        StoreError: Where stdout is printed to or flushed, if it cannot be written, as on a full disk.
+        ReaderGone: Likewise, if it is a pipe that nobody reads any more.
+    """
+    stream = sys.stdout
+    if stream is None:  # closed before Python began: what is printed goes nowhere
+        yield
+        return
+    try:
+        with contextlib.redirect_stdout(_Stdout(stream)):
+            yield
+    finally:
+        try:
+            stream.flush()
+        except OSError:
+            _drop(stream)
+
+
+def _drop(stream: TextIO) -> None:
+    """Send what a stream still holds nowhere, or Python complains of it once more when it ends."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def note(message: str) -> None:

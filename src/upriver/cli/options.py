@@ -86,12 +86,16 @@ def parse_bandwidth(text: str, option: str = "--bandwidth") -> float:
     """``50Mbit`` or ``10MB`` as bytes per second.
 
     Raises:
-        ConfigError: If it is no rate; names the option.
+        ConfigError: If it is no rate, or more than any link has; names the option.
     """
     try:
-        return parse_rate(text)
+        rate = parse_rate(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
+    from upriver.types import BANDWIDTH  # needs torch, which a mistyped option must not wait for
+
+    BANDWIDTH.check(f"{option} in bytes per second", rate)
+    return rate
 
 
 MOST_POINTS = 200

@@ -156,7 +156,9 @@ class Source:
         Raises:
             ConfigError: If not.
         """
-        if (self.profile is None) == (self.model is None):
+        if self.profile is not None and self.model is not None:
+            raise ConfigError("plan from --profile P.json or from --model NAME, not both")
+        if self.profile is None and self.model is None:
             raise ConfigError("plan from --profile P.json and --cluster C.json, or from --model NAME")
         if self.profile is not None and self.cluster is None:
             raise ConfigError("--profile goes with --cluster C.json")

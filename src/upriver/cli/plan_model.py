@@ -23,6 +23,7 @@ from upriver.program.program import Program
 from upriver.program.resized import resized
 from upriver.program.split import Split, split
 from upriver.types import (
+    MOST_BYTES,
     Cluster,
     ComputeTier,
     InputProfile,
@@ -63,7 +64,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if self.stored_bytes is not None:
-            require_finite("stored_bytes", self.stored_bytes, positive=True)
+            require_finite("stored_bytes", self.stored_bytes, at_most=MOST_BYTES, positive=True)
 
 
 def same_machine(bandwidth_bytes_per_s: float, micro_batch: int) -> Cluster:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,6 +33,16 @@ def whole(name: str, value: int, *, most: int | None = None) -> int:
         allowed = "of at least 1" if most is None else f"in 1..{most}"
         raise ConfigError(f"{name} must be a whole number {allowed}, got {_shown(value)}")
     return value
+
+
+def number(name: str, value: Any, *, positive: bool = False) -> float:
+    """A finite number of at least 0, or above it; a bool is none."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real or not 0 <= value <= sys.float_info.max or (positive and value == 0):
+        raise ConfigError(
+            f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {_shown(value)}"
+        )
+    return float(value)
 
 
 def flag(name: str, value: bool) -> bool:
@@ -60,6 +73,24 @@ def shard(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
     return rank, num_ranks
 
 
+def cuts(value: int | Mapping[int, float] | None) -> dict[int, float] | None:
+    """Cuts and their shares of the samples, the earliest first; None where the policy is to choose.
+
+    Which cuts there are only the split model says.
+    """
+    if value is None or type(value) is int:
+        return None if value is None else {value: 1.0}
+    if not isinstance(value, Mapping) or any(type(cut) is not int for cut in value):
+        raise ConfigError(
+            "cut must be a whole number, a mapping of whole numbers to shares of the samples, or None, got "
+            f"{_shown(value)}"
+        )
+    shares = {cut: number(f"cut[{cut}]", share, positive=True) for cut, share in value.items()}
+    if not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
+        raise ConfigError(f"cut must have shares that sum to 1, got {_shown(dict(value))}")
+    return dict(sorted(shares.items()))
+
+
 def compiling(value: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """Arguments for ``torch.compile``; None to leave the tail as it is."""
     if isinstance(value, Mapping):
@@ -69,12 +100,23 @@ def compiling(value: bool | Mapping[str, Any]) -> dict[str, Any] | None:
                 f"compile_tail takes {', '.join(COMPILE_OPTIONS)}, which go to torch.compile, "
                 f"got {_shown(unknown)}"
             )
+        _check_compile_options(value)
         return dict(value)
     if type(value) is not bool:
         raise ConfigError(
             f"compile_tail must be True, False or a mapping of torch.compile's arguments, got {_shown(value)}"
         )
     return {} if value else None
+
+
+def _check_compile_options(options: Mapping[str, Any]) -> None:
+    """What ``torch.compile`` takes without a look, to fail at the first call; the rest it checks itself."""
+    backend = options.get("backend", "")
+    if not isinstance(backend, str) and not callable(backend):
+        raise ConfigError(f"compile_tail's backend must be a name or a function, got {_shown(backend)}")
+    flag("compile_tail's fullgraph", options.get("fullgraph", False))
+    if options.get("dynamic") is not None:
+        flag("compile_tail's dynamic", options["dynamic"])
 
 
 def function(name: str, value: _T) -> _T:

@@ -30,7 +30,7 @@ from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset
 from upriver.program.split import Split, split
-from upriver.types import DEFAULT_MICRO_BATCH, DEFAULT_POLICY, require_type
+from upriver.types import DEFAULT_MICRO_BATCH, require_type
 
 log = logging.getLogger("upriver")
 
@@ -95,7 +95,7 @@ class Near:
         *,
         batch_size: int,
         micro_batch: MicroBatchSize = DEFAULT_MICRO_BATCH,
-        policy: str = DEFAULT_POLICY,
+        policy: str | None = None,
         cut: int | Mapping[int, float] | None = None,
         exact: Exact = "bitwise",
         autocast: torch.dtype | str | None = None,
@@ -131,9 +131,11 @@ class Near:
                 bits of features, so two such jobs may differ; ``state_dict()`` says which size it was, and
                 a job that goes on from there must be given it.
             policy: One of ``nosplit``, ``freeze``, ``min``, ``neurosurgeon``, ``hapi_bandwidth``, ``hapi``,
-                ``exhaustive``, ``upriver`` (see :mod:`upriver.policies`).
-            cut: Take this cut instead of a policy's; a mapping of cuts to shares of the samples deals the
-                micro-batches among them. Cuts up to 0 lie among the input stages.
+                ``exhaustive``, ``upriver`` (see :mod:`upriver.policies`); ``upriver`` where neither it nor
+                ``cut`` is given.
+            cut: Take this cut instead of a policy's, which must not be given then; a mapping of cuts to
+                shares of the samples deals the micro-batches among them. Cuts up to 0 lie among the input
+                stages.
             exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance,
                 which the plan states.
             autocast: ``torch.bfloat16`` or ``torch.float16``: frozen part and tail compute under autocast to
@@ -194,6 +196,7 @@ class Near:
         )
         choices = Choices.checked(
             policy=policy,
+            cut=cut,
             exact=exact,
             autocast=autocast,
             granularity=granularity,
@@ -204,13 +207,16 @@ class Near:
             raise ConfigError(f'replay needs the micro_batch of the run that is replayed, got "{AUTO}"')
         if options.adapt_batch:
             _check_adapting(choices)
-        patience = Patience(gain=replan_gain, iterations=checks.whole("replan_patience", replan_patience))
+        patience = Patience(
+            gain=checks.number("replan_gain", replan_gain),
+            iterations=checks.whole("replan_patience", replan_patience),
+        )
         if len(dataset) == 0:
             raise DatasetError("the dataset is empty")
         options.check_steps(len(dataset))
         tell = checks.function("on_progress", on_progress) or (lambda text: log.info("%s", text))
         patience_or_none = patience if checks.flag("replan", replan) else None
-        job = self._prepare(wrapped, dataset, options, choices, cut=cut, tell=tell, patience=patience_or_none)
+        job = self._prepare(wrapped, dataset, options, choices, tell=tell, patience=patience_or_none)
         self._jobs.add(job)
         return job
 
@@ -221,7 +227,6 @@ class Near:
         options: JobOptions,
         choices: Choices,
         *,
-        cut: int | Mapping[int, float] | None,
         tell: Callable[[str], None],
         patience: Patience | None,
     ) -> FinetuneJob:
@@ -255,14 +260,14 @@ class Near:
         with uncompiled(model):
             parts = split_for(options)
             planner = planner_for(parts, options)
-            best = replace(options, micro_batch=planner.best_size(cut)) if options.chosen else options
+            best = replace(options, micro_batch=planner.best_size()) if options.chosen else options
             if best != options and (again := split_for(best)).program is not None:
                 tell(f"going on with micro-batches of {best.micro_batch}")
                 planner.close()
                 options, parts = best, again
                 planner = planner_for(parts, options)
             run = TailRunner(parts.tail, wrapped, compile_options=choices.compile_options)
-            plan, pool = planner.plan(cut)
+            plan, pool = planner.plan()
         self.measured = planner.measured
         following = None
         if self._directory is not None and pool is not None:

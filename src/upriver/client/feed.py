@@ -38,6 +38,7 @@ class Feed:
 
     Args:
         chain: The training data's; its cuts are those that plans name and canaries cover.
+        batch_size: Samples of the largest step of training.
         log_level: At which each micro-batch's place is logged.
         larger: Sizes at which servers may run several micro-batches at once.
 
@@ -52,13 +53,15 @@ class Feed:
         options: JobOptions,
         *,
         chain: InputChain,
+        batch_size: int,
         pool: ServerPool | None,
         replanner: Replanner | None,
         device: torch.device,
         log_level: int,
         larger: Callable[[], Sequence[Larger]] = lambda: (),
     ) -> None:
-        self._split, self._options, self._chain = split, options, chain
+        self._split, self._options = split, options
+        self._chain, self._batch_size = chain, batch_size
         self._larger = larger
         self._pool, self._replanner = pool, replanner
         self._device, self._log_level = device, log_level
@@ -286,7 +289,7 @@ class Feed:
         return window_for(
             plan,
             start=self._chain.start,
-            batch_size=options.batch_size,
+            batch_size=self._batch_size,
             micro_batch=options.micro_batch,
             connections=options.connections,
             num_workers=options.num_workers,

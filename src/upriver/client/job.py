@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +26,7 @@ from upriver.client.flow import steps
 from upriver.client.loader import Loader
 from upriver.client.options import Choices, JobOptions
 from upriver.client.order import EpochOrder
+from upriver.client.planning import with_notes
 from upriver.client.pool import ServerPool, ServerStatus
 from upriver.client.quiet import QuietLink
 from upriver.client.replan import Replanner, Switch
@@ -125,6 +125,7 @@ class FinetuneJob:
             split,
             options,
             chain=dataset.chain,
+            batch_size=options.step_samples(len(dataset)),
             pool=pool,
             replanner=replanner,
             device=self._device,
@@ -230,7 +231,7 @@ class FinetuneJob:
         if found is None:
             return
         plan, before, after = found
-        self._plan = replace(plan, why="; ".join((plan.why, *self._notes)))
+        self._plan = with_notes(plan, *self._notes)
         start = self._dataset.chain.start
         loader.deal(deal(plan.routes, len(order.micro_batches), start=start), self.window)
         switch = Switch(
@@ -410,7 +411,7 @@ class FinetuneJob:
         if self._closed:
             return self._plan
         remarks = (self._standing.refused, self._standing.lost(self._plan, self._store_lost))
-        return replace(self._plan, why="; ".join((self._plan.why, *filter(None, remarks))))
+        return with_notes(self._plan, *filter(None, remarks))
 
     @property
     def _store_lost(self) -> str:

@@ -298,8 +298,9 @@ class Measuring:
 
     def leave_out(self, server: ServerClient, error: UpriverError) -> None:
         """Note that a server cannot be used now."""
-        self.not_used.append(str(error))
-        log.warning("server %s is not used for now: %s", server.url, error)
+        reason = str(error)
+        self.not_used.append(reason if server.url in reason else f"{server.url}: {reason}")
+        log.warning("a server is not used for now: %s", self.not_used[-1])
 
     def _link(self, passed: list[_Passed]) -> LinkEstimate | None:
         """The link to the first server; those that fail the probe are taken off the list."""
@@ -352,7 +353,7 @@ class Measuring:
                 self._parts,
                 here.features.tensors,
                 samples=options.micro_batch,
-                batch_size=options.batch_size,
+                batch_size=options.step_samples(len(self._dataset)),
             )
         profile, cluster = profile_and_cluster(
             name=type(self._model).__name__,

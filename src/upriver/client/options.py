@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from upriver.policies import POLICIES
 from upriver.program.precision import autocast_dtype
 from upriver.protocol import DEFAULT_CAPS, MAX_LARGER, MAX_MICRO_BATCH
 from upriver.text import printable
-from upriver.types import DEFAULT_MICRO_BATCH
+from upriver.types import DEFAULT_MICRO_BATCH, DEFAULT_POLICY
 
 Granularity = Literal["module", "op"]
 
@@ -84,7 +85,7 @@ class JobOptions:
         return cls(
             batch_size=checks.whole("batch_size", batch_size),
             micro_batch=_micro_batch(micro_batch, num_ranks),
-            chosen=micro_batch == AUTO,
+            chosen=_is_auto(micro_batch),
             seed=seed,
             shuffle=checks.flag("shuffle", shuffle),
             drop_last=checks.flag("drop_last", drop_last),
@@ -92,7 +93,7 @@ class JobOptions:
             num_workers=checks.whole("num_workers", workers, most=most),
             connections=checks.whole("connections", connections, most=most),
             per_request=checks.whole("per_request", per_request, most=DEFAULT_CAPS.micro_batches),
-            window_bytes=checks.whole("window_bytes", window_bytes),
+            window_bytes=checks.whole("window_bytes", window_bytes, most=sys.maxsize),
             rank=rank,
             num_ranks=num_ranks,
             adapt_batch=_adapt_batch(adapt_batch, batch_size, micro_batch),
@@ -118,6 +119,10 @@ class JobOptions:
             num_ranks=self.num_ranks,
         )
 
+    def step_samples(self, num_samples: int) -> int:
+        """Samples of this rank's largest training step over so many: an epoch may have less than a batch."""
+        return min(self.batch_size, -(-num_samples // self.num_ranks))
+
     def check_steps(self, num_samples: int) -> None:
         """An epoch must have a step.
 
@@ -137,11 +142,14 @@ class Choices:
     """How a job's model is cut, run and compared; see :meth:`upriver.client.connect.Near.finetune`.
 
     Attributes:
+        policy: Its name.
+        shares: Cuts and their shares of the samples, to take instead of the policy's; None asks the policy.
         compile_options: Arguments of ``torch.compile`` for the tail; None leaves it as the model came.
         replay: Routes of an earlier run; empty where there are none to follow.
     """
 
     policy: str
+    shares: Mapping[int, float] | None
     exact: Exact
     autocast: torch.dtype | None
     granularity: Granularity
@@ -152,7 +160,8 @@ class Choices:
     def checked(
         cls,
         *,
-        policy: str,
+        policy: str | None,
+        cut: int | Mapping[int, float] | None,
         exact: Exact,
         autocast: torch.dtype | str | None,
         granularity: Granularity,
@@ -162,15 +171,25 @@ class Choices:
         """Choices from what a caller gave.
 
         Raises:
-            ConfigError: If one is outside what is allowed; names it.
+            ConfigError: If one is outside what is allowed, or both of two that exclude each other were given;
+                names it, or both.
         """
+        routes = Routes(replay)
+        if cut is not None and routes:
+            raise ConfigError(f"the routes to replay decide the cut; cut must be None, got {_shown(cut)}")
+        if cut is not None and policy is not None:
+            raise ConfigError(
+                f"policy={_shown(policy)} and cut={_shown(cut)} were both given: a cut is taken instead of "
+                "what a policy would choose, so give one of them"
+            )
         return cls(
-            policy=checks.choice("policy", policy, POLICIES),
+            policy=DEFAULT_POLICY if policy is None else checks.choice("policy", policy, POLICIES),
+            shares=checks.cuts(cut),
             exact=checks.choice("exact", exact, ("bitwise", "numeric")),
             autocast=autocast_dtype(autocast),
             granularity=checks.choice("granularity", granularity, ("module", "op")),
             compile_options=checks.compiling(compile_tail),
-            replay=Routes(replay),
+            replay=routes,
         )
 
 
@@ -187,14 +206,22 @@ def _adapt_batch(value: object, batch_size: int, micro_batch: MicroBatchSize) ->
 
 def _micro_batch(value: object, num_ranks: int) -> int:
     """A size; the default where the job is to choose, which ranks cannot do each for itself."""
-    if value == AUTO and num_ranks > 1:
+    if _is_auto(value) and num_ranks > 1:
         raise ConfigError(
             f"micro_batch must be a whole number with {num_ranks} ranks, which must all have the same, "
             f'got "{AUTO}"'
         )
-    if value == AUTO:
+    if _is_auto(value):
         return DEFAULT_MICRO_BATCH
     if not isinstance(value, int):
         allowed = f'a whole number in 1..{MAX_MICRO_BATCH} or "{AUTO}"'
-        raise ConfigError(f"micro_batch must be {allowed}, got {printable(repr(value), 60)}")
+        raise ConfigError(f"micro_batch must be {allowed}, got {_shown(value)}")
     return checks.whole("micro_batch", value, most=MAX_MICRO_BATCH)
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def _shown(value: object) -> str:
+    return printable(repr(value), 60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
 
 import torch
 
@@ -79,12 +78,11 @@ def epoch_order(
         ids = list(range(num_samples))
     if drop_last:
         ids = ids[: num_samples - num_samples % (batch_size * num_ranks)]
-    shard = _evened(ids, num_ranks)[rank::num_ranks]
-    return EpochOrder(ids=tuple(shard), batch_size=batch_size, micro_batch=micro_batch)
+    shard = _shard(ids, rank, num_ranks)
+    return EpochOrder(ids=shard, batch_size=batch_size, micro_batch=micro_batch)
 
 
-def _evened(ids: Sequence[int], num_ranks: int) -> list[int]:
-    """The order, begun again at its end until every rank has equally many: ranks must step together."""
-    if not ids:
-        return []
-    return list(islice(cycle(ids), -(-len(ids) // num_ranks) * num_ranks))
+def _shard(ids: Sequence[int], rank: int, num_ranks: int) -> tuple[int, ...]:
+    """A rank's part of the order, which begins again at its end: ranks must have equally many steps."""
+    each = -(-len(ids) // num_ranks)
+    return tuple(ids[(rank + number * num_ranks) % len(ids)] for number in range(each))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,8 +13,8 @@ from torch import nn
 from upriver.client import larger
 from upriver.client.compare import Tolerance, tolerance
 from upriver.client.measuring import Measured, Measuring
-from upriver.client.options import Choices, JobOptions
-from upriver.client.planning import make_plan, unsplit_plan
+from upriver.client.options import AUTO, Choices, JobOptions
+from upriver.client.planning import make_plan, unsplit_plan, with_notes
 from upriver.client.pool import Health, ServerPool, ServerStatus
 from upriver.client.replan import Patience, Replanner
 from upriver.client.servers import Gate
@@ -29,7 +28,7 @@ from upriver.profile.build import has_lines
 from upriver.profile.live import AtServers, LiveProfile
 from upriver.program.split import Split
 from upriver.protocol import Larger
-from upriver.types import Plan, Route, Workload, require_finite
+from upriver.types import Plan, Route, Workload
 
 log = logging.getLogger("upriver")
 
@@ -47,8 +46,8 @@ class Planner:
         servers: Gives a client for each server; may start one.
         dataset: As the user gave it.
         direct: The same, read over the metered link.
-        choices: Routes of an earlier run decide the cut; ``exact="numeric"`` takes servers whose features
-            differ by no more than a tolerance.
+        choices: Routes of an earlier run decide the cut, or shares do, instead of the policy;
+            ``exact="numeric"`` takes servers whose features differ by no more than a tolerance.
         tell: Told what is being done.
         patience: When a running job leaves its plan; None keeps it.
         bandwidth: What the link has lately carried.
@@ -76,11 +75,11 @@ class Planner:
         self.replanner: Replanner | None = None
         self.find_servers, self.dataset = servers, dataset
         self.parts, self.options = parts, options
-        self.policy, self.replay = choices.policy, choices.replay
+        self.policy, self.asked, self.replay = choices.policy, choices.shares, choices.replay
         self.allowed = _allowed(parts) if choices.exact == "numeric" else None
         self.tell = tell
         self.workload = Workload(
-            batch_size=options.batch_size, num_samples=len(options.order(len(dataset), 0).ids)
+            batch_size=options.step_samples(len(dataset)), num_samples=len(options.order(len(dataset), 0).ids)
         )
         self.measured: Measured | None = None
         self.notes: list[str] = []
@@ -100,21 +99,17 @@ class Planner:
         self._servers: Sequence[ServerClient] | None = None
         self._gate: Gate | None = None
         self._no_server = ""
+        self._size_note: tuple[str, ...] = ()
         self._model: CostModel | None = None
 
-    def plan(self, cut: int | Mapping[int, float] | None) -> tuple[Plan, ServerPool | None]:
+    def plan(self) -> tuple[Plan, ServerPool | None]:
         """Decide; the pool is None when no server is needed.
 
-        Args:
-            cut: A cut, or cuts with their shares of the samples, to take instead of the policy's.
-
         Raises:
-            ConfigError: If ``cut`` is none that training allows.
+            ConfigError: If a cut that was asked for is none that training allows.
             NoFeasibleCut: If no cut fits the memory.
         """
-        if self.replay:
-            cut = self._replayed_cut(cut)
-        shares = self._shares(cut)
+        shares = self._shares()
         if self.parts.program is None:
             log.warning("the model runs unsplit: %s", self.parts.why_not)
             return self._unsplit(self.policy, f"the model runs unsplit: {self.parts.why_not}"), None
@@ -126,19 +121,16 @@ class Planner:
             self.close()
             raise
 
-    def best_size(self, cut: int | Mapping[int, float] | None) -> int:
+    def best_size(self) -> int:
         """The micro-batch with which an epoch is predicted to be shortest; see `upriver.client.sizes`.
 
         A plan that is made afterwards by this planner rests on the same measurement.
 
-        Args:
-            cut: As for :meth:`plan`.
-
         Returns:
             The present one where no server can be used, the model runs unsplit, or nothing is known of what a
-            call costs.
+            call costs, which the plan then says.
         """
-        shares = self._shares(cut)
+        shares = self._shares()
         if self.parts.program is None or not self._asks_servers(shares):
             return self.options.micro_batch
         try:
@@ -150,6 +142,8 @@ class Planner:
             return self.options.micro_batch
         epochs = self._epochs(measured, shares)
         if not has_lines(measured.profile) and self.options.micro_batch in epochs:
+            stays = f'micro_batch="{AUTO}" stays at {self.options.micro_batch}'
+            self._size_note = (f"{stays}: stages were measured at one size only",)
             return self.options.micro_batch
         return best_size(epochs)
 
@@ -162,8 +156,15 @@ class Planner:
         for server in self._servers or ():
             server.close()
 
-    def _shares(self, cut: int | Mapping[int, float] | None) -> dict[int, float] | None:
-        return None if cut is None else shares_of(cut, self.dataset.chain.start, self.parts.freeze)
+    def _shares(self) -> Mapping[int, float] | None:
+        """The cuts that were asked for and their shares; None where the policy is to choose."""
+        if self.replay:
+            return {self._replayed_cut(): 1.0}
+        first, last = self.dataset.chain.start, self.parts.freeze
+        for cut in self.asked or ():
+            if not first <= cut <= last:
+                raise ConfigError(f"cut must lie in {first}..{last} ({first} is unsplit), got {cut!r}")
+        return self.asked
 
     def _asks_servers(self, shares: Mapping[int, float] | None) -> bool:
         """Whether anything but the plain way may come out."""
@@ -174,10 +175,8 @@ class Planner:
             raise UpriverError("a model that runs unsplit needs no servers")
         return self._measuring
 
-    def _replayed_cut(self, cut: object) -> int:
+    def _replayed_cut(self) -> int:
         """The cut of the run to replay: that of the largest part, where it had several."""
-        if cut is not None:
-            raise ConfigError(f"the routes to replay decide the cut; cut must be None, got {cut!r}")
         for replayed in self.replay.cuts:
             first = self.dataset.chain.start + 1
             if not first <= replayed <= self.parts.freeze:
@@ -208,7 +207,8 @@ class Planner:
         if shares is not None:
             asked = "is that of the run that is replayed" if self.replay else "was asked for"
             cuts = " and ".join(map(str, shares))
-            plan = self._fixed(plan, shares, why="; ".join((f"cut {cuts} {asked}", *measured.notes)))
+            plan = self._fixed(plan, shares, why=f"cut {cuts} {asked}")
+            plan = with_notes(plan, *measured.notes, *self._size_note)
         if not self._remote_cuts(plan) and not self._adapts(shares):
             self.close()
             return plan, None
@@ -273,7 +273,7 @@ class Planner:
     def _noted(self, plan: Plan, note: str) -> Plan:
         """The plan with a note, which stays when the job goes over to another plan."""
         self.notes.append(note)
-        return replace(plan, why=f"{plan.why}; {note}")
+        return with_notes(plan, note)
 
     def _adapts(self, shares: Mapping[int, float] | None) -> bool:
         """Whether the policy is asked again while the job runs."""
@@ -367,7 +367,7 @@ class Planner:
         return passed
 
     def _choose(self, measured: Measured, shares: Mapping[int, float] | None) -> Plan:
-        self.notes = list(measured.notes)
+        self.notes = [*measured.notes, *self._size_note]
         if shares is None and has_lines(measured.profile) and not self.options.chosen:
             self.notes += advice(self._epochs(measured, shares), self.options.micro_batch)
         profile, cluster = measured.profile, measured.cluster
@@ -394,22 +394,6 @@ class Planner:
     def _pool(self, servers: Sequence[ServerClient], gate: Gate, plan: Plan) -> ServerPool:
         gate.cuts = self._remote_cuts(plan)
         return ServerPool(servers, admit=gate.admit)
-
-
-def shares_of(cut: object, first: int, last: int) -> dict[int, float]:
-    """What a caller gave as cut, as cuts and their shares, the earliest first.
-
-    Raises:
-        ConfigError: If a cut does not lie in ``first..last``, or shares are not positive numbers of sum 1.
-    """
-    given: dict[Any, Any] = dict(cut) if isinstance(cut, Mapping) else {cut: 1.0}
-    for each, share in given.items():
-        if type(each) is not int or not first <= each <= last:
-            raise ConfigError(f"cut must lie in {first}..{last} ({first} is unsplit), got {each!r}")
-        require_finite(f"cut[{each}]", share, positive=True)
-    if not math.isclose(sum(given.values()), 1.0, abs_tol=1e-6):
-        raise ConfigError(f"shares of cuts must sum to 1, got {given!r}")
-    return dict(sorted(given.items()))
 
 
 def _allowed(parts: Split) -> Tolerance:

@@ -209,10 +209,12 @@ def make_plan(
     Raises:
         NoFeasibleCut: If no cut fits the memory of both tiers.
     """
-    plan = choose(policy, profile, cluster, workload)
-    if notes:
-        plan = replace(plan, why="; ".join((plan.why.rstrip("."), *notes)))
-    return plan
+    return with_notes(choose(policy, profile, cluster, workload), *notes)
+
+
+def with_notes(plan: Plan, *notes: str) -> Plan:
+    """The plan whose ``why`` ends with these."""
+    return replace(plan, why="; ".join((plan.why.rstrip("."), *notes))) if notes else plan
 
 
 def _with_rates_of(cluster: Cluster, earlier: Cluster) -> Cluster:

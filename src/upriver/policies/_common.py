@@ -10,6 +10,8 @@ from upriver.cost import NOT_SPLIT, Array, CostModel, route_at
 from upriver.text import bytes_text, seconds_text
 from upriver.types import Cluster, Cost, CutRow, Plan, Profile, Route, Workload
 
+NOTHING_FROZEN = "no stage of the model is frozen"
+
 Policy = Callable[[Profile, Cluster, Workload], Plan]
 """A pure function from what is known to what is decided; one with state is a class with ``__call__``."""
 
@@ -22,6 +24,11 @@ def splits(profile: Profile) -> range:
 def splits_or_none(profile: Profile) -> tuple[int, ...]:
     """The same, and the papers' split 0: what is stored crosses, and the client runs everything."""
     return (profile.unsplit, *splits(profile))
+
+
+def among(profile: Profile) -> str:
+    """:func:`splits` in words, for the rule of a plan."""
+    return f"among cuts 1 to {profile.freeze}"
 
 
 def best_that_fits(policy: str, cuts: Sequence[int], model: CostModel, score: Array, *, rule: str) -> Plan:
@@ -50,7 +57,8 @@ def rescue(policy: str, model: CostModel) -> Plan:
     """What is left when no cut that a policy would choose fits."""
     if model.feasible.any():
         cut = model.cuts[int(model.feasible.argmax())]
-        return plan_at(policy, cut, model, rule="as no cut that the policy would choose fits")
+        nothing = "no cut that the policy searches fits" if model.profile.freeze > 0 else NOTHING_FROZEN
+        return plan_at(policy, cut, model, rule=f"as {nothing}")
     cut = nearest_to_fit(model.cuts, model)
     return plan_at(policy, cut, model, rule="the nearest to fitting as no cut fits")
 

@@ -3,7 +3,7 @@
 The baseline "@Freeze" of HAPI (Petrescu, Guirguis, Quoc, Picorel, Guerraoui, Dinu: "Accelerating Transfer
 Learning with Near-Data Computation on Cloud Object Stores", ACM SoCC 2024, revised 2025 as
 arXiv:2210.08650v3, sections 3 and 5.1): it always splits at the freezing layer, the least work that the
-    client can be left with.
+client can be left with.
 
 Symbols: the freeze index is ``profile.freeze``.
 Departures: where nothing is frozen the paper has no such split; this answers not splitting.
@@ -12,11 +12,13 @@ Departures: where nothing is frozen the paper has no such split; this answers no
 from __future__ import annotations
 
 from upriver.cost import CostModel
-from upriver.policies._common import plan_at
+from upriver.policies._common import NOTHING_FROZEN, plan_at
 from upriver.types import Cluster, Plan, Profile, Workload
 
 
 def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
     """Cut at the freeze point."""
-    cut = profile.freeze if profile.freeze > 0 else profile.unsplit
-    return plan_at("freeze", cut, CostModel(profile, cluster, workload), rule="the freeze point")
+    model = CostModel(profile, cluster, workload)
+    if profile.freeze == 0:
+        return plan_at("freeze", profile.unsplit, model, rule=f"as {NOTHING_FROZEN}")
+    return plan_at("freeze", profile.freeze, model, rule="the freeze point")

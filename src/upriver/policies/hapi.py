@@ -28,7 +28,7 @@ Departures
 from __future__ import annotations
 
 from upriver.cost import CostModel
-from upriver.policies._common import best_that_fits, splits_or_none
+from upriver.policies._common import NOTHING_FROZEN, among, best_that_fits, splits_or_none
 from upriver.types import Cluster, Plan, Profile, Workload
 
 
@@ -36,10 +36,7 @@ def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
     """Choose the cut with the shortest epoch by the paper's own two-sided estimate."""
     model = CostModel(profile, cluster, workload)
     epoch_s = model.two_resource.epoch_s
-    return best_that_fits(
-        "hapi",
-        splits_or_none(profile),
-        model,
-        epoch_s,
-        rule="the least max(compute, storage + network) an iteration",
-    )
+    rule = f"the least max(compute, storage + network) an iteration {among(profile)} and not splitting"
+    if profile.freeze == 0:
+        rule = f"as {NOTHING_FROZEN}"
+    return best_that_fits("hapi", splits_or_none(profile), model, epoch_s, rule=rule)

@@ -21,7 +21,7 @@ Departures
 from __future__ import annotations
 
 from upriver.cost import CostModel
-from upriver.policies._common import plan_at, rescue, splits
+from upriver.policies._common import among, plan_at, rescue, splits
 from upriver.types import Cluster, Plan, Profile, Workload
 
 WINNER_SECONDS = 1.0
@@ -34,17 +34,11 @@ def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
     fitting = [layer for layer in splits(profile) if model.fits(layer)]
     if not fitting:
         return rescue("hapi_bandwidth", model)
+    small = "is smaller than what is stored and crosses within a second a batch"
     most = cluster.link.bandwidth_bytes_per_s * WINNER_SECONDS / workload.batch_size
     candidates = [layer for layer in fitting if profile.cut_bytes(layer) < profile.input.stored_bytes]
     for layer in candidates:
         if profile.cut_bytes(layer) < most:
-            return plan_at(
-                "hapi_bandwidth",
-                layer,
-                model,
-                rule="the earliest that is smaller than what is stored and crosses within a second a batch",
-            )
+            return plan_at("hapi_bandwidth", layer, model, rule=f"the earliest {among(profile)} that {small}")
     last = "the freeze point" if fitting[-1] == profile.freeze else "the last that fits the memory"
-    return plan_at(
-        "hapi_bandwidth", fitting[-1], model, rule=f"{last}, as no earlier output crosses in a second"
-    )
+    return plan_at("hapi_bandwidth", fitting[-1], model, rule=f"{last}, as no earlier one {small}")

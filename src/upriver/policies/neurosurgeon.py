@@ -19,7 +19,7 @@ Departures
 from __future__ import annotations
 
 from upriver.cost import CostModel
-from upriver.policies._common import best_that_fits, splits
+from upriver.policies._common import among, best_that_fits, splits
 from upriver.types import Cluster, Plan, Profile, Workload
 
 
@@ -33,5 +33,5 @@ def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
         splits(profile),
         model,
         summed,
-        rule="the least sum of storage, network and compute",
+        rule=f"the least sum of storage, network and compute {among(profile)}",
     )

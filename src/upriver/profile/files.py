@@ -1,26 +1,32 @@
 """A profile and a cluster as JSON, ``upriver.profile/1`` and ``upriver.cluster/1``: strict in, complete out.
 
-An unknown field, a missing field, a value of the wrong kind, a negative number or a NaN is an error that
-names the field. The shape is checked here, the values by the nouns themselves. Memory that nobody stated is
-``null``.
+An unknown field, a missing field, a value of the wrong kind, or a number that is negative, NaN, infinite or
+larger than anybody's is an error that names the field. The shape is checked here, the values by the nouns
+themselves. Memory that nobody stated is ``null``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from upriver.errors import ConfigError
-from upriver.types import Cluster, Profile
+from upriver.types import MOST_BYTES, Cluster, Profile
 
 _Shape = TypeVar("_Shape", bound="_Strict")
 _Noun = TypeVar("_Noun")
 
 PROFILE_SCHEMA = "upriver.profile/1"
 CLUSTER_SCHEMA = "upriver.cluster/1"
+
+MOST_DIGITS = 100
+"""Of a whole number that are read: one that has more is refused, whatever the others are."""
+
+_Memory: TypeAlias = Annotated[float, msgspec.Meta(le=MOST_BYTES)] | None
+"""In a file it is not infinite, as in a noun, but null."""
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -76,7 +82,7 @@ class _ComputeRates(_Strict):
 
 
 class _Storage(_Strict):
-    memory_bytes: float | None
+    memory_bytes: _Memory
     concurrency: int
     micro_batch: int
     load: float
@@ -86,7 +92,7 @@ class _Storage(_Strict):
 
 
 class _Compute(_Strict):
-    memory_bytes: float | None
+    memory_bytes: _Memory
     seconds_per_byte: _ComputeRates
     micro_batch: int | None = None
     concurrency: int = 1
@@ -151,9 +157,14 @@ def _require_seconds(stage: _Stage, elsewhere: tuple[str, ...]) -> None:
 def _read(text: str | bytes, shape: type[_Shape], schema: str) -> _Shape:
     try:
         # The standard parser lets a NaN through, so that the error can name the field that holds it.
-        return msgspec.convert(json.loads(text), shape)
+        return msgspec.convert(json.loads(text, parse_int=_whole), shape)
     except ValueError as error:
         raise ConfigError(f"not a valid {schema} file: {error}") from None
+
+
+def _whole(digits: str) -> int:
+    """A whole number, or the beginning of a far too long one, which Python would not read."""
+    return int(digits[:MOST_DIGITS])
 
 
 def _noun(fields: Any, noun: type[_Noun], schema: str) -> _Noun:
