@@ -56,6 +56,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         {"dynamic": "x"},
         {"backend": 3},
     ),
+    "adapt_batch": (None, *NO_NUMBER),
     "rank": NO_NUMBER,
     "num_ranks": NO_NUMBER,
     "replay": (3, "x", {"epoch": 1}, [3], [{}]),
