@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from upriver.errors import (
+    Forbidden,
     ObjectNotFound,
     ProgramError,
     ProgramNotFound,
@@ -148,8 +149,10 @@ class Programs:
         When the last one has left it is given back, unless the program was `put`.
 
         Raises:
+            Forbidden: If the tenant may use no store, where it could go.
             TooLarge: If it is larger than any program may be.
         """
+        self._own(tenant)
         self._check_size(tenant, body_nbytes)
         hold = self._shelf.coming(owner=tenant.name)
         with Use(lambda: self._shelf.over(key_of(tenant, digest), hold)) as use:
@@ -222,7 +225,7 @@ class Programs:
     def _own(self, tenant: Tenant) -> Place:
         places = self._places(tenant)
         if not places:
-            raise ProgramNotFound(f"{tenant.name} may use no store here, so programs have no place")
+            raise Forbidden(f"{tenant.name} may use no store here, so programs have no place")
         return places[0]
 
     def _remember(self, known: Known) -> None:
