@@ -338,7 +338,7 @@ class ServerClient:
         total_s: float | None = None,
         span: str | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """An exchange that is over, one way or the other, after so many seconds; a ``span``, if it has a name."""
+        """An exchange that is over after so many seconds, however; ``span`` is its name in traces."""
         holder = Holder()
         total_s = total_s or self.timeouts.question_s
         timeout_s = min(total_s, self.timeouts.read_s)
