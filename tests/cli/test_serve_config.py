@@ -349,6 +349,10 @@ def test_the_one_token_of_the_environment_is_for_servers_without_tenants(
         (["--engine", "ray", "--replicas", "2", "--max-replicas", "3"], "--replicas"),
         (["--engine", "ray", "--min-replicas", "2"], "--max-replicas"),
         (["--engine", "ray", "--min-replicas", "3", "--max-replicas", "2"], "--max-replicas"),
+        (["--queue-bytes", "1 GiB"], "--queue-bytes"),
+        (["--engine", "ray", "--max-replicas", "2", "--queue-bytes", "0"], "--queue-bytes"),
+        (["--engine", "ray", "--max-replicas", "2", "--queue-bytes", "4 apples"], "--queue-bytes"),
+        (["--engine", "ray", "--replicas", "2", "--queue-bytes", "1 GiB"], "--max-replicas"),
     ],
 )
 def test_options_of_a_cluster_that_cannot_be_meant(
@@ -383,6 +387,7 @@ def test_a_cluster_is_told_what_the_file_and_the_options_say(
     assert main([*common, "--address", "local", "--min-replicas", "1", "--max-replicas", "4"]) == 0
     assert told == {
         "address": "local",
+        "queue_bytes": None,
         "replicas": (1, 4),
         "token": "token-a",
         "document": {
@@ -393,6 +398,8 @@ def test_a_cluster_is_told_what_the_file_and_the_options_say(
     }
     assert main([*common, "--replicas", "2"]) == 0
     assert (told["replicas"], told["address"]) == (2, None)
+    assert main([*common, "--max-replicas", "2", "--queue-bytes", "64 MiB"]) == 0
+    assert (told["replicas"], told["queue_bytes"]) == ((1, 2), 64 << 20)
 
 
 # ------------------------------------------------------------------------------------------------ tokens

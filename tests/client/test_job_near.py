@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,15 @@ from tests.client.conftest import Reference
 from tests.client.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
 from tests.program.nets import frozen_small
 from upriver._torchvision import ensure_torchvision
+from upriver.client import planner
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.order import epoch_order
-from upriver.errors import BadSample
+from upriver.client.servers import Gate
+from upriver.client.transport import ServerClient
+from upriver.cost import route_between
+from upriver.errors import BadSample, DoesNotFit
 from upriver.pipeline import Dataset
+from upriver.types import Plan, Timings
 
 
 @pytest.mark.parametrize("options", [{"policy": "freeze"}, {"policy": "min"}, {"cut": 1}, {"cut": 4}])
@@ -31,6 +38,35 @@ def test_losses_and_weights_are_those_of_the_plain_way_at_any_cut(
     [(source, count)] = job.report.samples.items()
     assert source.startswith("http://127.0.0.1:")
     assert count == 400
+
+
+def test_a_cut_that_takes_more_memory_than_a_server_has_gives_way_to_another(
+    data: Dataset, plain: Reference, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What crosses there may be larger than at the freeze point, at which every server has been asked."""
+    measure, refused = Gate.measure, list[int]()
+
+    def measured(self: Gate, server: ServerClient, *, stop: int) -> Timings:
+        if stop == 3:
+            refused.append(stop)
+            raise DoesNotFit("this request takes 9 bytes of memory, and the server has 8")
+        return measure(self, server, stop=stop)
+
+    def chosen(policy: str, **inputs: Any) -> Plan:
+        plan = choose(policy, **inputs)
+        return replace(plan, routes=(route_between(data.chain.start, 3, plan.cut),))
+
+    choose = planner.make_plan
+    monkeypatch.setattr(Gate, "measure", measured)
+    monkeypatch.setattr(planner, "make_plan", chosen)
+    losses, model, job = run(near, data, policy="freeze")
+    assert same((losses, model), plain)
+    assert refused == [3]
+    best = min((row for row in job.plan.table if row.cut != 3), key=lambda row: row.cost.epoch_s)
+    assert job.plan.cut == best.cut
+    assert job.plan.predicted == best.cost
+    assert "no server has the memory for cut 3 (this request takes 9 bytes" in job.plan.why
+    assert "not used for now" not in job.plan.why
 
 
 def test_a_policy_decides_and_the_plan_explains_itself(

@@ -25,6 +25,7 @@ from upriver.report.demo_plot import Curve, plot_demo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "upriver", "demo", "--json", "--epochs", "1", "--images", "20"]
     command += [
@@ -33,7 +34,7 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
         "--batch-size",
         "10",
         "--link-mbit",
-        "10",
+        "3",  # so slow that a layer's output goes over it sooner than an image, however busy the cores are
         "--plot",
         str(tmp_path / "demo.png"),
     ]
@@ -64,7 +65,7 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
     assert sum(near["samples"].values()) == sum(plain["samples"].values()) == 30
     assert set(near["samples"]) - {"local"}
     assert document["plot"] == str(tmp_path / "demo.png")
-    for said in ("made for this run alone", "emulated, 10 Mbit/s", "random ones", "cores:"):
+    for said in ("made for this run alone", "emulated, 3 Mbit/s", "random ones", "cores:"):
         assert said in done.stderr
     with Image.open(tmp_path / "demo.png") as picture:
         assert picture.format == "PNG"

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.pipeline.making import npy, write
-from upriver.errors import ObjectNotFound, Overloaded
+from upriver.errors import Forbidden, ObjectNotFound, Overloaded
 from upriver.pipeline import LoadTensor, index
-from upriver.protocol import DatasetRef
+from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.budget import INDEXES, Budget
 from upriver.server.datasets import Datasets
-from upriver.server.tenants import ANYONE
+from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import DEFAULT_PREFIX
 
 
@@ -100,6 +100,48 @@ def test_the_oldest_goes_when_others_need_the_memory(published):
     assert budget.held_by(INDEXES) == second.nbytes
     assert get(datasets, published[1]) is second
     assert datasets.drop_oldest() and not datasets.drop_oldest()
+    assert budget.reserved_bytes == 0
+
+
+def asks(datasets, dataset, folder):
+    """A tenant that may read one folder asks for the first sample."""
+    request = RunRequest(
+        micro_batches=((0,),),
+        start=-1,
+        stop=0,
+        micro_batch=1,
+        dataset=DatasetRef(store="default", digest=dataset.digest),
+    )
+    return asyncio.run(datasets.ask(request, Tenant(name=f"reads-{folder}", stores={"default": (folder,)})))
+
+
+def refused(datasets, dataset, folder):
+    with pytest.raises(Forbidden):
+        asks(datasets, dataset, folder)
+
+
+def test_what_a_tenant_may_not_read_counts_with_the_index_once_for_each_choice_of_folders(published):
+    budget = Budget(1 << 20)
+    datasets = kept(published, budget=budget)
+    first = published[0]
+    assert asks(datasets, first, "a").digest == first.digest
+    assert budget.held_by(INDEXES) == first.nbytes  # all of it may be read: nothing is kept
+    for folder, masks in (("b", 1), ("b", 1), ("c", 2)):
+        refused(datasets, first, folder)
+        assert budget.held_by(INDEXES) == first.nbytes + masks * len(first)
+    assert datasets.drop_oldest() and budget.reserved_bytes == 0
+
+
+def test_for_what_a_tenant_may_not_read_other_indexes_go_and_then_its_own(published):
+    sizes = [dataset.nbytes for dataset in published]
+    budget = Budget(sizes[0] + sizes[1] + len(published[1]) - 1)
+    datasets = kept(published, budget=budget)
+    get(datasets, published[0])
+    refused(datasets, published[1], "a")
+    assert budget.held_by(INDEXES) == sizes[1] + len(published[1])
+    budget = Budget(sizes[1] + len(published[1]) - 1)
+    with pytest.raises(Overloaded):
+        asks(kept(published, budget=budget), published[1], "a")
     assert budget.reserved_bytes == 0
 
 

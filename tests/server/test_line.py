@@ -38,7 +38,7 @@ class Waiting:
         waiting_bytes=10**6,
         policy=static,
         min_batch=1,
-        spare=lambda: None,
+        spare=lambda: False,
     ):
         self.now = Now()
         self.budget = Budget(total)
@@ -263,7 +263,14 @@ def test_what_was_sent_along_leaves_no_room_for_the_work_on_it():
 def test_what_is_only_kept_for_later_goes_where_nobody_could_go_otherwise():
     async def go():
         kept = []
-        w = Waiting(100, spare=lambda: kept.pop().release() if kept else None)
+
+        def spare():
+            if kept:
+                kept.pop().release()
+                return True
+            return False
+
+        w = Waiting(100, spare=spare)
         kept.extend(w.budget.hold(30, owner="kept") for _ in range(2))
         first = w.come("r0", 30)
         await settle()
@@ -273,6 +280,57 @@ def test_what_is_only_kept_for_later_goes_where_nobody_could_go_otherwise():
         w.leave(first)
         await settle()
         assert w.gone_in == ["r0", "r1"] and len(kept) == 1
+
+    asyncio.run(go())
+
+
+def with_body(w, name, nbytes, body_nbytes, tenant=ANYONE):
+    """Someone who stands in line with a body, which goes when they do."""
+
+    async def stand():
+        with w.budget.hold(body_nbytes, owner=tenant.name):
+            wanted = Wanted(tenant=tenant, nbytes={1: nbytes}, programs={}, body_nbytes=body_nbytes)
+            admitted = await w.line.wait(wanted)
+            w.gone_in.append(name)
+            w.line.leave(admitted, tenant)
+            admitted.hold.release()
+
+    return asyncio.create_task(stand(), name=name)
+
+
+@pytest.mark.parametrize("older_nbytes", [60, 55])
+def test_of_requests_that_wait_for_each_others_bodies_the_younger_one_is_sent_back_at_once(older_nbytes):
+    async def go():
+        w = Waiting(100)
+        block = w.come("block", 50)
+        await settle()
+        older = with_body(w, "older", older_nbytes, 30, Tenant(name="a"))
+        await settle()
+        younger = with_body(w, "younger", 57, 20, Tenant(name="b"))
+        await settle()
+        w.leave(block)
+        await settle()
+        assert w.gone_in == ["block", "older"] and older.done()
+        with pytest.raises(Overloaded, match="came first") as refused:
+            await younger
+        assert refused.value.retry_after_s >= 1
+        assert w.budget.reserved_bytes == 0
+
+    asyncio.run(go())
+
+
+def test_no_more_are_sent_back_than_somebody_needs_and_none_for_memory_that_others_hold():
+    async def go():
+        w = Waiting(100)
+        upload = w.budget.hold(45, owner="upload")
+        tasks = [with_body(w, f"r{number}", 50, 10) for number in range(3)]
+        await settle()
+        assert w.line.waiting == 3  # not even all bodies would do for the first
+        upload.resize(30)
+        await settle()
+        assert w.gone_in == ["r0", "r1"]
+        assert [task.exception() is None for task in tasks] == [True, True, False]
+        upload.release()
 
     asyncio.run(go())
 

@@ -9,12 +9,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.server.conftest import make_program
+from tests.server.test_http import upload
 from upriver.errors import UpriverError
 from upriver.protocol import DEFAULT_CAPS
 from upriver.server import pool as pools
+from upriver.server.app import Front
+from upriver.server.config import ServerConfig
 from upriver.server.handle import BROKE_OFF
-from upriver.server.jobs import Hello, Setup
+from upriver.server.jobs import Hello, Setup, Weighed
 from upriver.server.pool import START_ATTEMPTS, WorkerPool
+from upriver.server.tenants import ANYONE
 
 SETUP = Setup(threads=1, device="cpu", caps=DEFAULT_CAPS, memory_bytes=1 << 30)
 
@@ -25,10 +30,12 @@ class Scene:
     Attributes:
         gate: Closed, they are not ready.
         broken: They are not ready ever.
+        loading: Set when one begins to load a program.
+        may_load: It goes on then.
     """
 
     def __init__(self):
-        self.gate = threading.Event()
+        self.gate, self.loading, self.may_load = (threading.Event() for _ in range(3))
         self.gate.set()
         self.broken = False
 
@@ -51,6 +58,16 @@ class Idle:
         if self._scene.broken:
             raise UpriverError("it is broken")
         return Hello(fingerprint={}, network=False)
+
+    def weigh(self, graph, stretch):
+        return Weighed(peak_bytes=0, out_bytes=0, constant_bytes=0, rows=True)
+
+    def load(self, program):
+        self._scene.loading.set()
+        assert self._scene.may_load.wait(60)
+
+    def forget(self, key):
+        pass
 
     def ending(self):
         return BROKE_OFF if self._process.poll() is None else "was ended"
@@ -154,3 +171,33 @@ def test_only_workers_that_die_soon_make_a_pool_unready(scene, monkeypatch, sett
                 scene.gate.set()
 
     asyncio.run(die_again_and_again())
+
+
+def test_an_upload_that_is_given_up_holds_its_memory_until_the_worker_is_done_with_it(scene):
+    program = make_program(6)
+    body = upload(program)
+
+    async def chunks():
+        yield body
+
+    async def give_up():
+        front = Front(ServerConfig(stores={"default": "memory://given-up"}, threads=1, sandbox="none"))
+        (unit,) = front.units
+        front.units.start()
+        try:
+            await until(lambda: front.units.ready)
+            before = unit.budget.reserved_bytes
+            sending = asyncio.create_task(front._receive(chunks(), ANYONE, program.digest, len(body)))
+            await until(scene.loading.is_set)
+            sending.cancel()
+            await asyncio.wait([sending])
+            assert unit.budget.reserved_bytes >= before + len(body)
+            scene.may_load.set()
+            await until(lambda: unit.budget.reserved_bytes == before)
+            assert program.digest not in "".join(unit.shelf.keys)
+        finally:
+            scene.may_load.set()
+            await front.units.close()
+            front.audit.close()
+
+    asyncio.run(give_up())

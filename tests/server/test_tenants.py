@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.pipeline.making import write
 from tests.server.configured import bearer, configured, post_run, read_run, tenant
 from tests.server.conftest import images
-from tests.server.running import ask
+from tests.server.running import ask, in_thread
 from tests.store.s3_server import S3Server
 from upriver.errors import ConfigError, Forbidden
 from upriver.pipeline import CenterCrop, Dataset, Decode, InputChain, LoadTensor, Normalize, Resize, index
 from upriver.pipeline.manifest import SCHEMA, IndexFile, Manifest, encode_index, encode_manifest
-from upriver.protocol import DatasetRef, End, RunRequest
+from upriver.protocol import DatasetRef, End, RunRequest, program_head
 from upriver.server import ServerConfig, tenants
 from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token
 from upriver.store import Store
@@ -224,6 +224,18 @@ def test_one_for_all_may_be_called_so_beside_who_reads_nothing():
     keeper = Tenant(name="keeper", token_hashes=(hash_token("token-b"),), stores={})
     config = ServerConfig(stores={"images": "memory://tenants"}, tenants=(everyone, keeper))
     assert list(config.everyone()) == [everyone, keeper]
+
+
+@pytest.mark.slow
+def test_an_upload_of_a_tenant_without_a_store_is_forbidden(tmp_path):
+    """That its program is not found is no reason to send more of it."""
+    keeper = Tenant(name="keeper", token_hashes=(hash_token("token-a"),), stores={})
+    path, headers = f"/v1/programs/{'0' * 64}", {"Authorization": "Bearer token-a"}
+    with in_thread(tmp_path.as_uri(), tenants=(keeper,), threads=1) as server:
+        server.wait_ready()
+        status, _, body = ask(server, "PUT", path, program_head(1) + b"{", headers)
+        assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden")
+        assert ask(server, "HEAD", path, headers=headers)[0] == 404
 
 
 def test_a_refusal_names_no_object_of_others():

@@ -14,6 +14,7 @@ import pytest
 import upriver
 from tests.client.training import BATCH, MICRO, optimizer_of, photos, train
 from tests.program.nets import frozen_small
+from tests.server.conftest import make_world
 from tests.server.running import ask, in_thread, run, running, wait_for
 from tests.server.test_http import same
 from upriver import tracing
@@ -310,6 +311,24 @@ def test_one_trace_from_the_step_to_the_store(spans, world):
     assert {span.attributes["object"] for span in gets} == objects
     assert {span.attributes["store"] for span in gets} == {"default"}
     assert child_of(mine.one("admit"), served)
+
+
+def test_what_a_job_asks_while_it_is_planned_is_traced_on_both_sides(spans, tmp_path):
+    own = make_world(tmp_path)
+    with in_thread(own.store.uri, threads=1) as server, ServerClient(server.url) as client:
+        server.wait_ready()
+        assert not client.has_program(own.program.digest)
+        client.put_program(own.program)  # without its weights first, which are not there
+        client.profile([own.program.digest], repeats=1)
+        wait_for(lambda: spans.all("POST /v1/profile"))
+    for asked, served, count in (
+        ("find program", "HEAD /v1/programs", 1),
+        ("upload", "PUT /v1/programs", 2),
+        ("profile", "POST /v1/profile", 1),
+    ):
+        assert len(spans.all(asked)) == len(spans.all(served)) == count
+        for span in spans.all(asked):
+            assert child_of(spans.of(span).one(served), span)
 
 
 @pytest.mark.slow

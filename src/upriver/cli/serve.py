@@ -25,7 +25,7 @@ SHUTDOWN_GRACE_S = 5.0
 """After its parent has gone, an embedded server may finish what it is doing for so long."""
 
 ENGINES = ("process", "ray")
-_OF_RAY = ("address", "replicas", "min_replicas", "max_replicas")
+_OF_RAY = ("address", "replicas", "min_replicas", "max_replicas", "queue_bytes")
 
 
 def serve(
@@ -55,6 +55,13 @@ def serve(
     max_replicas: Annotated[
         int | None, typer.Option(help="With ray: at most so many, more as requests queue up.")
     ] = None,
+    queue_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With ray: bytes that may wait at each until there are more, 1 GiB by default.",
+        ),
+    ] = None,
     parent_pipe: Annotated[
         int | None, typer.Option(metavar="FD", help="Stop when this inherited pipe reaches its end.")
     ] = None,
@@ -73,7 +80,9 @@ def serve(
     document["stores"] = _stores(store or [], document.get("stores", {}))
     if token_file is not None:
         document["token_file"] = str(token_file)
-    cluster: dict[str, Any] = dict(zip(_OF_RAY, (address, replicas, min_replicas, max_replicas), strict=True))
+    may_wait = None if queue_bytes is None else serve_file.size("--queue-bytes", queue_bytes)
+    of_ray = (address, replicas, min_replicas, max_replicas, may_wait)
+    cluster: dict[str, Any] = dict(zip(_OF_RAY, of_ray, strict=True))
     _check_engine(engine, cluster)
     file = serve_file.check(document, where=where)
     token = _token_of(file)
@@ -115,13 +124,14 @@ def _serve_on_ray(
     replicas: int | None,
     min_replicas: int | None,
     max_replicas: int | None,
+    queue_bytes: int | None,
 ) -> None:
     from upriver.cli import serve_ray
 
     wanted: int | tuple[int, int] = replicas or 1
     if max_replicas is not None:
         wanted = (min_replicas or 1, max_replicas)
-    serve_ray.run(document, address=address, replicas=wanted, token=token)
+    serve_ray.run(document, address=address, replicas=wanted, token=token, queue_bytes=queue_bytes)
 
 
 def _check_engine(engine: str, cluster: Mapping[str, Any]) -> None:
@@ -138,6 +148,8 @@ def _check_engine(engine: str, cluster: Mapping[str, Any]) -> None:
         raise ConfigError("give --replicas, or --min-replicas and --max-replicas, not both")
     if most is None and least is not None:
         raise ConfigError("--min-replicas needs --max-replicas; a fixed number is --replicas")
+    if most is None and cluster["queue_bytes"] is not None:
+        raise ConfigError("--queue-bytes needs --max-replicas: it says when there are to be more")
     if most is not None and most < (least or 1):
         raise ConfigError(f"--max-replicas must be at least --min-replicas, got {most} and {least or 1}")
 

@@ -21,14 +21,14 @@ from upriver.client.servers import Gate
 from upriver.client.sizes import Judge, advice, best_size, by_policy, by_routes, predicted
 from upriver.client.transport import ServerClient
 from upriver.cost import CostModel, route_between
-from upriver.errors import ConfigError, UpriverError
+from upriver.errors import ConfigError, DoesNotFit, UpriverError
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.profile.build import has_lines
 from upriver.profile.live import AtServers, LiveProfile
 from upriver.program.split import Split
 from upriver.protocol import Larger
-from upriver.types import Plan, Route, Workload
+from upriver.types import CutRow, Plan, Route, Workload
 
 log = logging.getLogger("upriver")
 
@@ -209,12 +209,15 @@ class Planner:
             cuts = " and ".join(map(str, shares))
             plan = self._fixed(plan, shares, why=f"cut {cuts} {asked}")
             plan = with_notes(plan, *measured.notes, *self._size_note)
-        if not self._remote_cuts(plan) and not self._adapts(shares):
+        if not self._needs_servers(plan, shares):
             self.close()
             return plan, None
         if self._adapts(shares) or any(cut > 0 for cut in self._remote_cuts(plan)):
             self._add_larger(measuring, measured)
-        admitted = self._recheck(measuring, measured.servers, plan)
+        plan, admitted = self._fitting(measuring, measured.servers, plan, fixed=shares is not None)
+        if not self._needs_servers(plan, shares):
+            self.close()
+            return plan, None
         pool = self._pool(servers, gate, plan)
         pool.wait_joined(JOIN_S, admitted)
         if self._adapts(shares):
@@ -278,6 +281,10 @@ class Planner:
     def _adapts(self, shares: Mapping[int, float] | None) -> bool:
         """Whether the policy is asked again while the job runs."""
         return shares is None and self.patience is not None and self.policy in ADAPTIVE
+
+    def _needs_servers(self, plan: Plan, shares: Mapping[int, float] | None) -> bool:
+        """Whether any server is asked, now or later."""
+        return bool(self._remote_cuts(plan)) or self._adapts(shares)
 
     def _add_larger(self, measuring: Measuring, measured: Measured) -> None:
         """Have the program at larger sizes, too, which servers must then pass the canary at."""
@@ -346,25 +353,69 @@ class Planner:
         cuts = {*(route.cut for route in plan.routes), *self.replay.cuts}
         return tuple(sorted(cuts - {self.dataset.chain.start}))
 
-    def _recheck(self, measuring: Measuring, servers: Sequence[ServerClient], plan: Plan) -> list[str]:
-        """The canary at the chosen cuts, but for the one measured; addresses of those that pass."""
+    def _fitting(
+        self, measuring: Measuring, servers: Sequence[ServerClient], plan: Plan, *, fixed: bool
+    ) -> tuple[Plan, list[str]]:
+        """The plan, and addresses of servers that pass the canary at its cuts.
+
+        Where none has the memory for a cut, it is the best plan without that one, unless cuts are ``fixed``:
+        what an earlier stage gives may be larger than what the freeze point does, at which all have passed.
+        """
+        too_large: dict[int, DoesNotFit] = {}
+        while True:
+            tried = len(too_large)
+            passed, failed = self._recheck(measuring, servers, plan, too_large)
+            others = [row for row in plan.table if row.feasible and row.cut not in too_large]
+            if passed or fixed or len(too_large) == tried or not others:
+                break
+            plan = self._at(plan, min(others, key=lambda row: row.cost.epoch_s), too_large)
+        for server, error in failed.items():
+            measuring.leave_out(server, error)
+        return plan, passed
+
+    def _recheck(
+        self,
+        measuring: Measuring,
+        servers: Sequence[ServerClient],
+        plan: Plan,
+        too_large: dict[int, DoesNotFit],
+    ) -> tuple[list[str], dict[ServerClient, UpriverError]]:
+        """The canary at the chosen cuts, but for the one measured.
+
+        Args:
+            too_large: Gets the cuts that a server has no memory for, and what it says.
+
+        Returns:
+            Addresses of those that pass; the others, and why they do not.
+        """
         gate = measuring.gate
         gate.cuts = self._remote_cuts(plan)
-        passed: list[str] = []
+        passed, failed = list[str](), dict[ServerClient, UpriverError]()
         for server in servers:
             try:
                 for cut in gate.cuts:
                     if cut != self.parts.freeze:
                         self.tell(f"checking cut {cut} on {server.url}")
-                        gate.measure(server, stop=cut)
+                        try:
+                            gate.measure(server, stop=cut)
+                        except DoesNotFit as error:
+                            too_large[cut] = error
+                            raise
                 for program in gate.larger:
                     self.tell(f"checking {program.micro_batch} samples at once on {server.url}")
                 gate.prove_larger(server)
                 gate.vouch(server)
                 passed.append(server.url)
             except UpriverError as error:
-                measuring.leave_out(server, error)
-        return passed
+                failed[server] = error
+        return passed, failed
+
+    def _at(self, plan: Plan, row: CutRow, too_large: Mapping[int, DoesNotFit]) -> Plan:
+        """The same policy's plan at another cut, the last of those in place of which it is named."""
+        *_, (cut, error) = too_large.items()
+        note = f"no server has the memory for cut {cut} ({error}), so it is cut {row.cut}"
+        log.warning("%s", note)
+        return self._noted(replace(plan, routes=self._routes({row.cut: 1.0}), predicted=row.cost), note)
 
     def _choose(self, measured: Measured, shares: Mapping[int, float] | None) -> Plan:
         self.notes = [*measured.notes, *self._size_note]

@@ -12,7 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Protocol, TypeVar
@@ -210,7 +210,7 @@ class ServerClient:
         """
         request = ProfileRequest(programs=tuple(programs), stop=stop, repeats=repeats)
         body = [msgspec.json.encode(request)]
-        with self._question("POST", "/v1/profile", body, total_s=PROFILE_S) as response:
+        with self._question("POST", "/v1/profile", body, total_s=PROFILE_S, span="profile") as response:
             return self._decoded(
                 response, ANSWER_BYTES, lambda data: decode_versioned(data, StageCosts, "profile")
             )
@@ -221,7 +221,7 @@ class ServerClient:
         Raises:
             UpriverError: As for `info`.
         """
-        with self._question("HEAD", f"/v1/programs/{digest}") as response:
+        with self._question("HEAD", f"/v1/programs/{digest}", span="find program") as response:
             if response.status == 404:
                 return False
             self._expect_ok(response)
@@ -248,6 +248,7 @@ class ServerClient:
             f"/v1/programs/{program.digest}",
             [program_head(len(graph)), graph, *weights],
             total_s=total_s,
+            span="upload",
         ) as response:
             self._expect_ok(response)
 
@@ -335,14 +336,19 @@ class ServerClient:
         body: Sequence[bytes | memoryview] = (),
         *,
         total_s: float | None = None,
+        span: str | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """An exchange that is over, one way or the other, after so many seconds."""
+        """An exchange that is over after so many seconds, however; ``span`` is its name in traces."""
         holder = Holder()
         total_s = total_s or self.timeouts.question_s
         timeout_s = min(total_s, self.timeouts.read_s)
+        traced = nullcontext(NO_HEADERS) if span is None else tracing.apart(span, server=self.url)
         with (
+            traced as headers,
             within(total_s, holder.close, url=self.url),
-            self._exchange(method, path, body, timeout_s=timeout_s, on_connection=holder) as response,
+            self._exchange(
+                method, path, body, timeout_s=timeout_s, on_connection=holder, headers=headers
+            ) as response,
         ):
             yield response
 

@@ -218,16 +218,16 @@ class Front:
     ) -> None:
         """Take a program in: memory is held for all that comes, and a worker loads it before it is stored."""
         unit = self._first  # the others find it in the store
-        with unit.programs.upload(tenant, digest, body_nbytes) as hold:
+        with unit.programs.upload(tenant, digest, body_nbytes) as (hold, use):
             program = await unit.programs.receive(tenant, digest, body, hold, body_nbytes=body_nbytes)
             if program is None:
                 return
             whole = Stretch(key=program.key, start=0, stop=0)
             async with unit.runner.turn(tenant, "weigh"):
-                weighed = await unit.pool.weigh(program.graph, whole)
+                weighed = await unit.pool.weigh(program.graph, whole, use)
             unit.programs.weighed(program, weighed, hold)
             async with unit.runner.turn(tenant, "check"):
-                await unit.pool.check(program)
+                await unit.pool.check(program, use)
             await unit.programs.put(tenant, program, hold)
 
     @contextmanager

@@ -5,20 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from upriver.errors import ObjectNotFound, Overloaded, ProtocolError
 from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.budget import Hold
-from upriver.server.tenants import Tenant
+from upriver.server.tenants import Tenant, outside_nbytes
 from upriver.store import Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Open:
+    """An index that is kept.
+
+    Attributes:
+        holds: Memory of the index, and of what tenants may not read of it; none where it is not counted.
+    """
+
     dataset: Dataset
-    hold: Hold | None
+    holds: list[Hold] = field(default_factory=list)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What it takes and does not hold."""
+        held = sum(hold.nbytes for hold in self.holds)
+        return self.dataset.nbytes + outside_nbytes(self.dataset) - held
 
 
 class Datasets:
@@ -68,14 +80,26 @@ class Datasets:
     def _keep(self, ref: DatasetRef, dataset: Dataset) -> None:
         while len(self._open) >= self._most:
             self.drop_oldest()
-        while True:
+        self._open[ref] = _Open(dataset=dataset)
+        self._count(ref)
+
+    def _count(self, ref: DatasetRef) -> None:
+        """Hold what the index takes that was used last; others go for it, and then the index itself.
+
+        Raises:
+            Overloaded: If there is no memory for it.
+        """
+        entry = self._open[ref]
+        missing = entry.missing_bytes
+        while missing:
             try:
-                hold = self._hold(dataset.nbytes)
+                hold = self._hold(missing)
             except Overloaded:
-                if not self.drop_oldest():
+                self.drop_oldest()
+                if ref not in self._open:
                     raise
             else:
-                self._open[ref] = _Open(dataset=dataset, hold=hold)
+                entry.holds.extend([] if hold is None else [hold])
                 return
 
     def drop_oldest(self) -> bool:
@@ -83,8 +107,8 @@ class Datasets:
         if not self._open:
             return False
         _, oldest = self._open.popitem(last=False)
-        if oldest.hold is not None:
-            oldest.hold.release()
+        for hold in oldest.holds:
+            hold.release()
         return True
 
     async def ask(self, request: RunRequest, tenant: Tenant) -> Dataset | None:
@@ -94,12 +118,16 @@ class Datasets:
             ObjectNotFound: If it is not there.
             Forbidden: If its samples lie where the tenant may not read.
             ProtocolError: If it has no such samples, or starts elsewhere.
+            Overloaded: If there is no memory for its index, or for what the tenant may not read of it, now.
         """
         if request.dataset is None:
             return None
         dataset = await self.get(request.dataset, tenant)
         ids = [sample for batch in request.micro_batches for sample in batch]
-        tenant.check_objects(request.dataset.store, dataset, ids)  # first: other errors tell of the dataset
+        try:  # first: other errors tell of the dataset
+            tenant.check_objects(request.dataset.store, dataset, ids)
+        finally:
+            self._count(request.dataset)
         if request.start != dataset.chain.start:
             raise ProtocolError(f"this dataset's chain starts at {dataset.chain.start}, got {request.start}")
         if max(ids) >= len(dataset):

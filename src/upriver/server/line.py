@@ -31,6 +31,10 @@ DRAIN_WINDOW_S = 30.0
 MAX_FREED = 1024
 """Requests that the rate at which memory comes free looks back on, at most."""
 
+WAY_S = 0.1
+"""What a request holds that is sent back comes free within milliseconds; so long no further one is sent back
+for the same memory."""
+
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 """Bounds of what ``Retry-After`` says."""
 
@@ -141,7 +145,8 @@ class Line:
         min_batch: The fewest samples of a forward pass where there is a choice.
         collect_s: How long a round waits for others to come.
         on_change: Told whenever the line is longer or shorter.
-        spare: Lets go of something else that is only kept for later; asked where nobody could go otherwise.
+        spare: Lets go of something else that is only kept for later, and says whether there was anything;
+            asked where nobody could go otherwise.
     """
 
     def __init__(
@@ -156,7 +161,7 @@ class Line:
         min_batch: int = 1,
         collect_s: float = 0.0,
         on_change: Callable[[], None] = lambda: None,
-        spare: Callable[[], object] = lambda: None,
+        spare: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._budget, self._shelf, self._policy = budget, shelf, policy
@@ -169,6 +174,7 @@ class Line:
         self._holding: Counter[str] = Counter()  # bytes of those, by tenant
         self._freed: deque[tuple[float, int]] = deque(maxlen=MAX_FREED)
         self._round: asyncio.TimerHandle | None = None
+        self._sent_back = -math.inf  # when one was for the sake of others
         budget.add_listener(self._soon)
 
     @property
@@ -301,10 +307,9 @@ class Line:
                 raise self._overloaded(why) from Full()
             staying.remove(last)
         for waiter in [each for each in self._waiting if each not in staying]:
-            self._waiting.remove(waiter)
             error = self._overloaded("others have a right to the places of so many requests")
             error.__cause__ = Full()
-            waiter.future.set_exception(error)
+            self._send_back(waiter, error)
 
     def _full(self, waiting: Sequence[_Waiter], nbytes: int) -> str | None:
         """Why so many bytes may not wait beside these; None if they may."""
@@ -366,8 +371,8 @@ class Line:
         wanted = frozenset[str]().union(*(waiter.keys for waiter in waiters))
         # Idle programs that others wait for must not keep the first in line from going for ever.
         went = self._deal(waiters, most, but=wanted) or self._deal(waiters[:1], most, but=waiters[0].keys)
-        if not went and not sum(self._admitted.values()):
-            self._spare()  # nobody is there to give anything back; whatever comes free calls for a new round
+        if not went and not sum(self._admitted.values()) and not self._spare():
+            self._make_way()  # nobody is there to give anything back; what comes free calls for a new round
 
     def _deal(self, waiters: Sequence[_Waiter], most: int, *, but: Collection[str]) -> bool:
         """Ask the policy who may go; whether anybody did. Idle programs make room, ``but`` for these."""
@@ -377,6 +382,28 @@ class Line:
         grants = self._policy(asks, free, loaded=self._shelf.keys, most=most)
         went = [self._admit(by_number[int(str(grant.key))], grant.batch, but) for grant in grants]
         return any(went)
+
+    def _make_way(self) -> None:
+        """Of requests that wait for each other's bodies to go the youngest is told to come back."""
+        if self._now() - self._sent_back < WAY_S:
+            return self._soon(WAY_S)
+        for older, waiter in enumerate(self._waiting, start=1):
+            younger = [each for each in self._waiting[older:] if each.wanted.body_nbytes]
+            if younger and self._missing(waiter) <= sum(each.wanted.body_nbytes for each in younger):
+                self._sent_back = self._now()
+                why = "requests that came first wait for the memory of this one's body"
+                return self._send_back(younger[-1], self._overloaded(why))
+
+    def _missing(self, waiter: _Waiter) -> int:
+        """Bytes that have to come free until one who waits can go, beside idle programs."""
+        size, wanted = waiter.ask.smallest, waiter.wanted
+        needed = wanted.nbytes[size] + self._new_bytes(wanted.programs.get(size))
+        return needed - self._budget.free_bytes - self._shelf.idle_bytes(but=waiter.keys)
+
+    def _send_back(self, waiter: _Waiter, error: Overloaded) -> None:
+        """One who waits, before it has had anything."""
+        self._waiting.remove(waiter)
+        waiter.future.set_exception(error)
 
     def _first_ones(self, waiters: Sequence[_Waiter]) -> list[_Waiter]:
         """Of each tenant that has no request admitted, its next one."""

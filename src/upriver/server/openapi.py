@@ -162,7 +162,10 @@ def _programs() -> Json:
         summary="Store a program",
         good=(201, _answer("Checked, loaded once, and stored.", stored)),
         errors=_WORK,
-        more={"requestBody": _body(body, {"application/octet-stream": {"schema": _BINARY}})},
+        more={
+            "parameters": [_traceparent()],
+            "requestBody": _body(body, {"application/octet-stream": {"schema": _BINARY}}),
+        },
     )
     return {"/v1/programs/{digest}": {"parameters": [digest], "head": _asking(), "put": put.to_json()}}
 
@@ -174,6 +177,7 @@ def _asking() -> Json:
     return {
         "operationId": "hasProgram",
         "summary": "Whether a run request may name this program",
+        "parameters": [_traceparent()],
         "responses": {"200": {"description": "It may."}, **answers},
     }
 

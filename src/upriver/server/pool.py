@@ -179,13 +179,16 @@ class WorkerPool:
         self.load.saw(pid, (program.digest, measured.micro_batch), dict(enumerate(measured.seconds, start=1)))
         return measured
 
-    async def check(self, program: ProgramFiles) -> None:
+    async def check(self, program: ProgramFiles, use: Use | None = None) -> None:
         """Have a worker load a program, which checks everything about it.
+
+        Args:
+            use: As for `run`.
 
         Raises:
             UpriverError: If it is not sound.
         """
-        await self._on_worker(lambda worker: worker.load(program), Clock())
+        await self._on_worker(lambda worker: worker.load(program), Clock(), use)
 
     def rows(self) -> tuple[WorkerRow, ...]:
         """Each worker at this moment, those that are being started last."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from upriver.errors import (
+    Forbidden,
     ObjectNotFound,
     ProgramError,
     ProgramNotFound,
@@ -21,6 +22,7 @@ from upriver.program import graph_path, weights_digest_of, weights_path
 from upriver.protocol import MAX_GRAPH_BYTES, PROGRAM_HEAD_NBYTES, Caps, split_program_head
 from upriver.server.budget import Hold
 from upriver.server.handle import ProgramFiles
+from upriver.server.holding import Use
 from upriver.server.jobs import Weighed
 from upriver.server.line import Program
 from upriver.server.memory import SealedFile
@@ -141,18 +143,20 @@ class Programs:
     # ------------------------------------------------------------------------------------- uploads
 
     @contextmanager
-    def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[Hold]:
-        """Memory for an upload, as much as has come; given back at the end unless the program was `put`.
+    def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[tuple[Hold, Use]]:
+        """Memory for an upload, as much as has come, and who uses it: the block, and workers that enter.
+
+        When the last one has left it is given back, unless the program was `put`.
 
         Raises:
+            Forbidden: If the tenant may use no store, where it could go.
             TooLarge: If it is larger than any program may be.
         """
+        self._own(tenant)
         self._check_size(tenant, body_nbytes)
         hold = self._shelf.coming(owner=tenant.name)
-        try:
-            yield hold
-        finally:
-            self._shelf.over(key_of(tenant, digest), hold)
+        with Use(lambda: self._shelf.over(key_of(tenant, digest), hold)) as use:
+            yield hold, use
 
     async def receive(
         self, tenant: Tenant, digest: str, chunks: AsyncIterator[bytes], hold: Hold, *, body_nbytes: int
@@ -221,7 +225,7 @@ class Programs:
     def _own(self, tenant: Tenant) -> Place:
         places = self._places(tenant)
         if not places:
-            raise ProgramNotFound(f"{tenant.name} may use no store here, so programs have no place")
+            raise Forbidden(f"{tenant.name} may use no store here, so programs have no place")
         return places[0]
 
     def _remember(self, known: Known) -> None:

@@ -218,6 +218,11 @@ def _each_its_own(
     return found
 
 
+def outside_nbytes(dataset: Dataset) -> int:
+    """Memory of what is kept beside a dataset's index for tenants that may not read all of it."""
+    return sum(rows.nbytes for rows in _outside.get(dataset, {}).values() if rows is not None)
+
+
 def _samples_outside(dataset: Dataset, prefixes: tuple[str, ...]) -> _Rows | None:
     known = _outside.setdefault(dataset, {})
     if prefixes not in known:
