@@ -14,7 +14,7 @@ from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.budget import INDEXES, Budget
 from upriver.server.datasets import Datasets
 from upriver.server.tenants import ANYONE, Tenant
-from upriver.store import DEFAULT_PREFIX
+from upriver.store import DEFAULT_PREFIX, Store
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +153,16 @@ def test_one_that_is_not_there_holds_nothing(published):
     with pytest.raises(ObjectNotFound, match="no store 'other'"):
         asyncio.run(datasets.get(DatasetRef(store="other", digest="0" * 64), ANYONE))
     assert budget.reserved_bytes == 0
+
+
+def test_who_asks_for_a_store_by_another_name_is_told_how_to_say_the_right_one():
+    store = Store.open("memory://named", name="photos")
+    datasets = Datasets({"photos": store}, prefix=".upriver", most=1)
+    elsewhere = DatasetRef(store="default", digest="0" * 64)
+    with pytest.raises(ObjectNotFound) as caught:
+        asyncio.run(datasets.get(elsewhere, ANYONE))
+    assert "there are photos" in str(caught.value)
+    assert "Store.open(URI, name='photos')" in str(caught.value)
+    assert "store_name" in str(caught.value)
+    with pytest.raises(ObjectNotFound, match=r"no store 'default' here; there are none$"):
+        asyncio.run(datasets.get(elsewhere, Tenant(name="alice", stores={})))

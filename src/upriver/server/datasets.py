@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from upriver.errors import ObjectNotFound, Overloaded, ProtocolError
@@ -68,8 +68,9 @@ class Datasets:
         """
         store = self._stores.get(ref.store)
         if store is None or not tenant.may_read(ref.store):
-            seen = ", ".join(name for name in self._stores if tenant.may_read(name)) or "none"
-            raise ObjectNotFound(f"no store {ref.store!r} here; there are {seen}")
+            raise ObjectNotFound(
+                _no_store(ref.store, [name for name in self._stores if tenant.may_read(name)])
+            )
         if ref not in self._open:
             dataset = await asyncio.to_thread(Dataset.open, store, ref.digest, prefix=self._prefix)
             if ref not in self._open:  # nobody was faster
@@ -133,3 +134,13 @@ class Datasets:
         if max(ids) >= len(dataset):
             raise ProtocolError(f"sample ids lie in 0..{len(dataset) - 1}, got {max(ids)}")
         return dataset
+
+
+def _no_store(name: str, seen: Sequence[str]) -> str:
+    """What a client reads whose dataset lies in a store that is called otherwise here, as a rule."""
+    if not seen:
+        return f"no store {name!r} here; there are none"
+    return (
+        f"no store {name!r} here; there are {', '.join(seen)}: open the dataset's store by its name here, "
+        f"upriver.Store.open(URI, name={seen[0]!r}), or give that as store_name in train.toml"
+    )
