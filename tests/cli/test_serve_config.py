@@ -271,6 +271,12 @@ WRONG = {
     "a variable that is not set": (S3 + 'environment = { access_key_id = "NO_SUCH" }\n', ["'a'", "NO_SUCH"]),
     "an option from the environment": (S3 + 'environment = { region = "HOME" }\n', ["'a'", "region"]),
     "an audit log that cannot be": ('audit_log = "none/audit"\n' + STORES, ["none/audit"]),
+    "too many workers": ("workers = 100000\n" + STORES, ["workers", "64", "core", "100000"]),
+    "too many workers over devices": (
+        'workers = 1000\ndevice = "cpu,cpu"\n' + STORES,
+        ["workers", "64", "1000 for each of 2"],
+    ),
+    "too many threads": ("threads = 1000000\n" + STORES, ["threads", "64", "core", "1000000"]),
     "an admission that is none": ('admission = "greedy"\n' + STORES, ["admission", "greedy"]),
 }
 

@@ -38,6 +38,14 @@ _SECONDS = ("job_timeout_s", "stall_timeout_s", "head_timeout_s", "idle_timeout_
 _RESERVED = (BASE, INDEXES)
 """Names that own memory which is no tenant's: of idle workers, and of indexes."""
 
+PER_CORE = 4
+"""Most compute processes for a core, and most threads of each: two keep it busy while one waits, and more only
+take memory."""
+
+ANYWAY = 64
+"""So many are taken on any machine: trainers may have more cores, and equal bits need as many threads. Their
+stacks are a quarter of what a worker may take beside its work (`upriver.server.limits`)."""
+
 _CHOICES = {"admission": Admission, "sandbox": Sandbox, "log_format": LogFormat}
 
 
@@ -68,8 +76,8 @@ class ServerConfig:
         tls_key: PEM file with its private key, where that is not in the same file.
         tls_client_ca: PEM file with authorities; a client must show a certificate of one of them.
         audit_log: File to which a line is appended for each request.
-        workers: Compute processes.
-        threads: Threads of each; the cores divided among the workers if None.
+        workers: Compute processes; in all at most `PER_CORE` for a core, or `ANYWAY` where that is more.
+        threads: Threads of each, at most as many; the cores divided among the workers if None.
         device: Where they compute; several of one kind, ``cuda:0,cuda:1``, have ``workers`` each, and memory,
             line and limits each of their own.
         prefix: Where in a store upriver keeps programs and datasets.
@@ -158,6 +166,7 @@ class ServerConfig:
         for name, choice in _CHOICES.items():
             _require_choice(name, getattr(self, name), get_args(choice))
         self._check_devices()
+        self._check_processes()
         self._check_tls()
         self._check_tenants()
         self._check_host()
@@ -228,6 +237,19 @@ class ServerConfig:
             )
         if kinds != {"cpu"} and len(set(self.devices)) < len(self.devices):
             raise ConfigError(f"device names one twice: {self.device!r}")
+
+    def _check_processes(self) -> None:
+        """A number with a zero too many is to end in a message, and not in a machine without processes."""
+        cores = len(os.sched_getaffinity(0))
+        most = max(ANYWAY, PER_CORE * cores)
+        rule = f"{ANYWAY}, or {PER_CORE} for each core where that is more; there are {cores} here"
+        if self.workers * len(self.devices) > most:
+            raise ConfigError(
+                f"workers are at most {most} over all devices ({rule}), got {self.workers}"
+                + (f" for each of {len(self.devices)}" if len(self.devices) > 1 else "")
+            )
+        if self.threads is not None and self.threads > most:
+            raise ConfigError(f"threads are at most {most} in each worker ({rule}), got {self.threads}")
 
     def _check_tls(self) -> None:
         if self.tls_certificate is None and not (self.tls_key is None and self.tls_client_ca is None):
