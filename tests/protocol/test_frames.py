@@ -102,6 +102,8 @@ def test_a_stream_of_frames_in_any_chunks():
         (("ids",), [2**63]),
         (("position",), 2**70),
         (("skipped",), [1, 2, 3]),
+        (("skipped",), [9]),
+        (("skipped",), [4, 9]),
         (("checksum",), "0" * 16),
         (("checksum",), None),
         (("extra",), 1),

@@ -178,6 +178,9 @@ def parse_data_header(
         raise ProtocolError(
             f"at most {caps.samples} ids, got {len(parsed.ids)} ({len(parsed.skipped)} skipped)"
         )
+    strange = set(parsed.skipped).difference(parsed.ids)
+    if strange:
+        raise ProtocolError(f"skipped samples must be among a frame's ids, and {min(strange)} is not")
     return parsed
 
 
