@@ -207,6 +207,27 @@ def test_refused_connection():
         client.info()
 
 
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_server_that_never_said_a_word_may_speak_https(answers):
+    """One that has answered speaks plain HTTP, and has gone."""
+    asked = []
+
+    def respond(exchange: Exchange) -> None:
+        asked.append(exchange.path)
+        if len(asked) <= answers:
+            exchange.plain(200, Connection="close")
+        else:
+            exchange.hang_up()
+
+    with scripted(respond) as url, ServerClient(url) as client:
+        for _ in range(answers):
+            assert client.alive()
+        with pytest.raises(ServerUnavailable) as caught:
+            client.alive()
+        assert str(caught.value).startswith(f"{url}: ")
+        assert ("begins with https://" in str(caught.value)) is not bool(answers)
+
+
 @pytest.mark.parametrize("until", [0, 1, 2])
 def test_truncated_answer(until):
     with scripted(lambda x: serve_batches(x, until=until)) as url, ServerClient(url) as client:

@@ -147,7 +147,7 @@ class ServerClient:
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
-        self._closed = False
+        self._closed = self._answered = False
 
     @property
     def url(self) -> str:
@@ -391,13 +391,15 @@ class ServerClient:
                 if holder is not None:
                     holder.hold(connection)
                 connection.open(self.timeouts, timeout_s)
-                return connection, connection.ask(method, self._address.path + path, body, headers)
+                response = connection.ask(method, self._address.path + path, body, headers)
+                self._answered = True
+                return connection, response
             except BROKEN as error:
                 self._give_back(connection, reusable=False)
                 # A kept connection may have been closed at the other end meanwhile: that says nothing about
                 # the server, and every request may be repeated.
                 if fresh or isinstance(error, TimeoutError) or connection.broken_off:
-                    raise self._unavailable(error) from error
+                    raise self._unavailable(error, hung_up=not connection.broken_off) from error
             except BaseException:
                 self._give_back(connection, reusable=False)
                 raise
@@ -419,9 +421,17 @@ class ServerClient:
                 return
         connection.close()
 
-    def _unavailable(self, error: BaseException) -> ServerUnavailable:
+    def _unavailable(self, error: BaseException, *, hung_up: bool = False) -> ServerUnavailable:
+        """An error of a connection in words.
+
+        Args:
+            hung_up: Whether it came before an answer, and not because this side broke off.
+        """
+        plain = self._address.tls is None and not self._answered
         if isinstance(error, TimeoutError):
             what = "no answer in time"
+        elif hung_up and plain and isinstance(error, ConnectionResetError):
+            what = "it hung up without an answer; if it speaks https, its address begins with https://"
         elif isinstance(error, http.client.IncompleteRead):
             what = "broke off in the middle of its answer"
         elif isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
