@@ -1,3 +1,4 @@
+import logging
 import random
 import threading
 import time
@@ -77,6 +78,31 @@ def test_a_lost_server_is_out_of_use_until_it_was_admitted_again(error):
         server.dead = False
         until(lambda: pool.usable)
         assert admitted == ["a", "a"]
+
+
+def test_a_server_that_is_back_is_told_of_once_and_nothing_is_said_against_it_any_more(caplog):
+    caplog.set_level(logging.INFO, "upriver")
+    server = ScriptedServer("a")
+    with ServerPool([server], **QUICK) as pool:
+        assert pool.wait_joined(10)
+        assert caplog.messages == [], "it has never been away"
+        server.dead = True
+        fail(pool, ServerUnavailable("a: reset"))
+        until(lambda: pool.status()[0].reason == "a: refused")
+        server.dead = False
+        until(lambda: pool.usable)
+        assert pool.status()[0].reason == ""
+        until(lambda: caplog.messages)
+    assert caplog.messages == ["a is used again; it was not, since: a: refused"]
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_nothing_is_said_against_a_server_that_has_rested():
+    with ServerPool([ScriptedServer("a")], **QUICK) as pool:
+        assert pool.wait_joined(10)
+        fail(pool, Overloaded("full", retry_after_s=0))
+        until(lambda: pool.usable)
+        assert pool.status()[0].reason == ""
 
 
 @pytest.mark.parametrize(

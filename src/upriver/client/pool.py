@@ -18,6 +18,7 @@ end, and then its client is closed.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -42,10 +43,13 @@ from upriver.errors import (
     TooLarge,
     UpriverError,
 )
+from upriver.text import said
 from upriver.types import MicroBatch, Timings
 
 if TYPE_CHECKING:
     from upriver.protocol import RunRequest
+
+log = logging.getLogger("upriver")
 
 QUIET_S = 5.0
 """A server that has owed an answer for so long is asked whether it lives: a micro-batch of the largest
@@ -120,7 +124,7 @@ class ServerStatus:
     """One server, for reports.
 
     Attributes:
-        reason: Why it is not up, or was last not.
+        reason: Why it is not up; empty where it is.
         served: Requests it has answered in full.
         available: The share of the last seconds in which it did not refuse requests.
     """
@@ -468,9 +472,12 @@ class ServerPool:
                 self._set(member, Health.OUT if keep_out else Health.DOWN, reason)
         else:
             with self._changed:
+                before = member.reason
                 member.lives += 1
                 member.rest_s = 0.0
-                self._set(member, Health.UP, member.reason)
+                self._set(member, Health.UP, "")
+            if before:  # not under the lock, since it logs
+                log.info("%s is used again; it was not, since: %s", member.client.url, said(before))
 
     def _rest_after(self, error: Exception) -> float:
         """For how long a server that could not be let in is left alone, whatever the backoff says."""
@@ -485,7 +492,7 @@ class ServerPool:
             with self._changed:
                 member.rest_s = 0.0
                 if member.health is Health.RESTING:
-                    self._set(member, Health.UP, member.reason)
+                    self._set(member, Health.UP, "")
 
     def _watch(self, member: _Member) -> None:
         """Sleep while all is well; return when the server's health changed or it turned out to be dead."""
