@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.client.refusals import LEAST, LOG_EVERY_S, RefusalLog, Refusals
+from upriver.client.refusals import LEAST, LOG_EVERY_S, MAX_REST_S, RefusalLog, Refusals
 from upriver.errors import Overloaded, QuotaExceeded
 
 WINDOW_S = 20.0
@@ -122,5 +122,12 @@ def test_a_remark_counts_all_and_quotes_the_last() -> None:
         "servers refused a request so far (the last: http://a, to be asked again after 2 s: all of 8 "
         "connections are in use): that work was asked for again, or done here"
     )
-    refusals.add("http://b", Overloaded("full", retry_after_s=30))
-    assert "2 requests so far (the last: http://b, to be asked again after 30 s: full)" in refusals.remark
+    refusals.add("http://b", Overloaded("full", retry_after_s=3))
+    assert "2 requests so far (the last: http://b, to be asked again after 3 s: full)" in refusals.remark
+
+
+def test_a_server_is_said_to_be_asked_again_when_it_is() -> None:
+    """Whatever it asks for: no rest is that long."""
+    refusals = RefusalLog()
+    refusals.add("http://a", Overloaded("full", retry_after_s=3600))
+    assert f"to be asked again after {MAX_REST_S:g} s: full" in refusals.remark

@@ -27,7 +27,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from upriver.client.refusals import RefusalLog, Refusals
+from upriver.client.refusals import MAX_REST_S, RefusalLog, Refusals
 from upriver.client.retry import Backoff, RetryBudget
 from upriver.errors import (
     ConfigError,
@@ -57,9 +57,6 @@ network measured (vgg19) takes 11 s on one core, so silence alone means nothing,
 
 PROBE_TIMEOUT_S = 5.0
 """For /livez and /readyz, which a healthy server answers at once, however busy its workers."""
-
-MAX_REST_S = 5.0
-"""A server may ask for a longer rest; asking it again after this long is cheap."""
 
 RAISE_BY = 0.125
 """What a success adds to a server's limit after it had refused: one more request in flight for eight

@@ -17,9 +17,12 @@ from upriver.text import said
 
 log = logging.getLogger("upriver")
 
+MAX_REST_S = 5.0
+"""A server may ask for a longer rest; asking it again after this long is cheap."""
+
 WINDOW_S = 20.0
-"""How far back to look: some rests of the longest kind (`upriver.client.pool.MAX_REST_S`), and a server that
-takes requests again is soon one to plan for."""
+"""How far back to look: some rests of the longest kind (`MAX_REST_S`), and a server that takes requests again
+is soon one to plan for."""
 
 LEAST = 0.01
 """What is left of a server that has refused all the time: it may take the next request, which one that is not
@@ -76,7 +79,7 @@ class RefusalLog:
 
     def add(self, url: str, error: Overloaded) -> None:
         """A server has refused a request; logs it, unless there was a line about this server just now."""
-        after = f"to be asked again after {error.retry_after_s:g} s"
+        after = f"to be asked again after {min(MAX_REST_S, error.retry_after_s):g} s"
         reason = said(str(error).removeprefix(f"{url} "))
         why = f"{after}: {reason}" if reason else after
         now = self._now()
