@@ -235,6 +235,7 @@ WRONG = {
         ["alice", "images"],
     ),
     "a tenant without a way in": (STORES + "[tenants.alice]\nweight = 2\n", ["alice", "token"]),
+    "tenants of whom there are none": (STORES + "[tenants]\n", ["[tenants]", "nobody else"]),
     "two tenants with one hash": (
         STORES + TENANT + f'[tenants.bob]\ntoken_hashes = ["{DIGEST}"]\n',
         ["alice", "bob", "hash"],

@@ -93,7 +93,7 @@ class ServeFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The whole file; what is left out takes the server's own default."""
 
     stores: dict[str, Any] = {}
-    tenants: dict[str, Any] = {}
+    tenants: dict[str, Any] | None = None
     caps: dict[str, Any] = {}
     tls: dict[str, Any] | None = None
     host: str | None = None
@@ -179,9 +179,14 @@ def check(document: Mapping[str, Any], *, where: str) -> Checked:
         where: Named in errors.
 
     Raises:
-        ConfigError: If a key is unknown, or a value is of the wrong type.
+        ConfigError: If a key is unknown, a value is of the wrong type, or a table of tenants is empty.
     """
     file = parse(document, ServeFile, where=where)
+    if file.tenants is not None and not file.tenants:
+        raise ConfigError(
+            f"{where}: [tenants] is empty, and a server with tenants serves nobody else: name one, or leave "
+            "the table out"
+        )
     return Checked(
         plain=file,
         stores={
@@ -192,7 +197,7 @@ def check(document: Mapping[str, Any], *, where: str) -> Checked:
         },
         tenants={
             name: parse(section, TenantSection, where=f"{where}, [tenants.{name}]")
-            for name, section in file.tenants.items()
+            for name, section in (file.tenants or {}).items()
         },
         caps=parse(file.caps, CapsSection, where=f"{where}, [caps]"),
         tls=None if file.tls is None else parse(file.tls, TlsSection, where=f"{where}, [tls]"),

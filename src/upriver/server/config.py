@@ -39,8 +39,8 @@ _RESERVED = (BASE, INDEXES)
 """Names that own memory which is no tenant's: of idle workers, and of indexes."""
 
 PER_CORE = 4
-"""Most compute processes for a core, and most threads of each: two keep it busy while one waits, and more only
-take memory."""
+"""Most compute processes for a core, and most threads of each: two keep it busy while one waits, and what is
+more only takes memory."""
 
 ANYWAY = 64
 """So many are taken on any machine: trainers may have more cores, and equal bits need as many threads. Their
