@@ -83,6 +83,8 @@ def may_read(who, dataset, ids):
         ({"stores": {"images": ("/etc",)}}, "images"),
         ({"weight": 0}, "weight"),
         ({"weight": float("inf")}, "weight"),
+        ({"weight": 1e300}, r"weight lies in 0.001..1000, got 1e\+300"),
+        ({"weight": 1e-4}, "weight"),
         ({"memory_share": 0}, "memory_share"),
         ({"memory_share": 1.5}, "memory_share"),
         ({"max_requests": 0}, "max_requests"),

@@ -25,6 +25,9 @@ from upriver.types import require_finite
 
 _Rows = np.ndarray[Any, np.dtype[np.bool_]]
 
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
+"""Between the two a tenant has one turn in a million while the other has work: less is none, and a slip."""
+
 _outside: weakref.WeakKeyDictionary[Dataset, dict[tuple[str, ...], _Rows | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -41,7 +44,7 @@ class Tenant:
         token_hashes: SHA-256 of its tokens, in hex; several, so that one can be replaced in peace.
         certificates: Names in client certificates that stand for it.
         stores: By store, the folders or objects it may read ("" for all of the store); None: every store.
-        weight: Its share of the workers relative to others'.
+        weight: Its share of the workers relative to others', in [`LEAST_WEIGHT`, `MOST_WEIGHT`].
         max_requests: Run requests admitted and waiting at once; None: as many as the server takes.
         max_waiting_bytes: Bytes its waiting requests may ask for together; None: as the server takes.
         memory_share: Most of the memory budget that its admitted requests may hold, in (0, 1].
@@ -66,6 +69,10 @@ class Tenant:
         self._check_ways_in()
         self._check_stores()
         require_finite(f"tenant {self.name!r}: weight", self.weight, positive=True)
+        if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
+            raise ConfigError(
+                f"tenant {self.name!r}: weight lies in {LEAST_WEIGHT:g}..{MOST_WEIGHT:g}, got {self.weight:g}"
+            )
         require_finite(f"tenant {self.name!r}: memory_share", self.memory_share, positive=True)
         if self.memory_share > 1:
             raise ConfigError(
