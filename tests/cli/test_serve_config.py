@@ -234,6 +234,14 @@ WRONG = {
         STORES + TENANT + '[tenants.alice.stores]\nimages = ["../x"]\n',
         ["alice", "images"],
     ),
+    "a tenant that reads the server's own": (
+        STORES + TENANT + '[tenants.alice.stores]\nimages = [".upriver/"]\n',
+        ["alice", "images", ".upriver", "programs"],
+    ),
+    "a tenant that reads another's programs": (
+        'prefix = "near"\n' + STORES + TENANT + '[tenants.alice.stores]\nimages = ["near/tenants/bob"]\n',
+        ["alice", "images", "near/tenants/bob", "programs"],
+    ),
     "a tenant without a way in": (STORES + "[tenants.alice]\nweight = 2\n", ["alice", "token"]),
     "tenants of whom there are none": (STORES + "[tenants]\n", ["[tenants]", "nobody else"]),
     "two tenants with one hash": (

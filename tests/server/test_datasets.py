@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from tests.pipeline.making import npy, write
+from tests.server.test_tenants import dataset_of
 from upriver.errors import Forbidden, ObjectNotFound, Overloaded
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest
@@ -153,6 +155,17 @@ def test_one_that_is_not_there_holds_nothing(published):
     with pytest.raises(ObjectNotFound, match="no store 'other'"):
         asyncio.run(datasets.get(DatasetRef(store="other", digest="0" * 64), ANYONE))
     assert budget.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("who", [ANYONE, Tenant(name="alice", stores={"default": ("",)})])
+def test_nobody_reads_what_the_server_keeps_for_others_however_the_index_is_made(who):
+    program = f"{DEFAULT_PREFIX}/tenants/bob/programs/{'0' * 64}/graph.json"
+    for name, allowed in ((program, False), (f"{DEFAULT_PREFIX}s/1.npy", True)):
+        dataset = dataset_of(["alice/1.npy", name])
+        dataset.publish()
+        datasets = Datasets({"default": dataset.store}, prefix=DEFAULT_PREFIX, most=1)
+        with nullcontext() if allowed else pytest.raises(Forbidden, match=dataset.digest):
+            asyncio.run(datasets.get(DatasetRef(store="default", digest=dataset.digest), who))
 
 
 def test_who_asks_for_a_store_by_another_name_is_told_how_to_say_the_right_one():

@@ -16,6 +16,7 @@ from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
 from upriver.server.budget import BASE, INDEXES
 from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token, require_count
 from upriver.store import DEFAULT_PREFIX, Store, check_name
+from upriver.store.names import check_prefix
 from upriver.types import require_finite
 
 Admission = Literal["static", "adaptive"]
@@ -272,11 +273,20 @@ class ServerConfig:
                 )
             if not tenant.certificates and not tenant.token_hashes:
                 raise ConfigError(f"tenant {tenant.name!r} has no way in: give it a token or a certificate")
-            for store in tenant.stores or ():
-                if store not in self.stores:
+            self._check_stores_of(tenant)
+
+    def _check_stores_of(self, tenant: Tenant) -> None:
+        for store, folders in (tenant.stores or {}).items():
+            if store not in self.stores:
+                raise ConfigError(
+                    f"tenant {tenant.name!r} names the store {store!r}, which is not configured; "
+                    f"there are {', '.join(self.stores)}"
+                )
+            for folder in folders:
+                if f"{check_prefix(folder)}/".startswith(f"{self.prefix}/"):
                     raise ConfigError(
-                        f"tenant {tenant.name!r} names the store {store!r}, which is not configured; "
-                        f"there are {', '.join(self.stores)}"
+                        f"tenant {tenant.name!r}, store {store!r}: {folder!r} lies in {self.prefix!r}, where "
+                        "the server keeps all tenants' programs; a folder is one of samples"
                     )
 
     def _alone(self, tenant: Tenant) -> bool:

@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from upriver.errors import ObjectNotFound, Overloaded, ProtocolError
+from upriver.errors import Forbidden, ObjectNotFound, Overloaded, ProtocolError
 from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.budget import Hold
-from upriver.server.tenants import Tenant, outside_nbytes
+from upriver.server.tenants import Tenant, inside, outside_nbytes
 from upriver.store import Store
 
 
@@ -63,6 +63,7 @@ class Datasets:
 
         Raises:
             ObjectNotFound: If there is no store of that name that the tenant may see, or no such dataset.
+            Forbidden: If its samples lie where the server keeps its own.
             DatasetError: If it is damaged.
             Overloaded: If there is no memory for its index now.
         """
@@ -72,7 +73,7 @@ class Datasets:
                 _no_store(ref.store, [name for name in self._stores if tenant.may_read(name)])
             )
         if ref not in self._open:
-            dataset = await asyncio.to_thread(Dataset.open, store, ref.digest, prefix=self._prefix)
+            dataset = await asyncio.to_thread(_open, store, ref.digest, self._prefix)
             if ref not in self._open:  # nobody was faster
                 self._keep(ref, dataset)
         self._open.move_to_end(ref)
@@ -117,7 +118,7 @@ class Datasets:
 
         Raises:
             ObjectNotFound: If it is not there.
-            Forbidden: If its samples lie where the tenant may not read.
+            Forbidden: If its samples lie where the tenant, or nobody, may read.
             ProtocolError: If it has no such samples, or starts elsewhere.
             Overloaded: If there is no memory for its index, or for what the tenant may not read of it, now.
         """
@@ -134,6 +135,20 @@ class Datasets:
         if max(ids) >= len(dataset):
             raise ProtocolError(f"sample ids lie in 0..{len(dataset) - 1}, got {max(ids)}")
         return dataset
+
+
+def _open(store: Store, digest: str, prefix: str) -> Dataset:
+    """A dataset of samples: whoever can write an index could read others' programs with it otherwise.
+
+    Raises:
+        Forbidden: If one of them lies under the server's own prefix.
+    """
+    dataset = Dataset.open(store, digest, prefix=prefix)
+    if inside(dataset.objects.dictionary, (prefix,)).any():
+        raise Forbidden(
+            f"dataset {digest} has samples in {prefix!r}, where the server keeps programs and datasets of all"
+        )
+    return dataset
 
 
 def _no_store(name: str, seen: Sequence[str]) -> str:

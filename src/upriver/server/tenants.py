@@ -240,14 +240,14 @@ def _samples_outside(dataset: Dataset, prefixes: tuple[str, ...]) -> _Rows | Non
 def _find_outside(dataset: Dataset, prefixes: tuple[str, ...]) -> _Rows | None:
     """Each object's name is looked at once, however many samples it holds."""
     objects = dataset.objects
-    outside = ~_inside(objects.dictionary, prefixes)[objects.indices.to_numpy(zero_copy_only=False)]
+    outside = ~inside(objects.dictionary, prefixes)[objects.indices.to_numpy(zero_copy_only=False)]
     return outside if outside.any() else None
 
 
-def _inside(names: pa.Array, prefixes: tuple[str, ...]) -> _Rows:
+def inside(names: pa.Array, prefixes: tuple[str, ...]) -> _Rows:
     """Which of these objects are one of the prefixes, or lie in it as in a folder."""
-    inside = np.zeros(len(names), dtype=np.bool_)
+    found = np.zeros(len(names), dtype=np.bool_)
     for prefix in prefixes:
-        inside |= pc.equal(names, prefix).to_numpy(zero_copy_only=False)
-        inside |= pc.starts_with(names, pattern=f"{prefix}/").to_numpy(zero_copy_only=False)
-    return inside
+        found |= pc.equal(names, prefix).to_numpy(zero_copy_only=False)
+        found |= pc.starts_with(names, pattern=f"{prefix}/").to_numpy(zero_copy_only=False)
+    return found
