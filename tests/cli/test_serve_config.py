@@ -250,7 +250,7 @@ WRONG = {
     ),
     "a certificate that nobody shows": (
         STORES + '[tenants.alice]\ncertificates = ["alice"]\n',
-        ["alice", "tls_client_ca"],
+        ["alice", "tls.client_ca"],
     ),
     "a token beside tenants": ('token_file = "token"\n' + STORES + TENANT, ["token", "tenants"]),
     "a token file that is not there": ('token_file = "none"\n' + STORES, ["none"]),
@@ -266,6 +266,11 @@ WRONG = {
     "no certificate": (STORES + '[tls]\nkey = "server.key"\n', ["tls", "certificate"]),
     "an empty table": (STORES + "[tls]\n", ["tls", "certificate"]),
     "a certificate that is not there": (STORES + '[tls]\ncertificate = "none.pem"\n', ["none.pem"]),
+    "a certificate that is none": (STORES + '[tls]\ncertificate = "spaced"\n', ["spaced is no certificate"]),
+    "a certificate and a key that are none": (
+        STORES + '[tls]\ncertificate = "spaced"\nkey = "odd.json"\n',
+        ["spaced and ", "odd.json are no certificate"],
+    ),
     "credentials that are not there": (S3 + 'credentials_file = "none.json"\n', ["none.json"]),
     "credentials that others may read": (
         S3 + 'credentials_file = "open.json"\n',
@@ -286,6 +291,8 @@ WRONG = {
         ["workers", "64", "1000 for each of 2"],
     ),
     "too many threads": ("threads = 1000000\n" + STORES, ["threads", "64", "core", "1000000"]),
+    "a prefix of nothing": ('prefix = ""\n' + STORES, ["prefix", "empty"]),
+    "a prefix out of the store": ('prefix = "../x"\n' + STORES, ["prefix", "'../x'"]),
     "an admission that is none": ('admission = "greedy"\n' + STORES, ["admission", "greedy"]),
 }
 

@@ -162,7 +162,10 @@ class ServerConfig:
         for name in self.stores:
             if not valid_store_name(name):
                 raise ConfigError(f"a store's name has 1 to 64 letters, digits, '.', '_', '-', got {name!r}")
-        check_name(self.prefix)
+        try:
+            check_name(self.prefix)
+        except ConfigError as error:
+            raise ConfigError(f"prefix is a folder's name: {error}") from None
         self._check_numbers()
         for name, choice in _CHOICES.items():
             _require_choice(name, getattr(self, name), get_args(choice))
@@ -269,7 +272,7 @@ class ServerConfig:
                 )
             if tenant.certificates and self.tls_client_ca is None:
                 raise ConfigError(
-                    f"tenant {tenant.name!r} names certificates, and without tls_client_ca nobody shows one"
+                    f"tenant {tenant.name!r} names certificates, and without tls.client_ca nobody shows one"
                 )
             if not tenant.certificates and not tenant.token_hashes:
                 raise ConfigError(f"tenant {tenant.name!r} has no way in: give it a token or a certificate")

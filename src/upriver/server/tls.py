@@ -153,9 +153,9 @@ def _load_certificate(context: ssl.SSLContext, certificate: str, key: str | None
         # A key that is locked with a password is an error, and not a question on the terminal.
         context.load_cert_chain(certificate, key, password=lambda: "")
     except ssl.SSLError as error:
-        files = certificate if key is None else f"{certificate} and {key}"
+        files = f"{certificate} is no" if key is None else f"{certificate} and {key} are no"
         raise ConfigError(
-            f"{files} are no certificate with its private key, in PEM and without a password: {_why(error)}"
+            f"{files} certificate with its private key, in PEM and without a password: {_why(error)}"
         ) from None
     except OSError as error:
         raise ConfigError(
