@@ -362,7 +362,7 @@ def test_a_real_job_over_the_link_has_the_losses_of_the_unsplit_run(rights: None
     assert found["digest"] == data.digest, "the same store from both sides"
     assert carried.from_storage > 2 * len(data) * data.stored_bytes
     assert workers
-    assert not any(process.is_running() for process in workers)
+    assert not psutil.wait_procs(workers, timeout=10)[1], "what a server started ends with it"
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_it_chose(
     assert trained(capsys, auto("plain.st"))["micro_batch"] == 16  # no server is asked, nothing is measured
     path = auto("parts.st")
     with monkeypatch.context() as patch:
-        patch.setattr(Planner, "best_size", lambda self, cut: 4)
+        patch.setattr(Planner, "best_size", lambda self: 4)
         patch.setattr(Stop, "requested", True, raising=False)
         patch.setattr(Stop, "__init__", lambda self: setattr(self, "_before", {}))
         assert main(["train", path]) == 130
