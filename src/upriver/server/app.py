@@ -20,6 +20,7 @@ import upriver
 from upriver import errors
 from upriver.errors import (
     Overloaded,
+    ProgramNotFound,
     ProtocolError,
     QuotaExceeded,
     TooLarge,
@@ -29,7 +30,7 @@ from upriver.program.devices import check_device
 from upriver.protocol import Info, Load, valid_digest
 from upriver.server import logs, openapi, ui
 from upriver.server.access import Access, tenant_of
-from upriver.server.audit import Audit, Came, Entry
+from upriver.server.audit import WEIGHTS_WANTED, Audit, Came, Entry
 from upriver.server.config import ServerConfig
 from upriver.server.datasets import Datasets
 from upriver.server.line import Full
@@ -236,6 +237,9 @@ class Front:
         began, outcome, came = time.perf_counter(), "ok", Came()
         try:
             yield came
+        except ProgramNotFound:
+            outcome = WEIGHTS_WANTED
+            raise
         except BaseException as error:
             outcome = code_of(error)
             raise
