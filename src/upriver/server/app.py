@@ -44,7 +44,7 @@ from upriver.server.rows import program_rows, tenant_rows
 from upriver.server.state import Snapshot
 from upriver.server.status import Wording, code_of, counted, http_errors
 from upriver.server.stream import FrameStream
-from upriver.server.tenants import ANYONE, Tenant
+from upriver.server.tenants import ANYONE, Tenant, missing_folders
 from upriver.server.tracing import Traced, traced
 from upriver.server.unit import Unit, Units
 from upriver.types import DEFAULT_MICRO_BATCH
@@ -84,6 +84,8 @@ class Front:
         self.metrics = Metrics(tenants=[tenant.name for tenant in everyone], stores=config.stores)
         self.audit = Audit(config.audit_log, on_failure=self.metrics.audit_failures.inc)
         self._stores = traced(config.open_stores())
+        for missing in missing_folders(config.tenants, self._stores):
+            log.warning("%s", missing)
         self.wording = Wording(self._stores)
         datasets = Datasets(
             self._stores,

@@ -31,8 +31,8 @@ STRANGERS_PER_MINUTE = 600
 a day, and what is left out is counted."""
 
 WEIGHTS_WANTED = "weights_wanted"
-"""Outcome of an upload without its weights, which are not here: clients try that first, as another program may
-have brought them, and then send both. Nothing has failed."""
+"""Outcome of an upload without its weights, which are not here: clients try that first, as another program
+may have brought them, and then send both. Nothing has failed."""
 
 _Value = str | int | float | list[str] | None
 
