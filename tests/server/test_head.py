@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import struct
 
 import psutil
 import pytest
@@ -247,6 +248,11 @@ def test_what_was_answered_already_is_not_answered_again(server):
 def test_what_a_stranger_sends_fills_no_log(world, capfd):
     upgrade = b"GET /livez HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
     with running(world.store.uri, idle_timeout_s=1) as server:
+        for _ in range(5):
+            with raw(server) as connection:
+                connection.sendall(PROBE)
+                connection.recv(100)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
         for sent, status in (
             (upgrade, b"200"),
             (b"\x16\x03\x01\r\n\r\n", b"400"),
