@@ -23,7 +23,6 @@ from upriver.errors import (
     ProgramNotFound,
     ProtocolError,
     QuotaExceeded,
-    TooLarge,
     UpriverError,
 )
 from upriver.program.devices import check_device
@@ -38,8 +37,8 @@ from upriver.server.load import LoadMeter
 from upriver.server.metrics import Metrics
 from upriver.server.needs import Stretch
 from upriver.server.order import until
-from upriver.server.profiling import Profiler
-from upriver.server.requests import content_length, number, while_there, zeros
+from upriver.server.profiling import BODY_BYTES, Profiler
+from upriver.server.requests import check_length, content_length, number, while_there, zeros
 from upriver.server.rows import program_rows, tenant_rows
 from upriver.server.state import Snapshot
 from upriver.server.status import Wording, code_of, counted, http_errors
@@ -262,7 +261,7 @@ class Front:
         try:
             self._check_open()
             self._check_ready()
-            self._check_length(request)
+            check_length(request, self._config.caps.body_bytes, "request")
             body, runner = self._body(request, entry), self.units.deal(tenant).runner
             asked = await runner.read(body, stack, tenant, on_request=entry.about)
             order = await while_there(request, runner.admit(asked, stack))
@@ -286,6 +285,7 @@ class Front:
         programs: list[str] = []
         try:
             self._check_open()
+            check_length(request, BODY_BYTES, "profile request")
             found = await self._profiler.measure(
                 self._body(request),
                 self.units.hello,
@@ -348,11 +348,6 @@ class Front:
         """
         if self.draining:
             raise Overloaded("this server is about to end; ask another one", retry_after_s=DRAIN_RETRY_S)
-
-    def _check_length(self, request: Request) -> None:
-        length, most = content_length(request), self._config.caps.body_bytes
-        if length is not None and length > most:
-            raise TooLarge(f"a request has at most {most} bytes, got {length}")
 
     def _shed(self, tenant: Tenant, error: BaseException) -> None:
         """Count a request that was turned away, by why."""
