@@ -302,6 +302,14 @@ def test_lying_bodies_are_refused(server, world):
     ):
         status, error = refused(server, body)
         assert (status, error["code"]) == (400, "protocol"), body[:60]
+    for body, named in (
+        (good + good, "a request frame"),
+        (body_of(sent), "a data frame"),
+        (body_of(Timings()), "a stats frame"),
+        (body_of(StoreError("gone")), "an error frame"),
+        (body_of(End()), "an end frame"),
+    ):
+        assert refused(server, body)[1]["message"].endswith(f"then data frames, got {named}")
     assert len(run(server, world.request((0,)))) == 1
 
 
