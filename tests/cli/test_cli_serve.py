@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from upriver.cli.serve import split_store
+from tests.server.running import wait_for
+from upriver import cli
+from upriver.cli.serve import leave, split_store
 from upriver.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -24,7 +27,10 @@ pytestmark = pytest.mark.slow
 
 @contextlib.contextmanager
 def serving(
-    *arguments: str, pass_fds: tuple[int, ...] = (), token: str | None = None
+    *arguments: str,
+    pass_fds: tuple[int, ...] = (),
+    token: str | None = None,
+    stderr: int = subprocess.DEVNULL,
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
     """A server process and the line it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "UPRIVER_TOKEN"}
@@ -34,7 +40,7 @@ def serving(
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
         env=environment,
         pass_fds=pass_fds,
@@ -168,6 +174,73 @@ def test_what_can_never_work_is_one_line_and_no_server(
     assert done.stderr.startswith(f"error: {said}")
     assert done.stderr.count("\n") == 1
     assert (done.returncode, done.stdout) == (2, "")
+
+
+ENDS = [(signal.SIGTERM, 0), (signal.SIGINT, 130)]
+
+
+@contextlib.contextmanager
+def half_a_request(url: str) -> Iterator[None]:
+    """A server that has read some of a request, and waits for the rest."""
+    address = urlsplit(url)
+    head = f"POST /v1/run HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        connection.sendall(head.encode() + b"UPRV")
+        wait_for(lambda: b'bytes_in_total{tenant="anyone"} 4.0' in get(url, "/metrics")[1])
+        yield
+
+
+@pytest.mark.parametrize(("number", "code"), ENDS, ids=["TERM", "INT"])
+def test_a_signal_before_there_is_a_server_ends_it_as_one_later(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    config = tmp_path / "server.toml"
+    os.mkfifo(config)
+    command = [sys.executable, "-m", "upriver", "serve", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with config.open("w", encoding="utf-8"):  # it reads, and has not been told anything
+            process.send_signal(number)
+            assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == code
+
+
+def test_sigterm_is_an_end_and_no_interruption_before_the_options_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    monkeypatch.setattr(cli, "app", lambda *_, **__: found.append(signal.getsignal(signal.SIGTERM)))
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["serve"]) == cli.main(["train"]) == 0
+    assert found == [leave, signal.default_int_handler]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("second", "code"), ENDS, ids=["TERM", "INT"])
+def test_a_second_signal_while_somebody_is_served_ends_it_quietly(
+    tmp_path: Path, second: signal.Signals, code: int
+) -> None:
+    with serving("--store", tmp_path.as_uri(), stderr=subprocess.PIPE) as (process, said):
+        url = str(said["listening"])
+        with half_a_request(url):
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: get(url, "/readyz")[0] == 503)
+            process.send_signal(second)
+            assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == code
+
+
+@pytest.mark.parametrize(("number", "code"), ENDS, ids=["TERM", "INT"])
+def test_who_is_served_when_the_grace_is_over_is_cut_off_quietly(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text("grace_s = 0.5\n", encoding="utf-8")
+    arguments = ("--store", tmp_path.as_uri(), "--config", str(config))
+    with serving(*arguments, stderr=subprocess.PIPE) as (process, said):
+        with half_a_request(str(said["listening"])):
+            process.send_signal(number)
+            assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == code
 
 
 def test_names_of_stores() -> None:

@@ -443,11 +443,23 @@ def test_a_new_token_each_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_hash_of_a_token_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "token").write_text("token-a\n")
+    token = "0123456789abcdef"
+    (tmp_path / "token").write_text(f"{token}\n")
     assert main(["token", "--file", str(tmp_path / "token"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"token_hash": DIGEST}
+    assert json.loads(capsys.readouterr().out) == {"token_hash": hash_token(token)}
     assert main(["token", "--file", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
+
+
+def test_a_token_that_can_be_guessed_from_its_hash_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("0123456789abcde\n")
+    assert main(["token", "--file", str(tmp_path / "token")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "has 15 characters" in captured.err and "16" in captured.err
+    assert "0123456789" not in captured.err
 
 
 # --------------------------------------------------------------------------------------- a real process

@@ -129,7 +129,7 @@ def test_every_byte_of_an_answer_is_counted():
     [
         ([batch((1,)), TIMINGS, batch((0,)), TIMINGS, End()], "asked for samples 0"),
         ([batch((0,)), TIMINGS, batch((0,)), TIMINGS, End()], "asked for samples 1"),
-        ([batch((0,)), TIMINGS, End()], "expected a micro-batch, got End"),
+        ([batch((0,)), TIMINGS, End()], "expected a micro-batch, got an end frame"),
         ([batch((0,)), batch((1,)), End()], "expected the timings"),
         ([batch((0,)), TIMINGS, batch((1,)), TIMINGS, batch((2,)), TIMINGS, End()], "expected the end"),
         ([batch((0,), position=-1), TIMINGS, End()], "at position 0, got 0 at -1"),

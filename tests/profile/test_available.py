@@ -11,7 +11,7 @@ import torch
 
 from upriver.cli import plan_model
 from upriver.profile import available, build, cluster_from
-from upriver.profile.available import available_bytes, host_bytes
+from upriver.profile.available import available_bytes, host_bytes, host_total_bytes, total_bytes
 
 MACHINE = 1 << 40
 NO_LIMIT = "9223372036854771712"
@@ -23,7 +23,9 @@ NAMES = {
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=MACHINE))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=MACHINE, total=2 * MACHINE)
+    )
 
 
 class Groups:
@@ -89,6 +91,19 @@ def test_a_group_beside_it_does_not_count(groups: Groups) -> None:
     groups.put("other", 10)
     groups.enter("/one")
     assert groups.left() == 1000
+
+
+def test_a_group_may_have_its_limit_in_all_whatever_it_uses(groups: Groups) -> None:
+    def total() -> int:
+        return host_total_bytes(groups.top, groups.membership)
+
+    assert total() == 2 * MACHINE
+    groups.put("outer", 5000, 4800)
+    groups.put("outer/inner", 1000, 300)
+    groups.enter("/outer/inner")
+    assert total() == 1000
+    groups.put("outer", 500)
+    assert total() == 500
 
 
 @pytest.mark.parametrize("limit", ["max", NO_LIMIT, "", "-1", "many", "9" * 5000, "1e3"])
@@ -175,4 +190,5 @@ def test_an_accelerator_leaves_what_nobody_holds_and_what_torch_holds_for_later(
     for name, size in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: asked.append(device) or size)
     assert available_bytes(torch.device("cuda:1")) == 1300
+    assert total_bytes(torch.device("cuda:1")) == 8000
     assert set(asked) == {torch.device("cuda:1")}

@@ -258,16 +258,20 @@ def test_a_server_writes_down_who_asked_for_what_and_how_it_ended(tmp_path):
         server.wait_ready()
         graph = world.program.graph_bytes
         program = program_head(len(graph)) + graph + bytes(world.program.weights_bytes)
-        put = ("PUT", f"/v1/programs/{world.program.digest}", program)
-        assert ask(server, *put, bearer("token-a"))[0] == 201
+        path_of_it = f"/v1/programs/{world.program.digest}"
+        without = program_head(len(graph)) + graph  # as clients try it first
+        assert ask(server, "PUT", path_of_it, without, bearer("token-a"))[0] == 404
+        assert ask(server, "PUT", path_of_it, program, bearer("token-a"))[0] == 201
         request = world.request((0, 1, 2, 3), (4, 5), stop=1)
         status, body = post_run(server, request, "token-a")
         assert status == 200
-        seen(2)
-        assert post_run(server, request, "token-b")[0] == 403
         seen(3)
+        assert post_run(server, request, "token-b")[0] == 403
+        seen(4)
         assert ask(server, "POST", "/v1/run", body_of(request), bearer("token-c"))[0] == 401
-        upload, run, forbidden, stranger = seen(4)
+        first, upload, run, forbidden, stranger = seen(5)
+        assert (first["who"], first["what"], first["outcome"]) == ("alice", "upload", "weights_wanted")
+        assert (first["program"], first["bytes_in"]) == (world.program.digest, len(without))
         assert (upload["who"], upload["what"], upload["outcome"]) == ("alice", "upload", "ok")
         assert (upload["program"], upload["bytes_in"]) == (world.program.digest, len(program))
         assert (run["who"], run["what"], run["outcome"]) == ("alice", "run", "ok")
@@ -278,7 +282,7 @@ def test_a_server_writes_down_who_asked_for_what_and_how_it_ended(tmp_path):
         assert (stranger["who"], stranger["what"], stranger["status"]) == (None, "refused", 401)
         announced = {**bearer("token-a"), "Content-Length": "10000000000"}
         assert ask(server, "PUT", f"/v1/programs/{OTHER}", b"x" * 10, announced)[0] == 413
-        line = seen(5)[4]
+        line = seen(6)[5]
         assert (line["what"], line["outcome"], line["bytes_in"]) == ("upload", "too_large", 0)
         os.rename(path, tmp_path / "audit.1")
         os.kill(server.process.pid, signal.SIGHUP)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import struct
 
 import psutil
 import pytest
@@ -190,7 +191,77 @@ def test_a_request_may_come_early_but_not_three(server):
         assert rest_of(connection).count(b"HTTP/1.1 200") == 2
     with raw(server) as connection:
         connection.sendall(head(100) * 3)
-        assert rest_of(connection).count(b"HTTP/1.1 200") < 3
+        answers = rest_of(connection).split(b"HTTP/1.1 ")[1:]
+        assert [answer[:3] for answer in answers] == [b"200", b"200", b"400"]
+        assert status_and_code(b"HTTP/1.1 " + answers[-1]) == (400, "protocol")
+
+
+CHUNKED = b"POST /v1/run HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+MALFORMED = {
+    "coding": (400, b"POST /v1/run HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n"),
+    "size": (400, CHUNKED + b"zz\r\n"),
+    "extension": (431, CHUNKED + b"1;" + b"e" * 500_000),
+    "trailers": (431, CHUNKED + b"0\r\n" + b"a: b\r\n" * 2_000 + b"\r\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def trusting(world):
+    """A server that reads the body of a request without a token."""
+    with running(world.store.uri) as found:
+        yield found.wait_ready()
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("early", [False, True], ids=["alone", "behind another"])
+def test_a_malformed_body_is_told_so(trusting, name, early):
+    status, sent = MALFORMED[name]
+    with raw(trusting) as connection:
+        send_all(connection, [head(100) * early + sent])
+        answer = rest_of(connection)
+    if early:
+        first, answer = answer.split(b"live\n")
+        assert first.startswith(b"HTTP/1.1 200")
+    assert status_and_code(answer) == (status, "too_large" if status == 431 else "protocol")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_malformed_body_is_told_so_though_its_handler_reads_it(trusting):
+    before = trusting.metric("upriver_bytes_in_total")
+    with raw(trusting) as connection:
+        connection.sendall(CHUNKED.replace(b"Host", b"Expect: 100-continue\r\nHost") + b"4\r\nUPRV\r\n")
+        wait_for(lambda: trusting.metric("upriver_bytes_in_total") == before + 4)
+        connection.sendall(b"zz\r\n")
+        answer = rest_of(connection).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert status_and_code(answer) == (400, "protocol")
+    assert ask(trusting, "GET", "/livez")[0] == 200
+
+
+def test_what_was_answered_already_is_not_answered_again(server):
+    with raw(server) as connection:
+        connection.sendall(CHUNKED)
+        assert connection.recv(12) == b"HTTP/1.1 401"
+        connection.sendall(b"zz\r\n")
+        assert b"HTTP/1.1" not in rest_of(connection)
+
+
+def test_what_a_stranger_sends_fills_no_log(world, capfd):
+    upgrade = b"GET /livez HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+    with running(world.store.uri, idle_timeout_s=1) as server:
+        for _ in range(5):
+            with raw(server) as connection:
+                connection.sendall(PROBE)
+                connection.recv(100)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        for sent, status in (
+            (upgrade, b"200"),
+            (b"\x16\x03\x01\r\n\r\n", b"400"),
+            (CHUNKED + b"zz\r\n", b"400"),
+        ):
+            with raw(server) as connection:
+                connection.sendall(sent)
+                assert rest_of(connection).startswith(b"HTTP/1.1 " + status)
+    assert capfd.readouterr().err == ""
 
 
 def test_strangers_who_hold_all_connections_make_room(world):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ import torch
 from tests.pipeline.making import write
 from tests.server.conftest import MICRO_BATCH, images, make_program
 from tests.server.running import answering, ask, body_of, changed, messages, refused, run, wait_for
-from upriver.errors import BadSample, ConfigError, ObjectChanged, StoreError
-from upriver.pipeline import Decode, index
-from upriver.program import graph_path
+from upriver.errors import BadSample, ObjectChanged, StoreError
+from upriver.pipeline import CenterCrop, Decode, Normalize, Resize, index
+from upriver.program import capture, graph_path
 from upriver.protocol import VERSION, DatasetRef, End, RunRequest, decode_info, program_head
 from upriver.server.status import Wording
 from upriver.store import Store
@@ -262,8 +263,12 @@ def test_stages_past_the_end_are_refused(uploaded, world):
 
 
 def test_a_micro_batch_the_program_was_not_made_for_is_refused(uploaded, world):
-    with pytest.raises(ConfigError, match="micro-batches of 4, not 3"):
-        run(uploaded, world.request((0,), stop=1, micro_batch=3))
+    sent = MicroBatch(ids=(0,), position=0, tensors=(torch.zeros(3, 3, 16, 16),))
+    along = world.request((0,), start=0, stop=1, micro_batch=3, dataset=None)
+    for body in (body_of(world.request((0,), stop=1, micro_batch=3)), body_of(along, sent)):
+        status, error = refused(uploaded, body)
+        assert (status, error["code"]) == (400, "protocol")
+        assert "micro-batches of 4, not 3" in error["message"]
 
 
 def test_another_version_is_refused_and_both_are_named(server, world):
@@ -297,6 +302,14 @@ def test_lying_bodies_are_refused(server, world):
     ):
         status, error = refused(server, body)
         assert (status, error["code"]) == (400, "protocol"), body[:60]
+    for body, named in (
+        (good + good, "a request frame"),
+        (body_of(sent), "a data frame"),
+        (body_of(Timings()), "a stats frame"),
+        (body_of(StoreError("gone")), "an error frame"),
+        (body_of(End()), "an end frame"),
+    ):
+        assert refused(server, body)[1]["message"].endswith(f"then data frames, got {named}")
     assert len(run(server, world.request((0,)))) == 1
 
 
@@ -308,10 +321,58 @@ def test_a_body_that_is_too_large_is_refused(server):
     assert str(2 << 20) in error["message"]
 
 
-def test_tensors_the_program_does_not_take_are_refused(uploaded, world):
-    along = RunRequest(micro_batches=((1,),), start=0, stop=1, micro_batch=4, program=world.program.digest)
-    with pytest.raises(Exception, match="cut 0 takes"):
-        run(uploaded, along, [MicroBatch(ids=(1,), position=0, tensors=(torch.zeros(4),))])
+@pytest.mark.parametrize("start", [0, 4])
+def test_tensors_the_program_does_not_take_are_refused(uploaded, world, start):
+    good = world.here((1,), start)
+    (tensor,) = good.tensors
+    along = RunRequest(
+        micro_batches=((1,), (1,)), start=start, stop=4, micro_batch=4, program=world.program.digest
+    )
+    for tensors, got in (
+        ((tensor[:3],), f"got float32 of {(3, *tensor.shape[1:])}"),
+        ((tensor[:, :-1],), "got float32 of"),
+        ((tensor.double(),), "got float64 of"),
+        ((tensor, tensor), "got 2"),
+        ((), "got 0"),
+    ):
+        status, error = refused(uploaded, body_of(along, good, replace(good, tensors=tensors)))
+        assert (status, error["code"]) == (400, "protocol")
+        assert error["message"].startswith("data frame 1: the program takes ")
+        assert f"at position {start}" in error["message"] and got in error["message"]
+
+
+def test_a_program_of_two_inputs_gets_only_what_is_sent_along(uploaded, world):
+    class Sum(torch.nn.Module):
+        def forward(self, one, other):
+            return torch.relu(one + other)
+
+    program = capture(Sum().eval(), (torch.zeros(MICRO_BATCH, 3, 16, 16),) * 2)
+    assert ask(uploaded, "PUT", f"/v1/programs/{program.digest}", upload(program))[0] == 201
+    status, error = refused(uploaded, body_of(world.request((0,), stop=1, program=program.digest)))
+    assert (status, error["code"]) == (400, "protocol")
+    assert "the program takes 2" in error["message"]
+
+
+def test_a_sample_that_the_program_does_not_take_is_a_bad_one(uploaded, world):
+    """What input stages give is known when they have run."""
+    root = Path(world.store.uri.removeprefix("file://"))
+    write(root, {f"wide/{name}": data for name, data in images(2).items()})
+    dataset = index(world.store, "wide", stages=[Decode(), Resize(20), CenterCrop(18), Normalize()])
+    dataset.publish()
+    given = {"dataset": DatasetRef(store="default", digest=dataset.digest), "start": dataset.chain.start}
+    with pytest.raises(BadSample, match=r"\(3, 16, 16\).*is needed"):
+        run(uploaded, world.request((0,), stop=1, **given))
+    (batch,) = run(uploaded, world.request((0,), stop=1, on_bad_sample="skip", **given))
+    assert batch.skipped == (0,)
+
+
+def test_a_data_frame_that_skips_what_it_does_not_hold_is_refused(uploaded, world):
+    along = RunRequest(micro_batches=((0,),), start=0, stop=1, micro_batch=4, program=world.program.digest)
+    sent = replace(world.here((0,), 0), skipped=(9,))
+    status, error = refused(uploaded, body_of(along, sent))
+    assert (status, error["code"]) == (400, "protocol")
+    assert "skipped samples must be among" in error["message"]
+    assert len(run(uploaded, along, [replace(sent, skipped=(0,))])) == 1
 
 
 # ----------------------------------------------------------------------------------------- programs

@@ -135,6 +135,14 @@ def test_bodies_that_are_no_request(client, server):
     assert ask(server, "GET", "/v1/profile")[0] == 405
 
 
+def test_a_body_that_says_it_is_too_long_is_not_waited_for(server):
+    host, _, port = server.address.partition(":")
+    head = f"POST /v1/profile HTTP/1.1\r\nHost: {server.address}\r\nContent-Length: {10**10}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=20) as raw:  # less than a body may stand still
+        raw.sendall(head.encode() + b"{")
+        assert raw.recv(12) == b"HTTP/1.1 413"
+
+
 def test_inputs_larger_than_a_frame_are_refused(client, server):
     wide = program_of(CAPS["body_bytes"] // 1024)
     assert sum(value.spec.nbytes for value in wide.graph.inputs) > CAPS["body_bytes"]

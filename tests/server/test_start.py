@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from tests.server.running import ask, in_thread, run, running, wait_for
+from tests.server.running import SERVE, ask, in_thread, run, running, wait_for
 from tests.server.test_http import same
 from upriver.errors import ConfigError
 from upriver.server import Server, ServerConfig, serve
@@ -46,7 +46,11 @@ class Python:
 
     @property
     def starts(self):
-        return self._starts.stat().st_size
+        return self._starts.stat().st_size if self._starts.exists() else 0
+
+    def wait(self):
+        """Never begin with what it is told to do."""
+        self.path.write_text(f"#!/bin/sh\necho >>{self._starts}\nexec sleep 600\n")
 
     def damage(self):
         self._broken.touch()
@@ -80,6 +84,24 @@ def test_a_server_whose_workers_never_start_gives_up(world, python):
         "error: no worker can start here, 3 were tried: it ended with exit code 3: libxyz is broken\n"
     )
     assert (done.returncode, done.stdout, python.starts) == (2, "", 3)
+
+
+@pytest.mark.slow
+def test_a_server_of_many_workers_ends_while_they_are_starting(world, python):
+    python.wait()
+    config = {"stores": {"default": world.store.uri}, "port": 0, "workers": 16, "sandbox": "none"}
+    command = [sys.executable, "-c", SERVE, json.dumps({**config, "python": str(python.path)})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            wait_for(lambda: python.starts == 16)
+            started = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 0
+            wait_for(lambda: not any(child.is_running() for child in started))
+            assert process.stdout.read() == b""
+            assert python.starts == 16
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from upriver.pipeline import CenterCrop, Dataset, Decode, InputChain, LoadTensor
 from upriver.pipeline.manifest import SCHEMA, IndexFile, Manifest, encode_index, encode_manifest
 from upriver.protocol import DatasetRef, End, RunRequest, program_head
 from upriver.server import ServerConfig, tenants
+from upriver.server.app import Front
 from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token
 from upriver.store import Store
 from upriver.types import MicroBatch
@@ -238,6 +239,20 @@ def test_an_upload_of_a_tenant_without_a_store_is_forbidden(tmp_path):
         status, _, body = ask(server, "PUT", path, program_head(1) + b"{", headers)
         assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden")
         assert ask(server, "HEAD", path, headers=headers)[0] == 404
+
+
+def test_a_folder_that_is_not_there_is_told_when_the_server_starts(tmp_path, caplog):
+    write(tmp_path / "a b", {"alice/1.npy": b"x"})
+    stores = {"images": (tmp_path / "a b").as_uri(), "memory": "memory://tenants"}
+    alice = Tenant(
+        name="alice",
+        token_hashes=(hash_token("token-a"),),
+        stores={"images": ("", "alice/", "alice/1.npy", "alcie"), "memory": ("alice",)},
+    )
+    Front(ServerConfig(stores=stores, tenants=(alice,)))
+    assert caplog.messages == [
+        "tenant 'alice' may read 'alcie' in store 'images', where there is nothing of that name"
+    ]
 
 
 def test_a_refusal_names_no_object_of_others():

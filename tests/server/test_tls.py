@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import ssl
+import struct
 from pathlib import Path
 
 import pytest
@@ -267,6 +268,19 @@ def test_nothing_of_a_client_that_goes_stays_behind(own, authority):
             with raw(server) as connection:
                 Encrypted(connection, authority.client()).agree()
         wait_for(lambda: ask(server, authority.client(), "/livez")[0] == 200)
+
+
+def test_nothing_more_is_written_to_a_client_that_has_reset(own, authority, caplog):
+    probe = REQUEST.replace(b"/livez", b"/v1/probe?bytes=67108864")
+    context = authority.client()
+    with in_thread(STORE, **own) as server:
+        for _ in range(5):
+            with raw(server) as bare, context.wrap_socket(bare, server_hostname="localhost") as connection:
+                connection.sendall(probe)
+                assert connection.recv(12) == b"HTTP/1.1 200"
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait_for(lambda: ask(server, context, "/livez")[0] == 200)
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 # ------------------------------------------------------------------------------- client certificates

@@ -16,7 +16,7 @@ from tests.server.conftest import CAPS
 from tests.server.running import answering, ask, messages, run, running, stopped
 from tests.server.test_http import same, upload
 from upriver.errors import ConfigError
-from upriver.server import ServerConfig
+from upriver.server import ServerConfig, unit
 from upriver.server.tenants import Tenant
 from upriver.server.unit import Units
 from upriver.types import MicroBatch
@@ -73,6 +73,29 @@ def test_requests_that_come_and_go_one_by_one_take_every_device_in_turn(arrivals
 def test_devices_that_cannot_be_meant(device: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ServerConfig(stores={"default": "memory://"}, device=device)
+
+
+@pytest.mark.parametrize(
+    ("devices", "budget", "said"),
+    [
+        ("cpu", 1000, ""),
+        ("cpu", 1001, "memory_budget_bytes is 1 kB, and this machine"),
+        ("cpu,cpu", 500, ""),
+        ("cpu,cpu", 501, "501 B for each of 2, and this machine"),
+    ],
+)
+def test_a_budget_of_more_than_there_is_is_told(
+    devices: str,
+    budget: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(unit, "total_bytes", lambda device: 1000)
+    config = ServerConfig(stores={"default": "memory://"}, device=devices, memory_budget_bytes=budget)
+    assert unit._memory(config, "cpu") == budget
+    assert len(caplog.messages) == bool(said)
+    assert said in "".join(caplog.messages)
 
 
 @pytest.mark.slow

@@ -71,8 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Whoever ends this process with SIGTERM wants what it started to be stopped too, as for Ctrl-C.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Whoever ends this process with SIGTERM wants what it started to be stopped too, as for Ctrl-C. A server
+    # is ended that way in its normal life, and has not started anything before it has handlers of its own.
+    ending = serve.leave if arguments[:1] == ["serve"] else signal.default_int_handler
+    before = signal.signal(signal.SIGTERM, ending)
     try:
         result = app(arguments, prog_name="upriver", standalone_mode=False)
         print(end="", flush=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -23,6 +23,9 @@ from upriver.errors import ConfigError
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
 SHUTDOWN_GRACE_S = 5.0
 """After its parent has gone, an embedded server may finish what it is doing for so long."""
+
+EXIT_CODES: Mapping[int, int] = {signal.SIGTERM: 0, signal.SIGINT: 130}
+"""A server is ended with SIGTERM in its normal life: that is success, where Ctrl-C is an interruption."""
 
 ENGINES = ("process", "ray")
 _OF_RAY = ("address", "replicas", "min_replicas", "max_replicas", "queue_bytes")
@@ -72,28 +75,27 @@ def serve(
 
     When its first compute process is ready it prints one JSON line with "listening" on stdout.
     """
-    document = serve_file.load(config) if config is not None else {}
-    where = str(config) if config is not None else "upriver serve"
-    serve_file.check(document, where=where)  # before options: what they win over is to be right, too
-    options = {"host": host, "port": port, "workers": workers, "threads": threads, "device": device}
-    document |= {name: value for name, value in options.items() if value is not None}
-    document["stores"] = _stores(store or [], document.get("stores", {}))
-    if token_file is not None:
-        document["token_file"] = str(token_file)
-    may_wait = None if queue_bytes is None else serve_file.size("--queue-bytes", queue_bytes)
-    of_ray = (address, replicas, min_replicas, max_replicas, may_wait)
-    cluster: dict[str, Any] = dict(zip(_OF_RAY, of_ray, strict=True))
-    _check_engine(engine, cluster)
-    file = serve_file.check(document, where=where)
-    token = _token_of(file)
-    # A server is ended with SIGTERM in its normal life: that is success, where Ctrl-C is an interruption.
-    signal.signal(signal.SIGTERM, _leave)
-    if parent_pipe is not None:
-        _stop_with_parent(parent_pipe)
-    if engine == "ray":
-        _serve_on_ray(document, token, **cluster)
-    else:
-        _serve_here(serve_file.settings(file), token)
+    with _ended_by_signals():
+        document = serve_file.load(config) if config is not None else {}
+        where = str(config) if config is not None else "upriver serve"
+        serve_file.check(document, where=where)  # before options: what they win over is to be right, too
+        options = {"host": host, "port": port, "workers": workers, "threads": threads, "device": device}
+        document |= {name: value for name, value in options.items() if value is not None}
+        document["stores"] = _stores(store or [], document.get("stores", {}))
+        if token_file is not None:
+            document["token_file"] = str(token_file)
+        may_wait = None if queue_bytes is None else serve_file.size("--queue-bytes", queue_bytes)
+        of_ray = (address, replicas, min_replicas, max_replicas, may_wait)
+        cluster: dict[str, Any] = dict(zip(_OF_RAY, of_ray, strict=True))
+        _check_engine(engine, cluster)
+        file = serve_file.check(document, where=where)
+        token = _token_of(file)
+        if parent_pipe is not None:
+            _stop_with_parent(parent_pipe)
+        if engine == "ray":
+            _serve_on_ray(document, token, **cluster)
+        else:
+            _serve_here(serve_file.settings(file), token)
 
 
 def _serve_here(settings: dict[str, Any], token: str | None) -> None:
@@ -158,8 +160,20 @@ def _announce(document: Mapping[str, object]) -> None:
     print(json.dumps(document), flush=True)
 
 
-def _leave(signum: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT end this process while the block runs, also before there is a server to end."""
+    before = {number: signal.signal(number, leave) for number in EXIT_CODES}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave(signum: int, frame: FrameType | None) -> None:
+    """End this process: nothing runs yet, or no more. An exception could be lost in an import."""
+    os._exit(EXIT_CODES[signum])
 
 
 def _stores(given: Sequence[str], from_file: object) -> object:

@@ -11,9 +11,14 @@ import typer
 
 from upriver.cli.common import DebugOption, JsonOption, emit, print_fields
 from upriver.cli.serve_file import read_token_file
+from upriver.errors import ConfigError
 
 TOKEN_BYTES = 32
 """Of chance in a token: 256 bits, as many as its hash has."""
+
+LEAST_CHARS = 16
+"""Of a token that is hashed: if they are random, 96 bits, which nobody finds by trying; a short one is soon
+found from its hash."""
 
 
 def token(
@@ -32,6 +37,15 @@ def token(
         made = secrets.token_urlsafe(TOKEN_BYTES)
         fields["token"] = made
     else:
-        made = read_token_file(file)
+        made = _long_enough(read_token_file(file), file)
     fields["token_hash"] = hashlib.sha256(made.encode()).hexdigest()
     emit(fields, as_json=as_json, text=lambda: print_fields(fields))
+
+
+def _long_enough(token: str, file: Path) -> str:
+    if len(token) < LEAST_CHARS:
+        raise ConfigError(
+            f"the token in {file} has {len(token)} characters: a short one is found from its hash by "
+            f"trying; take {LEAST_CHARS} random ones or more, or let 'upriver token' make one"
+        )
+    return token

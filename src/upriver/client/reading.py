@@ -8,7 +8,7 @@ from types import TracebackType
 
 from upriver.client.link import LinkMeter
 from upriver.errors import ProtocolError, ServerUnavailable, UpriverError
-from upriver.protocol import Caps, End, Message, RunRequest, read_frame
+from upriver.protocol import Caps, End, Message, RunRequest, named, read_frame
 from upriver.text import said
 from upriver.types import MicroBatch, Timings
 
@@ -64,7 +64,7 @@ class FrameReader:
         return message
 
     def _unexpected(self, message: Message, expected: str) -> ProtocolError:
-        return ProtocolError(f"{self._url}: expected {expected}, got {type(message).__name__}")
+        return ProtocolError(f"{self._url}: expected {expected}, got {named(message)}")
 
 
 class Source:

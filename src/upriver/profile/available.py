@@ -48,6 +48,24 @@ def available_bytes(device: torch.device) -> int:
     return host_bytes()
 
 
+def total_bytes(device: torch.device) -> int:
+    """Bytes that a device has at all, or that this process may have of the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return host_total_bytes()
+
+
+def host_total_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """What the machine has, or the group of this process may have, or any group around it: the least.
+
+    Args:
+        groups: As of `host_bytes`.
+        membership: As of `host_bytes`.
+    """
+    limits = [limit for _, _, limit in _limits(groups, membership)]
+    return min([int(psutil.virtual_memory().total), *limits])
+
+
 def host_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
     """What the machine has, or what the group of this process leaves, or any group around it: the least.
 
@@ -55,11 +73,12 @@ def host_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
         groups: Where control groups are mounted; those of version 1 in the folder ``memory``.
         membership: The file that says which groups the process is in.
     """
-    return min([int(psutil.virtual_memory().available), *_left(groups, membership)])
+    left = [max(0, limit - _held(group, version)) for group, version, limit in _limits(groups, membership)]
+    return min([int(psutil.virtual_memory().available), *left])
 
 
-def _left(groups: Path, membership: Path) -> Iterator[int]:
-    """Bytes that each group leaves which has a limit."""
+def _limits(groups: Path, membership: Path) -> Iterator[tuple[Path, _Version, int]]:
+    """Each group that has a limit, and the bytes of it."""
     try:
         lines = os.fsdecode(membership.read_bytes()).split("\n")
     except OSError:  # not Linux
@@ -78,7 +97,7 @@ def _left(groups: Path, membership: Path) -> Iterator[int]:
         for group in _upwards(mount, path):
             limit = _number(group / version.limit)
             if limit is not None and limit < UNLIMITED:
-                yield max(0, limit - _held(group, version))
+                yield group, version, limit
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:

@@ -71,6 +71,21 @@ Message = MicroBatch | Timings | UpriverError | RunRequest | End
 """What a frame means: its kind is the type."""
 
 
+def named(message: Message) -> str:
+    """What came, in words, for whoever expected something else."""
+    match message:
+        case MicroBatch():
+            return "a data frame"
+        case Timings():
+            return "a stats frame"
+        case UpriverError():
+            return "an error frame"
+        case RunRequest():
+            return "a request frame"
+        case End():
+            return "an end frame"
+
+
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """The fixed start of a frame."""

@@ -20,16 +20,16 @@ import upriver
 from upriver import errors
 from upriver.errors import (
     Overloaded,
+    ProgramNotFound,
     ProtocolError,
     QuotaExceeded,
-    TooLarge,
     UpriverError,
 )
 from upriver.program.devices import check_device
 from upriver.protocol import Info, Load, valid_digest
 from upriver.server import logs, openapi, ui
 from upriver.server.access import Access, tenant_of
-from upriver.server.audit import Audit, Came, Entry
+from upriver.server.audit import WEIGHTS_WANTED, Audit, Came, Entry
 from upriver.server.config import ServerConfig
 from upriver.server.datasets import Datasets
 from upriver.server.line import Full
@@ -37,13 +37,13 @@ from upriver.server.load import LoadMeter
 from upriver.server.metrics import Metrics
 from upriver.server.needs import Stretch
 from upriver.server.order import until
-from upriver.server.profiling import Profiler
-from upriver.server.requests import content_length, number, while_there, zeros
+from upriver.server.profiling import BODY_BYTES, Profiler
+from upriver.server.requests import check_length, content_length, number, while_there, zeros
 from upriver.server.rows import program_rows, tenant_rows
 from upriver.server.state import Snapshot
 from upriver.server.status import Wording, code_of, counted, http_errors
 from upriver.server.stream import FrameStream
-from upriver.server.tenants import ANYONE, Tenant
+from upriver.server.tenants import ANYONE, Tenant, missing_folders
 from upriver.server.tracing import Traced, traced
 from upriver.server.unit import Unit, Units
 from upriver.types import DEFAULT_MICRO_BATCH
@@ -83,6 +83,8 @@ class Front:
         self.metrics = Metrics(tenants=[tenant.name for tenant in everyone], stores=config.stores)
         self.audit = Audit(config.audit_log, on_failure=self.metrics.audit_failures.inc)
         self._stores = traced(config.open_stores())
+        for missing in missing_folders(config.tenants, self._stores):
+            log.warning("%s", missing)
         self.wording = Wording(self._stores)
         datasets = Datasets(
             self._stores,
@@ -236,6 +238,9 @@ class Front:
         began, outcome, came = time.perf_counter(), "ok", Came()
         try:
             yield came
+        except ProgramNotFound:
+            outcome = WEIGHTS_WANTED
+            raise
         except BaseException as error:
             outcome = code_of(error)
             raise
@@ -256,7 +261,7 @@ class Front:
         try:
             self._check_open()
             self._check_ready()
-            self._check_length(request)
+            check_length(request, self._config.caps.body_bytes, "request")
             body, runner = self._body(request, entry), self.units.deal(tenant).runner
             asked = await runner.read(body, stack, tenant, on_request=entry.about)
             order = await while_there(request, runner.admit(asked, stack))
@@ -280,6 +285,7 @@ class Front:
         programs: list[str] = []
         try:
             self._check_open()
+            check_length(request, BODY_BYTES, "profile request")
             found = await self._profiler.measure(
                 self._body(request),
                 self.units.hello,
@@ -342,11 +348,6 @@ class Front:
         """
         if self.draining:
             raise Overloaded("this server is about to end; ask another one", retry_after_s=DRAIN_RETRY_S)
-
-    def _check_length(self, request: Request) -> None:
-        length, most = content_length(request), self._config.caps.body_bytes
-        if length is not None and length > most:
-            raise TooLarge(f"a request has at most {most} bytes, got {length}")
 
     def _shed(self, tenant: Tenant, error: BaseException) -> None:
         """Count a request that was turned away, by why."""

@@ -30,6 +30,10 @@ STRANGERS_PER_MINUTE = 600
 """Lines about requests of nobody known, at most. A stranger could fill a disk otherwise: this many are 170 MB
 a day, and what is left out is counted."""
 
+WEIGHTS_WANTED = "weights_wanted"
+"""Outcome of an upload without its weights, which are not here: clients try that first, as another program
+may have brought them, and then send both. Nothing has failed."""
+
 _Value = str | int | float | list[str] | None
 
 
@@ -121,7 +125,10 @@ class Audit:
         seconds: float = 0.0,
         outcome: str = "ok",
     ) -> None:
-        """A program was sent, and stored or refused; `bytes_in` counts what came, not what was announced."""
+        """A program was sent, and stored or refused; `bytes_in` counts what came, not what was announced.
+
+        Its ``outcome`` is ``ok``, `WEIGHTS_WANTED` or an error's code.
+        """
         self._write(
             "upload",
             tenant,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from upriver.errors import ProtocolError, TooLarge
-from upriver.protocol import Caps, FrameDecoder, RunRequest
+from upriver.protocol import Caps, FrameDecoder, RunRequest, named
 from upriver.types import MicroBatch
 
 
@@ -41,7 +41,7 @@ async def read_body(
                 _check_sent(request, len(batches), message)
                 batches.append(message)
             else:
-                raise ProtocolError(f"a request frame, then data frames, got {type(message).__name__}")
+                raise ProtocolError(f"a request frame, then data frames, got {named(message)}")
     if request is None or not decoder.between_frames:
         raise ProtocolError(f"the body ended after {got} bytes, in the middle of a frame")
     expected = 0 if request.dataset is not None else len(request.micro_batches)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import ClassVar, Literal
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -109,6 +110,7 @@ class BoundedHttp(Held, HttpToolsProtocol):
     _progress = False
     _deaf = False
     _reason: UpriverError | None = None
+    _refusal: tuple[int, UpriverError] | None = None
     _clock: asyncio.TimerHandle | None = None
     _write_clock: asyncio.TimerHandle | None = None
     _running: RequestResponseCycle | None = None  # where `cycle` is the one that waits for it
@@ -116,7 +118,7 @@ class BoundedHttp(Held, HttpToolsProtocol):
     @property
     def busy(self) -> bool:
         """Whether a request is being answered."""
-        return self.cycle is not None and not self.cycle.response_complete
+        return self.cycle is not None and not (self.cycle.response_complete or self.cycle.disconnected)
 
     # ---------------------------------------------------------------------------- the connection
 
@@ -145,7 +147,7 @@ class BoundedHttp(Held, HttpToolsProtocol):
             take = HEAD_BYTES + 1 - self._no_body_nbytes
             piece, data = data[:take], data[take:]
             self._progress = False
-            super().data_received(piece)
+            self._parse(piece)
             self._no_body_nbytes = 0 if self._progress else self._no_body_nbytes + len(piece)
             if self._no_body_nbytes > HEAD_BYTES and not self._deaf:
                 self._refuse(431, TooLarge(f"the head of a request has at most {HEAD_BYTES} bytes"))
@@ -200,12 +202,23 @@ class BoundedHttp(Held, HttpToolsProtocol):
         self.since = self.loop.time()
         self._running = None
         super().on_response_complete()
+        if self._refusal is not None and not self.busy:
+            self._say(*self._refusal)
         self._watch()
 
-    def send_400_response(self, msg: str) -> None:
-        """Not HTTP, or refused above: called by uvicorn when parsing broke off."""
-        error = self._reason or ProtocolError(msg)
-        self._refuse(431 if isinstance(error, TooLarge) else 400, error)
+    def _parse(self, data: bytes) -> None:
+        """As uvicorn does, but for its lines in the log, which any stranger could have it write without end.
+
+        A request for another protocol is answered as if it had not asked for one.
+        """
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass
+        except httptools.HttpParserError:
+            error = self._reason or ProtocolError("Invalid HTTP request received.")
+            self._refuse(431 if isinstance(error, TooLarge) else 400, error)
 
     # ------------------------------------------------------------------------------------- clocks
 
@@ -262,12 +275,35 @@ class BoundedHttp(Held, HttpToolsProtocol):
         return error
 
     def _refuse(self, status: int, error: UpriverError) -> None:
-        """Answer with an error, or break off an answer that is under way; and listen no more."""
+        """Listen no more, and answer with an error: after the answers to what came whole before."""
         self._deaf = True
         self.limits.on_refused(error.code)
-        if self.busy or self.transport.is_closing():
-            self.transport.close()
+        log.debug("refused what %s sent: %s", self.client, error)
+        if self.transport.is_closing():
             return
+        if self._phase == "body" and self.cycle.response_complete:
+            self._linger()
+        elif self._phase == "body" and self.cycle.response_started:
+            self.transport.close()
+        else:
+            if self._phase == "body":
+                self._take_back()
+            if self.busy:
+                self._refusal = status, error
+            else:
+                self._say(status, error)
+
+    def _take_back(self) -> None:
+        """The request whose body came to no good end is not answered by its handler, if it has one yet."""
+        self.cycle.disconnected = True
+        self.cycle.waiting_for_100_continue = False
+        self.cycle.message_event.set()
+        if self._running is not None:
+            self.pipeline.popleft()
+            self.cycle, self._running = self._running, None
+
+    def _say(self, status: int, error: UpriverError) -> None:
+        """Answer with an error, as the last thing on this connection."""
         body = msgspec.json.encode(error_body(error))
         head = [
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
@@ -276,7 +312,12 @@ class BoundedHttp(Held, HttpToolsProtocol):
             "connection: close",
         ]
         self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close when the client has read what it was told."""
         if self.transport.can_write_eof():  # TLS has no end of one direction; the answer says its length
             self.transport.write_eof()
+        self.flow.resume_reading()
         self._unset_keepalive_if_required()
         self._start_clock(LINGER_S, self.transport.abort)

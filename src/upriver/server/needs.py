@@ -1,18 +1,26 @@
-"""What a request takes of the server's memory: known before any of it is taken, and over-estimated."""
+"""What a request takes of the server's memory: known before any of it is taken, and over-estimated.
+
+And what the program that it names takes of a request: a number of samples, tensors of a type and shape.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from upriver.errors import ProtocolError
 from upriver.pipeline import Dataset
-from upriver.protocol import RunRequest
+from upriver.protocol import DEFAULT_CAPS, RunRequest
 from upriver.server.jobs import Weighed
 from upriver.server.memory import SealedFile
 from upriver.server.tenants import Tenant
+from upriver.types import MicroBatch
 
 TAIL_BYTES = 2 << 20
 """Of an answer: while they wait for the socket the next micro-batch is computed. Some 20 ms at 1 Gbit/s, in
@@ -39,6 +47,9 @@ some cuts in a row. They count among what idle workers hold, so a larger graph i
 
 MAX_WEIGHED = 4096
 """Stretches whose weight is remembered: three numbers each."""
+
+MAX_FORMS = 64
+"""Positions of programs of which it is remembered what they take: some hundred bytes each, as a rule."""
 
 END = -1
 """In place of a stretch's stop: the program's last stage, which the front does not know."""
@@ -117,6 +128,132 @@ class Weights:
         self._known[stretch] = task.result()
         if len(self._known) > MAX_WEIGHED:
             self._known.popitem(last=False)
+
+
+class _Spec(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Value(msgspec.Struct):
+    name: str
+    spec: _Spec
+
+
+class _Node(msgspec.Struct):
+    outputs: tuple[_Value | None, ...]
+
+
+class _Stage(msgspec.Struct):
+    live: tuple[str, ...]
+
+
+class _Head(msgspec.Struct):
+    micro_batch: int
+    inputs: tuple[_Value, ...]
+
+
+class _Body(msgspec.Struct):
+    nodes: tuple[_Node, ...]
+    stages: tuple[_Stage, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """What a program takes at a position.
+
+    Attributes:
+        micro_batch: Samples of a run.
+        count: How many tensors.
+        tensors: Type and shape of each, of the first `Caps.tensors`: a frame has no more.
+    """
+
+    micro_batch: int
+    count: int
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def check_size(self, micro_batch: int) -> None:
+        """Whether it was made for micro-batches of this size.
+
+        Raises:
+            ProtocolError: If it was not.
+        """
+        if self.micro_batch != micro_batch:
+            raise ProtocolError(
+                f"the program is made for micro-batches of {self.micro_batch}, not {micro_batch}"
+            )
+
+    def check_given(self, request: RunRequest, batches: Sequence[MicroBatch]) -> None:
+        """Whether what a request comes with is what it takes there, as far as that is known before it runs.
+
+        Raises:
+            ProtocolError: If it is not.
+        """
+        if request.dataset is not None and self.count != 1:
+            raise ProtocolError(f"a dataset gives one tensor, and the program takes {self.count}")
+        for index, batch in enumerate(batches):
+            where = f"data frame {index}: the program takes"
+            if len(batch.tensors) != self.count:
+                raise ProtocolError(
+                    f"{where} {self.count} tensors at position {request.start}, got {len(batch.tensors)}"
+                )
+            for tensor, (dtype, shape) in zip(batch.tensors, self.tensors, strict=True):
+                got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+                if got != (dtype, shape):
+                    raise ProtocolError(
+                        f"{where} {dtype} of shape {shape} at position {request.start}, "
+                        f"got {got[0]} of {got[1]}"
+                    )
+
+
+class Forms:
+    """What programs take, as their graphs say: read here, once a worker has found them sound.
+
+    Args:
+        hold: Keeps so much memory for a tenant while a graph is read.
+    """
+
+    def __init__(self, hold: Callable[[int, Tenant], AbstractContextManager[object]]) -> None:
+        self._hold = hold
+        self._known: OrderedDict[tuple[str, int], Form] = OrderedDict()
+
+    def of(self, key: str, graph: SealedFile, position: int, tenant: Tenant) -> Form:
+        """What a tenant's program takes at a position that it has.
+
+        Raises:
+            Overloaded: If there is no memory to read so large a graph now.
+        """
+        found = self._known.get((key, position))
+        if found is None:
+            with self._hold(unheld_bytes(graph), tenant):
+                found = self._known[key, position] = read_form(graph.view(), position)
+            if len(self._known) > MAX_FORMS:
+                self._known.popitem(last=False)
+        self._known.move_to_end((key, position))
+        return found
+
+
+def read_form(graph: bytes | memoryview, position: int) -> Form:
+    """What a sound graph takes at a position that it has."""
+    head = msgspec.json.decode(graph, type=_Head)
+    values = {value.name: value for value in head.inputs}
+    live: Sequence[str] = tuple(values)
+    if position > 0:
+        body = msgspec.json.decode(graph, type=_Body)
+        live = body.stages[position - 1].live
+        made = {value.name: value for node in body.nodes for value in node.outputs if value is not None}
+        values |= made
+    specs = [values[name].spec for name in live[: DEFAULT_CAPS.tensors]]
+    return Form(
+        micro_batch=head.micro_batch,
+        count=len(live),
+        tensors=tuple((spec.dtype, spec.shape) for spec in specs),
+    )
+
+
+def unheld_bytes(graph: SealedFile) -> int:
+    """What a graph takes as objects, beyond what counts among what idle workers hold."""
+    return GRAPH_FACTOR * max(0, graph.nbytes - WEIGHED_BYTES)
 
 
 def program_bytes(nbytes: int, *, graph_nbytes: int, workers: int, copies: int = 1) -> int:

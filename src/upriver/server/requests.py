@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from upriver.errors import TooLarge
+
 _T = TypeVar("_T")
 
 _ZEROS = bytes(256 * 1024)
@@ -38,14 +40,30 @@ async def _gone(request: Request) -> None:
 
 
 async def zeros(nbytes: int) -> AsyncIterator[memoryview]:
-    """So many bytes, in pieces."""
+    """So many bytes, in pieces; between them the loop may learn that nobody reads them any more."""
     for start in range(0, nbytes, len(_ZEROS)):
         yield memoryview(_ZEROS)[: nbytes - start]
+        await asyncio.sleep(0)
 
 
 def content_length(request: Request) -> int | None:
     """What the request says of its body; None if nothing, or nonsense."""
     return number(request.headers.get("content-length", ""))
+
+
+def check_length(request: Request, most: int, what: str) -> None:
+    """Whether what the request says of its body may be read.
+
+    Args:
+        most: Bytes.
+        what: Kind of request, for the message.
+
+    Raises:
+        TooLarge: If it has more.
+    """
+    length = content_length(request)
+    if length is not None and length > most:
+        raise TooLarge(f"a {what} has at most {most} bytes, got {length}")
 
 
 def number(text: str) -> int | None:

@@ -32,12 +32,12 @@ from upriver.server.memory import SealedFile
 from upriver.server.metrics import Metrics
 from upriver.server.needs import (
     END,
-    GRAPH_FACTOR,
     TAIL_BYTES,
-    WEIGHED_BYTES,
+    Forms,
     Stretch,
     Weights,
     request_bytes,
+    unheld_bytes,
     works_ahead,
 )
 from upriver.server.order import Asked, Order, Work, groups_of, until
@@ -83,6 +83,7 @@ class Runner:
         self._metrics, self._wording = metrics, wording
         self._bodies = Bodies(budget, self._make_room)
         self._weights = Weights(self)
+        self._forms = Forms(self._held)
         self._costs = Costs()
         self._places = Places(config.max_requests, (tenant.name for tenant in config.everyone()))
 
@@ -164,6 +165,7 @@ class Runner:
             Overloaded: If it waited too long, or too many wait.
             DoesNotFit: If it takes more than there is.
             DeadlineExceeded: If its time was over first.
+            ProtocolError: If its program has no such stages, or does not take what it comes with.
         """
         async with until(asked.deadline):
             weighed = await self._weigh(asked)
@@ -229,6 +231,9 @@ class Runner:
         for size, known in asked.known.items():
             stretch = Stretch(key=known.key, start=start, stop=stop)
             found = await self._weights.of(known.graph, stretch, asked.tenant)
+            form = self._forms.of(known.key, known.graph, start, asked.tenant)  # which is sound by now
+            form.check_size(size)
+            form.check_given(asked.request, asked.batches)
             if size == asked.request.micro_batch or (found.rows and weighed[asked.request.micro_batch].rows):
                 weighed[size] = found
         return weighed
@@ -240,11 +245,18 @@ class Runner:
             Overloaded: If there is no memory for so large a graph now.
             UpriverError: If the graph is not sound, or has no such stages.
         """
-        nbytes = GRAPH_FACTOR * max(0, graph.nbytes - WEIGHED_BYTES)
-        self._make_room(nbytes)
-        with Use(self._budget.hold(nbytes, owner=tenant.name).release) as use:
+        with self._held(unheld_bytes(graph), tenant) as use:
             async with self.turn(tenant, "weigh"):
                 return await self._pool.weigh(graph, stretch, use)
+
+    def _held(self, nbytes: int, tenant: Tenant) -> Use:
+        """Memory for a tenant until the block is left, and all that enter.
+
+        Raises:
+            Overloaded: If there is none now.
+        """
+        self._make_room(nbytes)
+        return Use(self._budget.hold(nbytes, owner=tenant.name).release)
 
     @asynccontextmanager
     async def borrowed(

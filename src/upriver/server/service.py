@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import uvicorn
@@ -42,6 +42,9 @@ AT_ONCE_S = 1.0
 
 WATCH_S = 0.25
 """How often a thread looks whether that time has come."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Those that end a server."""
 
 EXIT_INTERRUPTED = 130
 """What shells make of SIGINT."""
@@ -71,12 +74,16 @@ def serve(config: ServerConfig, *, on_listening: OnListening | None = None) -> N
         ending.enter_context(_traces(config.trace_endpoint))  # first: an opened store is traced, or is not
         server = Server(config, on_listening=on_listening)
         ending.callback(server.socket.close)
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        if on_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, server.told_early)
-        # A collector that does not answer must not hold up the end either.
-        with server.ending_in_time() if on_main_thread else nullcontext(), ending.pop_all():
-            asyncio.run(server.serve(sockets=[server.socket]))
+        if threading.current_thread() is not threading.main_thread():
+            _run(server, ending.pop_all())
+            return
+        with server.told_by_signals(), server.ending_in_time():
+            _run(server, ending.pop_all())
+
+
+def _run(server: Server, ending: ExitStack) -> None:
+    with ending:  # in the time that the end may take: a collector that does not answer must not hold it up
+        asyncio.run(server.serve(sockets=[server.socket]))
     if server.failure is not None:
         raise server.failure
 
@@ -166,10 +173,28 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
         self.force_exit = self.force_exit or again
 
-    def told_early(self, sig: int, frame: FrameType | None) -> None:
-        """The same before uvicorn listens to signals. At its end it raises once more those that it caught."""
-        if not self.started:
-            self.handle_exit(sig, frame)
+    @contextmanager
+    def told_by_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the server while the block runs, and then go to whoever had them before.
+
+        What they do to the caller, an exception or an exit, they do when everything is closed: in the loop it
+        would break off what is being closed there.
+        """
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        ends_quietly = before[signal.SIGTERM] is signal.SIG_DFL
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        for caught in reversed(self._captured_signals):
+            if not (caught == signal.SIGTERM and ends_quietly):
+                signal.raise_signal(caught)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's own way, inside of the loop: `told_by_signals` is outside of it."""
+        yield
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop now. Told to, it waits for what is running, and listens that long: to say no."""
@@ -188,9 +213,10 @@ class Server(uvicorn.Server):
             self._announcing.cancel()
         if self._stop_at is not None:
             self.config.timeout_graceful_shutdown = max(1, math.ceil(self._stop_at - time.monotonic()))
+            self._break_off()
         await super().shutdown(sockets=sockets)
-        if self.force_exit:  # then nobody else does
-            await self._front.units.close()
+        if self.force_exit:  # then uvicorn does not
+            await self.lifespan.shutdown()
 
     @contextmanager
     def ending_in_time(self) -> Iterator[None]:
@@ -221,6 +247,12 @@ class Server(uvicorn.Server):
         """Close connections without a request; the others close when theirs is answered."""
         for connection in list(self.server_state.connections):
             connection.shutdown()
+
+    def _break_off(self) -> None:
+        """Whoever is being answered now has had its time: a request whose client is gone ends quietly."""
+        for held in list(self.server_state.connections):
+            if isinstance(held, Held) and held.busy:
+                held.transport.abort()
 
     async def _announce(self) -> None:
         try:

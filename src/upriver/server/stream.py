@@ -104,6 +104,7 @@ class FrameStream(Response):
         async with asyncio.timeout(self._stall_timeout_s):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self._on_sent(len(chunk))
+        await asyncio.sleep(0)  # as long as the socket takes all, nothing else tells that the client has gone
 
 
 async def _broken_off(scope: Scope) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +22,7 @@ import pyarrow.compute as pc
 from upriver.errors import ConfigError, Forbidden
 from upriver.pipeline import Dataset
 from upriver.protocol import valid_digest, valid_store_name
+from upriver.store import Store
 from upriver.store.names import check_prefix
 from upriver.types import require_finite
 
@@ -197,6 +200,22 @@ class Tenants:
     def by_certificate(self, name: str) -> Tenant | None:
         """Whom a certificate of that name stands for."""
         return self._by_certificate.get(name)
+
+
+def missing_folders(tenants: Iterable[Tenant], stores: Mapping[str, Store]) -> list[str]:
+    """What tenants may read and is not there, in words; a slip, as a rule, but it may come later.
+
+    Only in ``file://`` stores: others would have to be asked for each.
+    """
+    roots = {name: urlsplit(store.uri) for name, store in stores.items()}
+    return [
+        f"tenant {tenant.name!r} may read {folder!r} in store {name!r}, where there is nothing of that name"
+        for tenant in tenants
+        for name, folders in (tenant.stores or {}).items()
+        for folder in folders
+        if roots[name].scheme == "file"
+        and not os.path.exists(os.path.join(unquote(roots[name].path), folder))
+    ]
 
 
 def hash_token(token: str) -> str:

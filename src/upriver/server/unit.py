@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from upriver.errors import ConfigError, Overloaded
+from upriver.profile.available import total_bytes
+from upriver.program.devices import check_device
 from upriver.server.admission import adaptive, static
 from upriver.server.budget import BASE, INDEXES, Budget, Hold, memory_budget
 from upriver.server.config import ServerConfig
@@ -27,6 +29,7 @@ from upriver.server.status import Wording
 from upriver.server.tenants import Tenant
 from upriver.server.turns import Turns
 from upriver.store import Store
+from upriver.text import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -270,6 +273,22 @@ def _memory(config: ServerConfig, device: str) -> int:
         ConfigError: If nothing is left.
     """
     found = memory_budget(device, reserve=config.memory_reserve, given=config.memory_budget_bytes)
-    if config.memory_budget_bytes is None and on_cpu(device):
+    if config.memory_budget_bytes is not None:
+        _warn_of_too_much(found, device, count=len(config.devices) if on_cpu(device) else 1)
+    elif on_cpu(device):
         return max(1, found // len(config.devices))
     return found
+
+
+def _warn_of_too_much(budget: int, device: str, *, count: int) -> None:
+    """An operator may know more than a machine says of itself, so this is no error."""
+    most = total_bytes(check_device(device))
+    if budget * count > most:
+        where = "this machine, or the control group of this process," if on_cpu(device) else device
+        log.warning(
+            "memory_budget_bytes is %s%s, and %s has %s: requests are admitted that find no memory",
+            bytes_text(budget),
+            f" for each of {count}" if count > 1 else "",
+            where,
+            bytes_text(most),
+        )
