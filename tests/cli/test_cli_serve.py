@@ -148,7 +148,7 @@ def test_refuses_to_listen_to_others_without_a_token(tmp_path: Path) -> None:
         ("--workers", "-1", "workers must be a whole number >= 1, got -1"),
         ("--device", "cuda:99", "device 'cuda:99' is not available here; torch sees: cpu"),
         ("--device", "toaster", "device 'toaster' is none that torch knows; it sees here: cpu"),
-        ("--threads", str(2**40), "no worker can start here, 3 were tried: "),
+        ("--threads", str(2**40), "threads are at most "),
     ],
 )
 def test_what_can_never_work_is_one_line_and_no_server(
