@@ -22,11 +22,12 @@ from upriver.server import Server, ServerConfig
 from upriver.types import MicroBatch
 
 SERVE = """
-import json, sys
+import json, signal, sys
 import msgspec
 from upriver.protocol import Caps
 from upriver.server import ServerConfig, serve
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs behind it
 settings = json.loads(sys.argv[1])
 if "caps" in settings:
     settings["caps"] = msgspec.convert(settings["caps"], Caps)
