@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import subprocess
 import sys
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from types import TracebackType
-from typing import IO
 
+from upriver.client.spawned import Tail, announced_url, end
 from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
 
@@ -28,9 +24,6 @@ READY_POLL_S = 0.05
 STOP_TIMEOUT_S = 10.0
 """After SIGTERM; what has not ended by then is killed."""
 
-TAIL_LINES = 20
-"""Of the server's stderr, kept for the error if it dies."""
-
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
 """Where ``upriver serve`` finds its token: unlike an argument, other users cannot see it."""
 
@@ -42,7 +35,7 @@ class EmbeddedServer:
         url: Where it listens, on loopback.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], lifeline: int, errors: _Tail, url: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], lifeline: int, errors: Tail, url: str) -> None:
         self.url = url
         self._process = process
         self._errors = errors
@@ -87,10 +80,12 @@ class EmbeddedServer:
             raise
         finally:
             os.close(theirs)
-        errors = _Tail(process.stderr)
+        errors = Tail(process.stderr)
         try:
             deadline = time.monotonic() + timeout_s
-            url = _wait_for_url(process, errors, deadline)
+            url = announced_url(process, deadline)
+            if url is None:
+                raise _not_there(process, errors, deadline)
             _wait_until_ready(process, errors, url, token, deadline)
             return cls(process, ours, errors, url)
         except BaseException:
@@ -123,31 +118,6 @@ class EmbeddedServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Tail:
-    """Reads a stream to its end in a thread, so that its writer never blocks; keeps the last lines."""
-
-    def __init__(self, stream: IO[bytes] | None) -> None:
-        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
-        self._stream = stream
-        self._thread = threading.Thread(target=self._read, name="upriver-embedded-stderr", daemon=True)
-        self._thread.start()
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self._lines)
-
-    def join(self, timeout_s: float) -> None:
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-
-    def _read(self) -> None:
-        if self._stream is None:
-            return
-        with self._stream:
-            for line in self._stream:
-                self._lines.append(line.decode(errors="replace").rstrip())
 
 
 def _check_stores(stores: Mapping[str, str]) -> None:
@@ -215,18 +185,8 @@ def _on_cores(cpu: Set[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, allowed)
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], errors: _Tail, deadline: float) -> str:
-    """The address in the JSON line that a server prints once it listens."""
-    for line in _lines(process, deadline):
-        with contextlib.suppress(ValueError):
-            said = json.loads(line)
-            if isinstance(said, dict) and isinstance(said.get("listening"), str):
-                return str(said["listening"])
-    raise _not_there(process, errors, deadline)
-
-
 def _wait_until_ready(
-    process: subprocess.Popen[bytes], errors: _Tail, url: str, token: str | None, deadline: float
+    process: subprocess.Popen[bytes], errors: Tail, url: str, token: str | None, deadline: float
 ) -> None:
     """One worker was ready when it said that it listens; whether it still answers is seen by asking."""
     with ServerClient(url, token=token) as client:
@@ -238,7 +198,7 @@ def _wait_until_ready(
     raise _not_there(process, errors, deadline)
 
 
-def _not_there(process: subprocess.Popen[bytes], errors: _Tail, deadline: float) -> ServerUnavailable:
+def _not_there(process: subprocess.Popen[bytes], errors: Tail, deadline: float) -> ServerUnavailable:
     """Why a server that was started cannot be used."""
     if time.monotonic() >= deadline:
         return ServerUnavailable(f"the embedded server was not ready in time{_said(errors)}")
@@ -247,37 +207,12 @@ def _not_there(process: subprocess.Popen[bytes], errors: _Tail, deadline: float)
     return ServerUnavailable(f"the embedded server ended with exit code {code}{_said(errors)}")
 
 
-def _lines(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
-    """Lines of its stdout until it ends or time is up."""
-    if process.stdout is None:
-        return
-    descriptor, rest = process.stdout.fileno(), b""
-    while (left_s := deadline - time.monotonic()) > 0:
-        if not select.select([descriptor], [], [], left_s)[0]:
-            return
-        data = os.read(descriptor, 4096)
-        if not data:
-            return
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
+def _said(errors: Tail) -> str:
+    return f"; it said:\n{errors.text}" if errors.text else ""
 
 
-def _said(errors: _Tail) -> str:
-    text = errors.text.strip()
-    return f"; it said:\n{text}" if text else ""
-
-
-def _end(process: subprocess.Popen[bytes], lifeline: int, errors: _Tail, owner: int) -> None:
-    """End exactly this process: by its handle, which knows whether the id is still its own."""
+def _end(process: subprocess.Popen[bytes], lifeline: int, errors: Tail, owner: int) -> None:
+    """End it, unless this is not the process that started it."""
     if owner != os.getpid():  # a fork of the process that started the server, on its own way out
         return
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    os.close(lifeline)
-    errors.join(STOP_TIMEOUT_S)
-    if process.stdout is not None:
-        process.stdout.close()
+    end(process, errors, lifeline, timeout_s=STOP_TIMEOUT_S)

@@ -10,18 +10,16 @@ import contextlib
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
+from upriver.client.spawned import Tail, announced_url, end
 from upriver.cluster.asking import get, own_server
 from upriver.cluster.document import for_replica, tls_files, toml_text
 from upriver.errors import ServerUnavailable
@@ -39,9 +37,6 @@ READY_POLL_S = 0.1
 
 KILL_S = 5.0
 """Beyond the time that running requests have to finish, for processes to end; then the server is killed."""
-
-TAIL_LINES = 20
-"""Of the server's stderr, kept for the error if it ends."""
 
 OF_RAY = "RAY_"
 NOT_PASSED_ON = ("UPRIVER_TOKEN", "OMP_NUM_THREADS")
@@ -61,7 +56,7 @@ class ServerProcess:
         process: subprocess.Popen[bytes],
         *,
         url: str,
-        tail: _Tail,
+        tail: Tail,
         lifeline: int,
         token: str | None,
         tls: Mapping[str, str],
@@ -110,9 +105,11 @@ class ServerProcess:
                 raise
             finally:
                 os.close(theirs)
-            tail = _Tail(process.stderr)
+            tail = Tail(process.stderr, echo=True)
             try:
-                url = _wait_for_url(process, tail, deadline)
+                url = announced_url(process, deadline)
+                if url is None:
+                    raise _not_there(process, tail)
                 server = cls(
                     process,
                     url=url,
@@ -124,7 +121,7 @@ class ServerProcess:
                 )
                 server._wait_until_ready(deadline)
             except BaseException:
-                _end(process, tail, ours, grace_s=0.0)
+                end(process, tail, ours, timeout_s=KILL_S)
                 raise
         return server
 
@@ -176,7 +173,7 @@ class ServerProcess:
             self.check()
         except ServerUnavailable:
             grace_s = 0.0  # whatever it was doing, it does not go on with it
-        _end(self._process, self._tail, self._lifeline, grace_s=grace_s)
+        end(self._process, self._tail, self._lifeline, timeout_s=grace_s + KILL_S)
 
     def _wait_until_ready(self, deadline: float) -> None:
         while self.running and time.monotonic() < deadline:
@@ -185,33 +182,6 @@ class ServerProcess:
                     return
             time.sleep(READY_POLL_S)
         raise _not_there(self._process, self._tail)
-
-
-class _Tail:
-    """Passes what the server writes to stderr on to ours, and keeps the last lines."""
-
-    def __init__(self, stream: IO[bytes] | None) -> None:
-        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
-        self._stream = stream
-        self._thread = threading.Thread(target=self._read, name="upriver-server-stderr", daemon=True)
-        self._thread.start()
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self._lines)
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
-    def _read(self) -> None:
-        if self._stream is None:
-            return
-        with self._stream:
-            for line in self._stream:
-                text = line.decode(errors="replace").rstrip()
-                self._lines.append(text)
-                with contextlib.suppress(OSError, ValueError):  # ours may be closed by now
-                    print(text, file=sys.stderr, flush=True)
 
 
 def _written(folder: Path, text: str) -> Path:
@@ -246,32 +216,7 @@ def _spawn(config: Path, *, parent_pipe: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], tail: _Tail, deadline: float) -> str:
-    """The address in the JSON line that a server prints once it listens."""
-    for line in _lines(process, deadline):
-        with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict) and isinstance(found.get("listening"), str):
-                return str(found["listening"])
-    raise _not_there(process, tail)
-
-
-def _lines(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
-    """Lines of its stdout until it ends or time is up."""
-    if process.stdout is None:
-        return
-    descriptor, rest = process.stdout.fileno(), b""
-    while (left_s := deadline - time.monotonic()) > 0:
-        if not select.select([descriptor], [], [], left_s)[0]:
-            return
-        data = os.read(descriptor, 4096)
-        if not data:
-            return
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
-
-
-def _not_there(process: subprocess.Popen[bytes], tail: _Tail) -> ServerUnavailable:
+def _not_there(process: subprocess.Popen[bytes], tail: Tail) -> ServerUnavailable:
     """Why a server that was started cannot be used: its stdout ends a moment before it does."""
     try:
         process.wait(KILL_S)
@@ -280,27 +225,12 @@ def _not_there(process: subprocess.Popen[bytes], tail: _Tail) -> ServerUnavailab
     return ServerUnavailable(_ended(process, tail))
 
 
-def _ended(process: subprocess.Popen[bytes], tail: _Tail) -> str:
+def _ended(process: subprocess.Popen[bytes], tail: Tail) -> str:
     tail.join(KILL_S)
     code = process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"the replica's server {how}{_words(tail)}"
 
 
-def _words(tail: _Tail) -> str:
-    text = tail.text.strip()
-    return f"; it said: {text}" if text else ""
-
-
-def _end(process: subprocess.Popen[bytes], tail: _Tail, lifeline: int, *, grace_s: float) -> None:
-    """End exactly this process: by its handle, which knows whether the id is still its own."""
-    process.terminate()
-    try:
-        process.wait(grace_s + KILL_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    os.close(lifeline)
-    tail.join(KILL_S)
-    if process.stdout is not None:
-        process.stdout.close()
+def _words(tail: Tail) -> str:
+    return f"; it said: {tail.text}" if tail.text else ""
