@@ -165,7 +165,8 @@ class Form:
     Attributes:
         micro_batch: Samples of a run.
         count: How many tensors.
-        tensors: Type and shape of each, of the first `Caps.tensors`: a frame has no more.
+        tensors: Type and shape of each, up to the default of `Caps.tensors`: where an operator allows more in
+            a frame, workers look at the others.
     """
 
     micro_batch: int
@@ -197,7 +198,7 @@ class Form:
                 raise ProtocolError(
                     f"{where} {self.count} tensors at position {request.start}, got {len(batch.tensors)}"
                 )
-            for tensor, (dtype, shape) in zip(batch.tensors, self.tensors, strict=True):
+            for tensor, (dtype, shape) in zip(batch.tensors, self.tensors, strict=False):  # see `tensors`
                 got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
                 if got != (dtype, shape):
                     raise ProtocolError(
