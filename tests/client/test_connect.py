@@ -99,7 +99,7 @@ def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.Mon
         assert {"upriver-probe", "upriver-replan"} <= names
         job.close()
         names = {thread.name for thread in threading.enumerate() if thread.name.startswith("upriver-")}
-        assert names <= {"upriver-embedded-stderr"}
+        assert names <= {"upriver-server-stderr"}
         job.close()
 
 
