@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
@@ -51,9 +52,10 @@ def require_finite(
     Raises:
         ConfigError: If ``value`` is NaN, infinite, too small or too large; the message names the field.
     """
+    given: object = value  # which may be anything, whatever its type says
     try:
-        finite = math.isfinite(value) and not isinstance(value, bool)
-    except (TypeError, OverflowError):  # not a number, or a whole one that is beyond every float
+        finite = not isinstance(given, bool) and isinstance(given, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number that is beyond every float
         finite = False
     if not finite or not at_least <= value <= at_most or (positive and value <= 0):
         bound = "> 0" if positive else f">= {at_least:g}"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Collection, Mapping, Sequence
-from numbers import Real
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -15,7 +13,7 @@ from upriver.client.connection import Address
 from upriver.client.discover import Directory, is_directory
 from upriver.errors import ConfigError
 from upriver.text import printable
-from upriver.types import require_type
+from upriver.types import require_finite, require_type
 
 MAX_THREADS = 256
 """Threads or connections of one job. Each has a stack, a socket and a micro-batch in memory; the largest
@@ -33,16 +31,6 @@ def whole(name: str, value: int, *, most: int | None = None) -> int:
         allowed = "of at least 1" if most is None else f"in 1..{most}"
         raise ConfigError(f"{name} must be a whole number {allowed}, got {_shown(value)}")
     return value
-
-
-def number(name: str, value: Any, *, positive: bool = False) -> float:
-    """A finite number of at least 0, or above it; a bool is none."""
-    real = isinstance(value, Real) and not isinstance(value, bool)
-    if not real or not 0 <= value <= sys.float_info.max or (positive and value == 0):
-        raise ConfigError(
-            f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {_shown(value)}"
-        )
-    return float(value)
 
 
 def flag(name: str, value: bool) -> bool:
@@ -85,7 +73,9 @@ def cuts(value: int | Mapping[int, float] | None) -> dict[int, float] | None:
             "cut must be a whole number, a mapping of whole numbers to shares of the samples, or None, got "
             f"{_shown(value)}"
         )
-    shares = {cut: number(f"cut[{cut}]", share, positive=True) for cut, share in value.items()}
+    for cut, share in value.items():
+        require_finite(f"cut[{cut}]", share, positive=True)
+    shares = {cut: float(share) for cut, share in value.items()}
     if not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
         raise ConfigError(f"cut must have shares that sum to 1, got {_shown(dict(value))}")
     return dict(sorted(shares.items()))

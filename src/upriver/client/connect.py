@@ -207,10 +207,7 @@ class Near:
             raise ConfigError(f'replay needs the micro_batch of the run that is replayed, got "{AUTO}"')
         if options.adapt_batch:
             _check_adapting(choices)
-        patience = Patience(
-            gain=checks.number("replan_gain", replan_gain),
-            iterations=checks.whole("replan_patience", replan_patience),
-        )
+        patience = Patience(gain=replan_gain, iterations=checks.whole("replan_patience", replan_patience))
         if len(dataset) == 0:
             raise DatasetError("the dataset is empty")
         options.check_steps(len(dataset))
