@@ -123,15 +123,17 @@ def code() -> str:
     files = [line for line in listed if not line.split("\t", 1)[1].startswith(f"{POLICIES}/")]
     changed = _git("status", "--porcelain", "--", "src", f":(exclude){POLICIES}")
     digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:12] if files else "unknown"
-    return digest + (", changed" if changed else "")
+    return _noted(digest, changed)
 
 
 def policies() -> str:
     """The tree of the policies that choose; and whether files differ from it."""
     changed = _git("status", "--porcelain", "--", POLICIES)
-    return (_git("rev-parse", "--short=12", f"HEAD:{POLICIES}") or "unknown") + (
-        ", changed" if changed else ""
-    )
+    return _noted(_git("rev-parse", "--short=12", f"HEAD:{POLICIES}") or "unknown", changed)
+
+
+def _noted(version: str, changed: str) -> str:
+    return f"{version}, changed" if changed else version
 
 
 def _git(*arguments: str) -> str:
