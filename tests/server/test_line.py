@@ -611,6 +611,35 @@ def test_retry_after_follows_the_rate_at_which_memory_comes_free():
     asyncio.run(go())
 
 
+def test_those_who_are_sent_away_are_told_to_come_back_one_after_another():
+    async def go():
+        w = Waiting(1000, waiting=4)
+        block = w.come("block", 1000)
+        await settle()
+        for number in range(4):
+            w.come(f"r{number}", 100)
+        await settle()
+        w.line.freed(200)
+        w.now.seconds = 4  # 50 bytes a second: what waits takes 8 s, each 2 s
+
+        async def told():
+            with pytest.raises(Overloaded) as refused:
+                await w.come("late", 100)
+            return refused.value.retry_after_s
+
+        assert [await told() for _ in range(3)] == [8, 10, 12]
+        w.now.seconds += 6  # nothing came free meanwhile: 20 bytes a second
+        assert [await told() for _ in range(2)] == [20, 25]
+        assert [await told() for _ in range(20)][-3:] == [60, 60, 60]
+        w.line.freed(4800)
+        assert [await told() for _ in range(2)] == [4, 4]  # 500 a second: 4 times 0.8 s, at least 1 s
+        w.now.seconds += 8
+        assert await told() == 2
+        w.leave(block)
+
+    asyncio.run(go())
+
+
 def test_the_first_of_a_tenant_goes_beside_as_many_as_may():
     """However long others ask for, nobody waits for a place alone; what memory says holds as ever."""
 

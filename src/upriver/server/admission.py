@@ -257,8 +257,9 @@ def _fill(asks: Sequence[Ask], per_sample: Numbers, room: int, *, sure: int) -> 
     `_greedy` goes from the coarsest ask to the finest. It ends with all that could be had, or with less
     room left than the next step of every ask that could take more; then it has more than half of the room,
     since the first ask it filled is no finer than that step. It is right within ``slack`` unless
-    few coarse asks decide, which `_search` then looks at. A bound tells: the room, rounded down to a multiple
-    of what divides everything. Requests all alike never get beyond it.
+    few coarse asks decide, which `_search` then looks at. Two bounds tell: the room, rounded down to a
+    multiple of what divides everything, beyond which requests all alike never get; and what the largest asks
+    take, as many as can have anything at once, beyond which requests nearly alike never get.
 
     Args:
         asks: At least one.
@@ -273,7 +274,7 @@ def _fill(asks: Sequence[Ask], per_sample: Numbers, room: int, *, sure: int) -> 
     bound = min(room, _total(choices))
     if had + slack < bound:
         unit = int(np.gcd.reduce(choices.unit * choices.per_sample))
-        bound = min(bound, room // unit * unit)
+        bound = min(bound, room // unit * unit, _largest(choices, room))
     if had + slack < bound:
         searched = _search(asks, choices, room, width=max(1, slack // 2), enough=bound - slack)
         taken = max(taken, searched, key=lambda each: _bytes(each, choices.per_sample))
@@ -447,6 +448,13 @@ def _traced(steps: Sequence[_Step], total: int, choices: _Choices) -> Numbers:
         taken[step.place] += (total - came) // int(choices.per_sample[step.place])
         total = came
     return taken
+
+
+def _largest(choices: _Choices, room: int) -> int:
+    """Bytes of the largest of them, as many as can have anything at once."""
+    fitting = room // int((choices.first * choices.per_sample).min())
+    largest = choices.span * choices.per_sample
+    return int(np.sort(largest)[-fitting:].sum())
 
 
 def _total(choices: _Choices) -> int:

@@ -38,6 +38,10 @@ for the same memory."""
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 """Bounds of what ``Retry-After`` says."""
 
+SPREAD = 4.0
+"""Those who are told to come back when others are told so come one after another, for so many times as long
+as what waits takes: sooner most of them would be refused again, later an idle server would not see them."""
+
 
 class Full(Exception):
     """Why a request is told to come back: so many are here that no more may wait."""
@@ -175,6 +179,7 @@ class Line:
         self._freed: deque[tuple[float, int]] = deque(maxlen=MAX_FREED)
         self._round: asyncio.TimerHandle | None = None
         self._sent_back = -math.inf  # when one was for the sake of others
+        self._next_place = -math.inf  # when those who were told to come back would all have had theirs
         budget.add_listener(self._soon)
 
     @property
@@ -213,7 +218,7 @@ class Line:
             async with asyncio.timeout(MAX_WAIT_S):
                 return await self._turn(waiter)
         except TimeoutError:
-            raise self._overloaded(f"no memory came free within {MAX_WAIT_S:g} s") from None
+            raise self._overloaded(waiter.nbytes, f"no memory came free within {MAX_WAIT_S:g} s") from None
         finally:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
@@ -234,15 +239,21 @@ class Line:
 
     def retry_after_s(self) -> float:
         """When what waits will be through, at the rate of late; as long again where nothing came free."""
+        seconds_per_byte = self._seconds_per_byte()
+        if seconds_per_byte is not None:
+            seconds = self.waiting_bytes * seconds_per_byte
+        else:
+            now = self._now()
+            seconds = max((now - waiter.since for waiter in self._waiting), default=0.0)
+        return min(MOST_RETRY_S, max(LEAST_RETRY_S, seconds))
+
+    def _seconds_per_byte(self) -> float | None:
+        """How slowly memory comes free of late; None where none did."""
         now = self._now()
         while self._freed and self._freed[0][0] < now - DRAIN_WINDOW_S:
             self._freed.popleft()
         freed = sum(nbytes for _, nbytes in self._freed)
-        if freed:
-            seconds = self.waiting_bytes * max(now - self._freed[0][0], 1.0) / freed
-        else:
-            seconds = max((now - waiter.since for waiter in self._waiting), default=0.0)
-        return min(MOST_RETRY_S, max(LEAST_RETRY_S, seconds))
+        return max(now - self._freed[0][0], 1.0) / freed if freed else None
 
     # ------------------------------------------------------------------------------------ coming in
 
@@ -304,10 +315,11 @@ class Line:
         while (why := self._full(staying, nbytes)) is not None:
             last = self._last_of_most(staying, tenant, nbytes)
             if last is None:
-                raise self._overloaded(why) from Full()
+                raise self._overloaded(nbytes, why) from Full()
             staying.remove(last)
         for waiter in [each for each in self._waiting if each not in staying]:
-            error = self._overloaded("others have a right to the places of so many requests")
+            why = "others have a right to the places of so many requests"
+            error = self._overloaded(waiter.nbytes, why)
             error.__cause__ = Full()
             self._send_back(waiter, error)
 
@@ -337,8 +349,13 @@ class Line:
         """What one who waits takes of the line: of its places, or of its bytes."""
         return max(1 / self._most_waiting, nbytes / self._most_waiting_bytes)
 
-    def _overloaded(self, why: str) -> Overloaded:
-        return Overloaded(why, retry_after_s=math.ceil(self.retry_after_s()))
+    def _overloaded(self, nbytes: int, why: str) -> Overloaded:
+        """A request for so many bytes is to come back when those will be through who were told so before."""
+        now, soonest_s = self._now(), self.retry_after_s()
+        latest_s = min(MOST_RETRY_S, SPREAD * soonest_s)
+        seconds = min(latest_s, max(soonest_s, self._next_place - now))
+        self._next_place = now + seconds + nbytes * (self._seconds_per_byte() or 0.0)
+        return Overloaded(why, retry_after_s=math.ceil(seconds))
 
     async def _turn(self, waiter: _Waiter) -> Admitted:
         """Wait to be admitted; whoever gives up in that very moment gives everything back."""
@@ -392,7 +409,7 @@ class Line:
             if younger and self._missing(waiter) <= sum(each.wanted.body_nbytes for each in younger):
                 self._sent_back = self._now()
                 why = "requests that came first wait for the memory of this one's body"
-                return self._send_back(younger[-1], self._overloaded(why))
+                return self._send_back(younger[-1], self._overloaded(younger[-1].nbytes, why))
 
     def _missing(self, waiter: _Waiter) -> int:
         """Bytes that have to come free until one who waits can go, beside idle programs."""
