@@ -252,7 +252,8 @@ class Overload(Claim):
             f"Clients that wait ask again when the server says, for {PATIENCE_S:g} s at most. Those that do "
             f"not ask again at once, {RUDE_TRIES} times in all, and give up. When the load ends nobody asks "
             "again; what the server has taken in it still answers.",
-            f"The server computes {self.max_admitted} requests at once and lets {self.max_waiting} wait: the "
+            f"The server works on {self.max_admitted} requests at once, or on the first of each tenant, and "
+            f"lets {self.max_waiting} wait: the "
             "operator's choice of how long a queue may take to work off. Normal again: the first moment from "
             "which a client of one of the same tenants, one request at a time, gets its answers in "
             f"{NORMAL} times the median before, but for one in {1 / ODD:g}; it asks every {PROBE_PAUSE_S:g} "
@@ -322,7 +323,7 @@ FULL = Overload(
     overload_s=60.0,
     after_s=12.0,
     max_admitted=2,
-    max_waiting=3,
+    max_waiting=1,
     repeats=3,
 )
 QUICK = Overload(
