@@ -28,7 +28,14 @@ def test_equal_in_another_process_and_named_in_text():
     assert all(type(value) is str for value in here.values())
 
 
-@pytest.mark.parametrize("environment", [{"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"ATEN_CPU_CAPABILITY": "default"}])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        {"ATEN_CPU_CAPABILITY": "default"},
+        {"NPY_DISABLE_CPU_FEATURES": "FMA3"},
+    ],
+)
 def test_a_choice_of_kernels_shows(environment):
     assert fingerprint() != in_another_process(**environment)
 

@@ -1,8 +1,9 @@
-"""Images, shards and folders to test with."""
+"""Images, audio, shards and folders to test with."""
 
 from __future__ import annotations
 
 import io
+import struct
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,75 @@ def encoded(array: np.ndarray[Any, Any] | Image.Image, form: str = "JPEG", **opt
     out = io.BytesIO()
     image.save(out, form, **options)
     return out.getvalue()
+
+
+def tone(samples: int, channels: int = 1, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Some tones and a little noise, float64 of shape (samples, channels), within -1 to 1."""
+    rng = np.random.default_rng(seed)
+    times = np.arange(samples)[:, None]
+    frequencies, phases = rng.uniform(0.001, 0.2, (3, channels)), rng.uniform(0, 7, (3, channels))
+    tones = sum(np.sin(2 * np.pi * times * f + p) for f, p in zip(frequencies, phases, strict=True))
+    return 0.3 * tones + rng.uniform(-0.05, 0.05, (samples, channels))
+
+
+def as_stored(array: np.ndarray[Any, Any], bits: int, *, floating: bool = False) -> np.ndarray[Any, Any]:
+    """Numbers from -1 to 1 as a WAV file holds them; samples of 24 bits as the upper ones of 32."""
+    if floating:
+        return array.astype("<f4" if bits == 32 else "<f8")
+    whole = np.clip(np.round(array * 2.0 ** (bits - 1)), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    if bits == 8:
+        return (whole + 128).astype("u1")
+    if bits == 24:
+        return (whole.astype("<i4") << 8).astype("<i4")
+    return whole.astype(f"<i{bits // 8}")
+
+
+def wav(
+    array: np.ndarray[Any, Any],
+    rate: int = 16000,
+    *,
+    bits: int = 16,
+    floating: bool = False,
+    extensible: bool = False,
+    before: bytes = b"",
+) -> bytes:
+    """A WAV file of numbers from -1 to 1, of shape (samples, channels); ``before`` goes before them."""
+    stored = as_stored(array, bits, floating=floating)
+    body = stored.tobytes()
+    if bits == 24:
+        body = stored.view("u1").reshape(-1, 4)[:, 1:].tobytes()
+    channels = array.shape[1]
+    return riff(fmt(channels, rate, bits, floating=floating, extensible=extensible) + before, body)
+
+
+def fmt(
+    channels: int,
+    rate: int,
+    bits: int,
+    *,
+    floating: bool = False,
+    extensible: bool = False,
+    tag: int | None = None,
+) -> bytes:
+    """The format chunk of a WAV file."""
+    tag = (3 if floating else 1) if tag is None else tag
+    frame = channels * bits // 8
+    head = struct.pack("<HIIHH", channels, rate, rate * frame, frame, bits)
+    if not extensible:
+        return chunk(b"fmt ", struct.pack("<H", tag) + head)
+    guid = struct.pack("<H", tag) + bytes.fromhex("000000001000800000aa00389b71")
+    return chunk(b"fmt ", struct.pack("<H", 0xFFFE) + head + struct.pack("<HHI", 22, bits, 0) + guid)
+
+
+def chunk(name: bytes, body: bytes) -> bytes:
+    """A chunk of a RIFF file, padded to an even length."""
+    return name + struct.pack("<I", len(body)) + body + b"\0" * (len(body) % 2)
+
+
+def riff(chunks: bytes, samples: bytes) -> bytes:
+    """A WAV file of some chunks and its samples."""
+    whole = b"WAVE" + chunks + chunk(b"data", samples)
+    return b"RIFF" + struct.pack("<I", len(whole)) + whole
 
 
 def npy(array: np.ndarray[Any, Any], **options: Any) -> bytes:

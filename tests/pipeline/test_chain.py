@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,21 +14,33 @@ from hypothesis import strategies as st
 
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import (
+    AddNoise,
     CenterCrop,
+    ColorJitter,
     Decode,
+    DecodeWav,
+    Fft,
+    FixLength,
     InputChain,
     LoadTensor,
     Normalize,
+    RandAugment,
+    RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    Resample,
     Resize,
     SampleError,
+    Spectrogram,
+    Standardize,
+    Stft,
+    ToFloat,
     imagenet_eval,
     imagenet_train,
     stored_tensor,
 )
 
-from .making import encoded, npy, pixels
+from .making import encoded, npy, pixels, tone, wav
 
 TRAIN = InputChain(
     (Decode(), RandomResizedCrop(20), RandomHorizontalFlip(), RandomResizedCrop(16), Normalize())
@@ -165,6 +178,18 @@ def test_json_of_no_chain(data: object) -> None:
         ((LoadTensor(), Decode()), r"stage 1 \(decode\) takes bytes, but gets any"),
         ((Decode(), Normalize(), Resize(3)), r"stage 2 \(resize\) takes pixels, but gets tensor"),
         ((Decode(), "resize"), "stage 1 must be an input stage, got str"),
+        ((DecodeWav(8000), Normalize()), r"stage 1 \(normalize\) takes pixels, but gets audio"),
+        ((DecodeWav(8000), Spectrogram()), r"stage 1 \(spectrogram\) takes spectrum, but gets audio"),
+        ((DecodeWav(8000), Fft(), Fft()), r"stage 2 \(fft\) takes audio, but gets spectrum"),
+        (
+            (DecodeWav(8000), Fft(), Standardize()),
+            r"stage 2 \(standardize\) takes audio or tensor, but gets sp",
+        ),
+        ((Decode(), FixLength(8)), r"stage 1 \(fix_length\) takes audio, but gets pixels"),
+        ((Decode(), Standardize()), r"stage 1 \(standardize\) takes audio or tensor, but gets pixels"),
+        ((Standardize(),), r"stage 0 \(standardize\) takes audio or tensor, but gets bytes"),
+        ((DecodeWav(8000), DecodeWav(8000)), r"stage 1 \(decode_wav\) takes bytes, but gets audio"),
+        ((Decode(), Normalize(), ToFloat()), r"stage 2 \(to_float\) takes pixels, but gets tensor"),
     ],
 )
 def test_stages_that_do_not_fit_together(stages: tuple[object, ...], problem: str) -> None:
@@ -182,6 +207,7 @@ def test_stages_that_do_not_fit_together(stages: tuple[object, ...], problem: st
         ((Decode(), Resize(5), Normalize()), None),
         ((LoadTensor(),), None),
         ((Decode(),), None),
+        ((Decode(), RandomCrop(8), ColorJitter(0.1), RandAugment(), ToFloat()), (torch.float32, (3, 8, 8))),
     ],
 )
 def test_the_output_is_known_where_stages_tell(stages: tuple[object, ...], spec: object) -> None:
@@ -190,6 +216,43 @@ def test_the_output_is_known_where_stages_tell(stages: tuple[object, ...], spec:
     if spec is not None:
         got = run(0, chain=chain)
         assert (got.dtype, tuple(got.shape)) == spec
+
+
+WORDS = InputChain((DecodeWav(8000), FixLength(600), AddNoise(20), Resample(8000, 12000)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "spec"),
+    [
+        (WORDS.stages, (torch.float32, (1, 900))),
+        ((*WORDS.stages, Stft(64, 16), Spectrogram(log=True)), (torch.float32, (1, 33, 57))),
+        ((*WORDS.stages, Stft(63, 20)), (torch.complex64, (1, 32, 45))),
+        ((*WORDS.stages, Fft(), Spectrogram(), Standardize()), (torch.float32, (1, 450))),
+        ((*WORDS.stages, Standardize()), (torch.float32, (1, 900))),
+        ((DecodeWav(8000, mono=False), FixLength(600), Fft()), None),
+        ((DecodeWav(8000), Resample(8000, 16000), Stft(64, 16)), None),
+        ((DecodeWav(8000), Fft(), Spectrogram()), None),
+        ((DecodeWav(8000), Standardize()), None),
+        ((LoadTensor(), Standardize()), None),
+    ],
+)
+def test_the_output_of_audio_is_known_where_stages_tell(stages: tuple[object, ...], spec: object) -> None:
+    chain = InputChain(stages)  # type: ignore[arg-type]
+    assert chain.output_spec() == spec
+    if spec is not None:
+        value = stored_tensor(wav(tone(500, 2), rate=8000))
+        got = chain.run(value, sample=0, epoch=0, seed=0, start=chain.start, stop=0)
+        assert (got.dtype, tuple(got.shape)) == spec
+
+
+def test_stored_audio_passes_the_other_stages_too() -> None:
+    array = tone(500, 2)
+    chain = InputChain((LoadTensor("npy"), FixLength(600), Fft(), Spectrogram(), Standardize()))
+    stored = stored_tensor(npy(array.T.astype(np.float32)))
+    got = chain.run(stored, sample=0, epoch=0, seed=0, start=chain.start, stop=0)
+    same = InputChain((DecodeWav(8000, mono=False), *chain.stages[1:]))
+    file = stored_tensor(wav(array, rate=8000, bits=32, floating=True))
+    assert torch.equal(got, same.run(file, sample=0, epoch=0, seed=0, start=chain.start, stop=0))
 
 
 def test_stored_pixels_pass_the_other_stages_too() -> None:

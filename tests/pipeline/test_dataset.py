@@ -199,7 +199,7 @@ def test_a_file_of_another_writer_keeps_its_digest(dataset: Dataset) -> None:
         ({"count": 6}, "has 7 rows, chain.json counts 6"),
         ({"schema": "upriver.dataset/2"}, "schema must be upriver.dataset/1, got 'upriver.dataset/2'"),
         ({"layout": "lmdb"}, "layout must be webdataset or folders, got 'lmdb'"),
-        ({"format": "pickle"}, "format must be image or npy or safetensors, got 'pickle'"),
+        ({"format": "pickle"}, "format must be image or wav or npy or safetensors, got 'pickle'"),
         ({"classes": ["a", "b"]}, r"row 2: target is not in 0\.\.1 \(2\)"),
         ({"classes": [1, 2, 3]}, r"Expected `str`, got `int` - at `\$\.classes"),
         ({"index": {"bytes": 2**40, "sha256": "0" * 64}}, "index.bytes must lie in 1..1073741824"),

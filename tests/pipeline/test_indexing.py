@@ -16,10 +16,20 @@ import torch
 from safetensors.torch import save
 
 from upriver.errors import ConfigError, DatasetError, ObjectChanged
-from upriver.pipeline import InputStage, LoadTensor, imagenet_eval, index, stored_tensor
+from upriver.pipeline import (
+    Dataset,
+    DecodeWav,
+    FixLength,
+    InputStage,
+    LoadTensor,
+    Resample,
+    imagenet_eval,
+    index,
+    stored_tensor,
+)
 from upriver.store import Store
 
-from .making import encoded, npy, pixels, samples, shard, write
+from .making import encoded, npy, pixels, samples, shard, tone, wav, write
 
 STAGES = imagenet_eval(16, 20)
 JPEG = encoded(pixels(20, 20))
@@ -172,6 +182,49 @@ def test_ready_tensors(tmp_path: Path) -> None:
             ((_, _, blob),) = stored(uri, path, stages=(stage,))
             got = dataset.chain.run(stored_tensor(blob), sample=0, epoch=0, seed=0, start=-1, stop=0)
             assert torch.equal(got, torch.tensor(array))
+
+
+# ---------------------------------------------------------------------------------------------- audio
+
+
+def test_audio(tmp_path: Path) -> None:
+    data = {f"{n}.wav": wav(tone(50 + n)) for n in range(3)}
+    shards = shard([each for name in data for each in ((f"{name[0]}.cls", b"1"), (name, data[name]))])
+    uri = write(tmp_path, {"a.tar": shards} | {f"words/yes/{name}": each for name, each in data.items()})
+    for path, layout in (("a.tar", "webdataset"), ("words", "folders")):
+        dataset = index(uri, path, stages=[DecodeWav(16000), FixLength(60)])
+        assert (dataset.format, dataset.layout, len(dataset)) == ("wav", layout, 3)
+        found = stored(uri, path, stages=(DecodeWav(16000),))
+        assert [blob for _, _, blob in found] == list(data.values())
+        dataset.publish()
+        assert Dataset.open(dataset.store, dataset.digest).chain == dataset.chain
+
+
+@pytest.mark.parametrize("path", ["a.tar", "words"])
+def test_of_audio_the_rate_is_looked_at(tmp_path: Path, path: str) -> None:
+    data = wav(tone(50), rate=44100)
+    uri = write(tmp_path, {"a.tar": shard([("1.cls", b"0"), ("1.wav", data)]), "words/yes/1.wav": data})
+    with pytest.raises(ConfigError, match=r"it must be decode_wav, with sample_rate 44100$"):
+        index(uri, path, stages=STAGES)
+    with pytest.raises(
+        ConfigError, match=r"has 44100 samples a second, and decode_wav\.sample_rate is 16000"
+    ):
+        index(uri, path, stages=[DecodeWav(16000)])
+    index(uri, path, stages=[DecodeWav(44100), Resample(44100, 16000)])
+
+
+@pytest.mark.parametrize("data", [b"", b"RIFF", b"no audio at all" * 100])
+def test_audio_that_cannot_be_read_is_a_bad_sample_later(tmp_path: Path, data: bytes) -> None:
+    uri = write(tmp_path, {"yes/1.wav": data})
+    assert index(uri, stages=[DecodeWav(16000)]).format == "wav"
+    with pytest.raises(ConfigError, match=r"it must be decode_wav$"):
+        index(uri, stages=STAGES)
+
+
+def test_of_a_long_sound_little_is_read(tmp_path: Path) -> None:
+    store = CountingStore.at(write(tmp_path, {"yes/1.wav": wav(tone(100_000))}))
+    index(store, stages=[DecodeWav(16000)])
+    assert sum(stop - start for _, start, stop in store.gets) <= 4096
 
 
 # -------------------------------------------------------------------------------------- what is wrong
@@ -455,10 +508,13 @@ def test_another_file_with_such_a_name_does_not_matter(tmp_path: Path) -> None:
     assert [name for name, _, _ in stored(tmp_path.as_uri())] == ["cat/1.jpg"]
 
 
-@pytest.mark.parametrize(("name", "named"), [("1.npy", "load_tensor with format 'npy'"), ("1.jpg", "decode")])
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("1.npy", "load_tensor with format 'npy'"), ("1.jpg", "decode"), ("1.wav", "decode_wav")],
+)
 def test_the_error_of_a_first_stage_says_which_it_must_be(tmp_path: Path, name: str, named: str) -> None:
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / name).write_bytes(b"x")
-    stages = STAGES if name == "1.npy" else (LoadTensor("npy"),)
+    stages = (LoadTensor("npy"),) if name == "1.jpg" else STAGES
     with pytest.raises(ConfigError, match=f"it must be {named}"):
         index(tmp_path.as_uri(), stages=stages)

@@ -1,16 +1,31 @@
-"""What a program takes of a request, as its graph says."""
+"""What a program takes of a request, as its graph says, and what samples take before it."""
 
 from contextlib import contextmanager
 
 import pytest
 import torch
 
+from tests.pipeline.making import encoded, pixels, tone, wav, write
 from tests.server.conftest import MICRO_BATCH, make_program
+from tests.server.running import changed
 from upriver.errors import Overloaded, ProtocolError
+from upriver.pipeline import CenterCrop, Decode, DecodeWav, FixLength, Normalize, Resize, ToFloat, index
 from upriver.program import capture
 from upriver.protocol import DEFAULT_CAPS, DatasetRef, RunRequest
+from upriver.server.jobs import Weighed
 from upriver.server.memory import SealedFile
-from upriver.server.needs import GRAPH_FACTOR, MAX_FORMS, WEIGHED_BYTES, Form, Forms, read_form
+from upriver.server.needs import (
+    ANSWER_BYTES,
+    COPIES,
+    GRAPH_FACTOR,
+    MAX_FORMS,
+    WEIGHED_BYTES,
+    Form,
+    Forms,
+    input_of,
+    read_form,
+    request_bytes,
+)
 from upriver.server.tenants import ANYONE
 from upriver.types import MicroBatch
 
@@ -107,3 +122,89 @@ def test_a_large_graph_is_read_only_where_there_is_memory_for_it():
 
     with pytest.raises(Overloaded):
         Forms(hold).of("anyone/one", graph, 0, ANYONE)
+
+
+# ------------------------------------------------------------------------------- samples of a dataset
+
+
+def dataset_of(root, files, *stages):
+    return index(write(root, {f"a/{name}": data for name, data in files.items()}), stages=stages)
+
+
+def words(count=4, samples=100):
+    return {f"{n}.wav": wav(tone(samples, seed=n)) for n in range(count)}
+
+
+def asked(dataset, ids, stop, *, micro_batch=4, weighed=None):
+    """What a request takes beyond what every one does."""
+    ref = DatasetRef(store="default", digest=dataset.digest)
+    request = RunRequest(
+        micro_batches=ids, start=dataset.chain.start, stop=stop, micro_batch=micro_batch, dataset=ref
+    )
+    found = request_bytes(request, dataset=dataset, weighed=weighed or {})
+    stored = max(int(dataset.sizes(each).sum()) for each in ids)
+    return {size: each - ANSWER_BYTES - COPIES * stored * size // micro_batch for size, each in found.items()}
+
+
+def test_a_few_short_sounds_that_are_to_be_long_are_counted_as_long(tmp_path):
+    samples = 1_000_000
+    dataset = dataset_of(tmp_path, words(), DecodeWav(16000), FixLength(samples))
+    (found,) = asked(dataset, ((0, 1), (2,)), 0).values()
+    assert found > 2 * 4 * 4 * samples  # a row for each sample that there is room for, twice
+    (found,) = asked(dataset, ((0,),), -1).values()  # where there is no such padding
+    assert found < 4 * samples
+
+
+def test_each_number_is_that_of_the_micro_batch_where_it_is_largest(tmp_path):
+    files = {f"{n}.wav": wav(tone(100 * (n + 1))) for n in range(5)}
+    dataset = dataset_of(tmp_path, files, DecodeWav(16000))
+    ref = DatasetRef(store="default", digest=dataset.digest)
+    request = RunRequest(micro_batches=((0, 1), (4,), (2, 3)), start=-1, stop=-1, micro_batch=2, dataset=ref)
+    given = input_of(request, dataset)
+    sizes = dataset.sizes(range(5))
+    assert given.stored_bytes == given.out_bytes == sizes[2] + sizes[3]
+    assert given.working_bytes == 0
+    given = input_of(changed(request, stop=0), dataset)
+    assert given.out_bytes == 2 * 4 * sizes[4]
+    assert given.working_bytes > 4 * sizes[4]
+
+
+@pytest.mark.parametrize("last, factor", [(None, 17), (ToFloat(), 65), (Normalize(), 65)])
+def test_images_of_unknown_size_are_counted_by_rule(tmp_path, last, factor):
+    stages = (Decode(), Resize(8)) if last is None else (Decode(), Resize(8), last)
+    files = {f"{n}.png": encoded(pixels(20, 20, seed=n), "PNG") for n in range(2)}
+    dataset = dataset_of(tmp_path, files, *stages)
+    (found,) = asked(dataset, ((0, 1),), 0).values()
+    assert found == factor * dataset.sizes([0, 1]).sum()
+    (found,) = asked(dataset, ((0, 1),), 1 - len(stages)).values()
+    assert found == 17 * dataset.sizes([0, 1]).sum()  # as pixels
+
+
+def test_images_of_one_size_are_counted_as_they_will_be(tmp_path):
+    files = {f"{n}.png": encoded(pixels(20, 20, seed=n), "PNG") for n in range(2)}
+    dataset = dataset_of(tmp_path, files, Decode(), CenterCrop(600), Normalize())
+    (found,) = asked(dataset, ((0, 1),), 0).values()
+    out = 4 * 3 * 600 * 600 * 4
+    assert 2 * out < found < 4 * out
+
+
+def test_what_goes_into_a_model_is_counted_beside_what_comes_in(tmp_path):
+    samples = 1_000_000
+    dataset = dataset_of(tmp_path, words(), DecodeWav(16000), FixLength(samples))
+    into = 4 * 4 * samples
+    weighed = {
+        size: Weighed(peak_bytes=into * size // 4 + 1000, out_bytes=10, constant_bytes=0, rows=True)
+        for size in (4, 8)
+    }
+    found = asked(dataset, ((0, 1, 2, 3),), 1, weighed=weighed)
+    for size, nbytes in found.items():
+        assert nbytes > 2 * into * size // 4
+        assert nbytes < 2 * into * size // 4 + 10 * 4 * samples
+    large = {4: Weighed(peak_bytes=100 * into, out_bytes=10, constant_bytes=0, rows=True)}
+    assert asked(dataset, ((0, 1),), 1, weighed=large)[4] == 100 * into + 20
+
+
+def test_a_request_that_brings_its_tensors_has_no_input():
+    request = RunRequest(micro_batches=((0,),), start=0, stop=1, micro_batch=4)
+    weighed = {4: Weighed(peak_bytes=1000, out_bytes=10, constant_bytes=0, rows=True)}
+    assert request_bytes(request, dataset=None, weighed=weighed) == {4: ANSWER_BYTES + 1020}

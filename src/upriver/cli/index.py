@@ -37,7 +37,7 @@ def index(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Index a dataset in a store: class folders or WebDataset shards, of images or of ready tensors."""
+    """Index a dataset in a store: class folders or WebDataset shards, of images, audio or ready tensors."""
     from upriver.pipeline import index as index_dataset
     from upriver.store import Store
 

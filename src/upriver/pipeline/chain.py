@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline.draw import Draw
-from upriver.pipeline.stages import InputStage, Spec, stage_from_json
+from upriver.pipeline.input_stage import ANY_SIZE, InputStage, Kind, Sizes, Spec
+from upriver.pipeline.stages import stage_from_json
 
 MAX_STAGES = 64
 """More than any chain has a use for; a cap on what is read from a store."""
@@ -38,12 +40,14 @@ class InputChain:
         object.__setattr__(self, "stages", tuple(self.stages))
         if not 1 <= len(self.stages) <= MAX_STAGES:
             raise ConfigError(f"an input chain has 1..{MAX_STAGES} stages, got {len(self.stages)}")
-        given = "bytes"
+        given: Kind = "bytes"
         for index, stage in enumerate(self.stages):
             if not isinstance(stage, InputStage):
                 raise ConfigError(f"stage {index} must be an input stage, got {type(stage).__name__}")
-            if given not in (stage.takes, "any") or (given == "any" and stage.takes == "bytes"):
-                raise ConfigError(f"stage {index} ({stage.name}) takes {stage.takes}, but gets {given}")
+            fits = "bytes" not in stage.takes if given == "any" else given in stage.takes
+            if not fits:
+                takes = " or ".join(stage.takes)
+                raise ConfigError(f"stage {index} ({stage.name}) takes {takes}, but gets {given}")
             given = stage.gives
 
     @property
@@ -101,7 +105,30 @@ class InputChain:
         spec: Spec | None = None
         for stage in self.stages:
             spec = stage.spec(spec)
-        return spec
+        return spec if _is_whole(spec) else None
+
+    def most_bytes(self, stored: Sizes, stop: int) -> tuple[Sizes, Sizes]:
+        """What samples take at most, known before any of them is read.
+
+        Args:
+            stored: Their stored bytes.
+            stop: Where they are taken to.
+
+        Returns:
+            What each takes at ``stop``, infinite where only the sample tells; and what a stage has at once on
+            the way there at most, its input and its result among it. Images of unknown size are left out of
+            that: room for one is each worker's own.
+        """
+        spec: Spec | None = None
+        taken, most = stored, np.zeros_like(stored)
+        for stage in self.stages[: stop - self.start]:
+            spec = stage.spec(spec)
+            given = np.full_like(stored, _nbytes(spec)) if _is_whole(spec) else stage.given_bytes(taken)
+            known = np.where(np.isfinite(taken), taken, 0)
+            working = known + stage.working_bytes(known, given)
+            most = np.maximum(most, np.where(np.isfinite(working), working, 0))
+            taken = given
+        return taken, most
 
     def to_json(self) -> list[dict[str, Any]]:
         """The chain as plain data."""
@@ -118,6 +145,15 @@ class InputChain:
         if not isinstance(data, Sequence) or isinstance(data, str) or len(data) > MAX_STAGES:
             raise DatasetError(f"the input stages must be a list of at most {MAX_STAGES}")
         return cls(tuple(stage_from_json(stage) for stage in data))
+
+
+def _is_whole(spec: Spec | None) -> TypeGuard[Spec]:
+    """Whether nothing in it is left to the sample."""
+    return spec is not None and ANY_SIZE not in spec[1]
+
+
+def _nbytes(spec: Spec) -> int:
+    return math.prod(spec[1]) * spec[0].itemsize
 
 
 def stored_tensor(blob: bytes | memoryview) -> torch.Tensor:

@@ -14,9 +14,11 @@ import torch
 
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import manifest as files
+from upriver.pipeline.audio_stages import DecodeWav
 from upriver.pipeline.chain import InputChain
+from upriver.pipeline.input_stage import InputStage
 from upriver.pipeline.manifest import Manifest
-from upriver.pipeline.stages import InputStage, LoadTensor
+from upriver.pipeline.tensor_stages import LoadTensor
 from upriver.store import DEFAULT_PREFIX, Store, check_name
 
 
@@ -95,7 +97,7 @@ class Dataset:
 
     @property
     def format(self) -> str:
-        """``image``, ``npy`` or ``safetensors``."""
+        """``image``, ``wav``, ``npy`` or ``safetensors``."""
         return self._manifest.format
 
     def names(self, ids: Sequence[int]) -> list[str]:
@@ -214,9 +216,12 @@ def check_reads(chain: InputChain, format: str) -> None:
         ConfigError: If it reads another format.
     """
     first = chain.stages[0]
-    reads = first.format if isinstance(first, LoadTensor) else "image"
+    if isinstance(first, LoadTensor):
+        reads: str = first.format
+    else:
+        reads = "wav" if isinstance(first, DecodeWav) else "image"
     if reads != format:
-        needed = "decode" if format == "image" else f"load_tensor with format {format!r}"
+        needed = {"image": "decode", "wav": "decode_wav"}.get(format, f"load_tensor with format {format!r}")
         raise ConfigError(
             f"the samples are stored as {format}; the first stage ({first.name}) reads {reads}; "
             f"it must be {needed}"

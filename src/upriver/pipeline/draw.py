@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from upriver.errors import ConfigError
 
+Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
+
 _PERSON = b"upriver.draw/1"  # another way to draw would take another name: old runs stay replayable
+
+_BLOCK = 2**14  # numbers at once, an even count: what is computed on the way stays in a cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +25,8 @@ class Draw:
 
     A counter-based generator (Philox-4x64-10; Salmon et al., SC 2011) keyed by a hash of the four numbers.
     Only its raw words are used: NumPy promises those never change, and makes no such promise for its
-    distributions.
+    distributions. What is made of them takes arithmetic alone, which rounds the same way on every machine;
+    logarithms and cosines of libraries do not.
 
     Attributes:
         seed: The job's seed.
@@ -39,8 +46,45 @@ class Draw:
         Raises:
             ConfigError: If seed, epoch, sample or stage does not fit 64 signed bits.
         """
-        generator = np.random.Philox(key=np.frombuffer(self._key(), dtype="<u8").astype(np.uint64))
-        return tuple((int(word) >> 11) * 2.0**-53 for word in generator.random_raw(count))
+        return tuple(_uniforms(self._generator(), count).tolist())
+
+    def normals(self, count: int, *, after: int = 0) -> Numbers:
+        """Numbers of mean 0 and deviation 1, normally distributed; the same ones at every call.
+
+        By Box and Muller (1958): each two words give two numbers, of which the first ``count`` are taken.
+
+        Args:
+            count: How many.
+            after: Words that are left out: as many as are drawn as uniform numbers.
+
+        Returns:
+            float64 of shape (count,).
+
+        Raises:
+            ConfigError: As :meth:`uniforms`.
+        """
+        generator = self._generator()
+        generator.random_raw(after, output=False)
+        out = np.empty(count)
+        for start in range(0, count, _BLOCK):
+            part = out[start : start + _BLOCK]
+            uniforms = _uniforms(generator, len(part) + len(part) % 2)
+            radius = np.sqrt(-2.0 * _log(1.0 - uniforms[0::2]))
+            cosine, sine = _circle(uniforms[1::2])
+            part[0::2] = radius * cosine
+            part[1::2] = (radius * sine)[: len(part) // 2]
+        return out
+
+    def _generator(self) -> np.random.Philox:
+        return np.random.Philox(key=np.frombuffer(self._key(), dtype="<u8").astype(np.uint64))
+
+    def key(self) -> int:
+        """A number of 128 bits that stands for all four.
+
+        Raises:
+            ConfigError: As `uniforms`.
+        """
+        return int.from_bytes(self._key(), "little")
 
     def _key(self) -> bytes:
         try:
@@ -48,3 +92,55 @@ class Draw:
         except struct.error:
             raise ConfigError(f"seed, epoch, sample and stage must fit 64 signed bits, got {self}") from None
         return hashlib.blake2b(numbers, digest_size=16, person=_PERSON).digest()
+
+
+def _uniforms(generator: np.random.Philox, count: int) -> Numbers:
+    words = np.asarray(generator.random_raw(count), dtype=np.uint64)
+    found: Numbers = (words >> np.uint64(11)).astype(np.float64)
+    found *= 2.0**-53
+    return found
+
+
+def _log(values: Numbers) -> Numbers:
+    """Natural logarithms of numbers in (0, 1], to some 1e-16.
+
+    Of ``m 2^e`` it is ``e log 2 + 2 artanh((m - 1) / (m + 1))``, with m within a factor of sqrt(2) around 1:
+    then each term of the series is at most 0.03 times the one before.
+    """
+    mantissa, exponent = np.frexp(values)
+    small = mantissa < math.sqrt(0.5)
+    mantissa, exponent = np.where(small, 2.0 * mantissa, mantissa), exponent - small
+    ratio = (mantissa - 1.0) / (mantissa + 1.0)
+    return exponent * math.log(2.0) + 2.0 * ratio * _polynomial(ratio * ratio, _ARTANH)
+
+
+def _circle(turns: Numbers) -> tuple[Numbers, Numbers]:
+    """Cosines and sines of shares of a full turn in [0, 1), to some 1e-16.
+
+    The nearest quarter turn is taken off, which is exact, and put back by swapping the two and their signs.
+    """
+    quarters = np.floor(4.0 * turns + 0.5)
+    angle = 2.0 * math.pi * (turns - 0.25 * quarters)
+    square = angle * angle
+    cosine, sine = _polynomial(square, _COSINE), angle * _polynomial(square, _SINE)
+    quarter = quarters.astype(np.int64) % 4
+    swapped = quarter % 2 == 1
+    cosine, sine = np.where(swapped, sine, cosine), np.where(swapped, cosine, sine)
+    return (
+        np.where((quarter == 1) | (quarter == 2), -cosine, cosine),
+        np.where(quarter >= 2, -sine, sine),
+    )
+
+
+def _polynomial(values: Numbers, coefficients: Sequence[float]) -> Numbers:
+    """By Horner's rule, from the highest power down."""
+    out = np.full_like(values, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        out *= values
+        out += coefficient
+    return out
+
+
+_ARTANH = [1.0 / (2 * k + 1) for k in range(12)]
+_COSINE = [(-1) ** k / math.factorial(2 * k) for k in range(10)]
+_SINE = [(-1) ** k / math.factorial(2 * k + 1) for k in range(10)]

@@ -1,4 +1,4 @@
-"""Stored image to pixels, and pixels to another size: all that Pillow does here.
+"""Stored image to pixels, pixels to another size, and pixels changed: all that Pillow does here.
 
 The three formats are opened by their own classes rather than through ``Image.open``: nothing else can be
 opened, and neither a warning nor a leniency set elsewhere in the process decides what a sample is. The same
@@ -8,12 +8,14 @@ bytes give the same pixels wherever Pillow and its libraries are the same; the f
 from __future__ import annotations
 
 import io
+import math
 import struct
 import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
@@ -31,6 +33,9 @@ PIXEL_CEILING = 178_956_970
 MAX_IMAGE_SIDE = 2**16
 """Longest side of a stored image: what JPEG has room for, rounded up. Pillow keeps a pointer for each row, so
 a PNG with one pixel in each would take several times the memory of its pixels."""
+
+Change = tuple[str, float]
+"""One of `CHANGES`, and its amount."""
 
 _limit = sys.maxsize
 """Set by `limit_pixels`, for this process alone; without that, stages' own caps are all there is."""
@@ -145,6 +150,20 @@ def resize(value: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
 
 
+def change(value: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
+    """Change uint8 (height, width, 3) pixels in one way after another, each by its amount.
+
+    Nearest neighbour, and black where nothing was. The same changes give the pixels that torchvision's
+    functions give for PIL images.
+    """
+    if not changes:
+        return value
+    image = Image.fromarray(value.contiguous().numpy())
+    for name, amount in changes:
+        image = CHANGES[name](image, amount)
+    return to_tensor(image)
+
+
 def to_tensor(image: Image.Image) -> torch.Tensor:
     """RGB image to a fresh uint8 tensor of shape (height, width, 3)."""
     out = torch.empty((image.height, image.width, 3), dtype=torch.uint8)
@@ -225,3 +244,64 @@ def _orientation(exif: bytes) -> int:
     except struct.error:
         pass
     return 1
+
+
+# ------------------------------------------------------------------------------------------ changes
+
+FACTORS: dict[str, Callable[[Image.Image], ImageEnhance._Enhance]] = {
+    "brightness": ImageEnhance.Brightness,
+    "contrast": ImageEnhance.Contrast,
+    "saturation": ImageEnhance.Color,
+    "sharpness": ImageEnhance.Sharpness,
+}
+"""Changes by a factor: 1 gives the image itself, 0 one that lacks what the name says."""
+
+
+def _by_factor(name: str) -> Callable[[Image.Image, float], Image.Image]:
+    return lambda image, factor: FACTORS[name](image).enhance(factor)
+
+
+def _turn_hue(image: Image.Image, share: float) -> Image.Image:
+    """Hues moved by a share of their circle, of which Pillow keeps 256 steps."""
+    hue, saturation, lightness = image.convert("HSV").split()
+    steps = int(share * 255)
+    turned = hue.point([(step + steps) % 256 for step in range(256)])
+    return Image.merge("HSV", (turned, saturation, lightness)).convert("RGB")
+
+
+def _affine(image: Image.Image, *matrix: float) -> Image.Image:
+    """Each pixel (x, y) is the one that was at (ax + by + c, dx + ey + f), for a matrix a to f."""
+    return image.transform(
+        image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST, fillcolor=(0, 0, 0)
+    )
+
+
+def _shear_x(image: Image.Image, slope: float) -> Image.Image:
+    return _affine(image, 1.0, math.tan(_angle(slope)), 0.0, 0.0, 1.0, 0.0)
+
+
+def _shear_y(image: Image.Image, slope: float) -> Image.Image:
+    # Not the tangent: this may be another number in its last bit, and torchvision divides.
+    return _affine(image, 1.0, 0.0, 0.0, math.sin(_angle(slope)) / math.cos(_angle(slope)), 1.0, 0.0)
+
+
+def _angle(slope: float) -> float:
+    """By way of degrees, as torchvision is told angles: that rounds."""
+    return math.radians(math.degrees(math.atan(slope)))
+
+
+CHANGES: dict[str, Callable[[Image.Image, float], Image.Image]] = {
+    **{name: _by_factor(name) for name in FACTORS},
+    "hue": _turn_hue,
+    "shear_x": _shear_x,
+    "shear_y": _shear_y,
+    "translate_x": lambda image, pixels: _affine(image, 1.0, 0.0, -int(pixels), 0.0, 1.0, 0.0),
+    "translate_y": lambda image, pixels: _affine(image, 1.0, 0.0, 0.0, 0.0, 1.0, -int(pixels)),
+    "rotate": lambda image, degrees: image.rotate(degrees, Image.Resampling.NEAREST, fillcolor=(0, 0, 0)),
+    "posterize": lambda image, bits: ImageOps.posterize(image, int(bits)),
+    "solarize": lambda image, threshold: ImageOps.solarize(image, threshold),  # type: ignore[arg-type]
+    "auto_contrast": lambda image, _: ImageOps.autocontrast(image),
+    "equalize": lambda image, _: ImageOps.equalize(image),
+}
+"""Every change of an image: by a factor, a share of the circle, a slope, pixels, degrees, bits that are kept,
+a threshold, or nothing."""

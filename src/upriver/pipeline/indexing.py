@@ -1,4 +1,4 @@
-"""Index what is stored: WebDataset shards or class folders, of images or of ready tensors."""
+"""Index what is stored: WebDataset shards or class folders, of images, of audio or of ready tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ import pyarrow as pa
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import manifest as files
 from upriver.pipeline import tarshard
+from upriver.pipeline.audio_stages import DecodeWav
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.dataset import Dataset, check_reads
-from upriver.pipeline.stages import InputStage
+from upriver.pipeline.errors import SampleError
+from upriver.pipeline.input_stage import InputStage
+from upriver.pipeline.wavfile import read_form
 from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, check_name
 from upriver.types import require_type
 
@@ -30,6 +33,7 @@ FORMAT_OF = {
     "jpeg": "image",
     "png": "image",
     "webp": "image",
+    "wav": "wav",
     "npy": "npy",
     "safetensors": "safetensors",
 }
@@ -41,8 +45,13 @@ MAX_CLASSES = 2**20
 CLASSES_FILE = "classes.txt"
 """Class names beside the shards, one a line, in the order of the targets."""
 
-_UNSUPPORTED = ("bmp", "gif", "tif", "tiff", "avif", "heic", "jp2", "pt", "pth", "pkl", "npz")
+_UNSUPPORTED = (
+    *("bmp", "gif", "tif", "tiff", "avif", "heic", "jp2"),
+    *("flac", "mp3", "ogg", "opus", "m4a", "aac", "aif", "aiff"),
+    *("pt", "pth", "pkl", "npz"),
+)
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_WAV_HEADER_BYTES = 4096  # of what stands before the samples, where the format is among the first
 _SHARDS_AT_ONCE = 8  # headers are small and far apart: the wait is for round trips, not for bytes
 
 
@@ -68,7 +77,8 @@ def index(
     """Index the samples under a path. Nothing is written until the dataset's ``publish()``.
 
     A WebDataset shard gives a sample for each key with one media member and an integer in ``.cls``; class
-    folders (``class/name.jpg``) give their sorted names as classes. Only listings and tar headers are read.
+    folders (``class/name.jpg``) give their sorted names as classes. Only listings and tar headers are read,
+    and of audio the first file's header.
 
     Args:
         store: A store, or the URI of one.
@@ -81,7 +91,8 @@ def index(
     Raises:
         DatasetError: If there is nothing to index or something cannot be: a sample without a class, a
             truncated shard, a duplicate, mixed formats. The message names the object.
-        ConfigError: If the stages do not fit together or do not read the stored format.
+        ConfigError: If the stages do not fit together or do not read the stored format, or the audio has
+            another rate than they say.
         StoreError: If the store cannot be read.
     """
     _check_arguments(store, path, stages, prefix, on_progress)
@@ -300,7 +311,7 @@ def _dataset(
                 f"sample {row.name!r} in {row.object.path!r} has {row.stop - row.start} bytes; at most "
                 f"{files.MAX_SAMPLE_BYTES} are allowed"
             )
-    check_reads(chain, rows[0].format)
+    _check_reads(store, rows[0], chain)
     index_bytes = files.encode_index(_table(rows))
     manifest = files.Manifest(
         schema=files.SCHEMA,
@@ -312,6 +323,35 @@ def _dataset(
         stages=chain.to_json(),
     )
     return Dataset(store, files.encode_manifest(manifest), index_bytes, prefix=prefix)
+
+
+def _check_reads(store: Store, row: _Row, chain: InputChain) -> None:
+    """Whether the stages read what is stored, and audio at the rate that the first sample has.
+
+    Of audio that cannot be read nothing is said: it is a bad sample, as any other would be.
+    """
+    rate = _wav_rate(store, row) if row.format == "wav" else None
+    try:
+        check_reads(chain, row.format)
+    except ConfigError as exc:
+        raise (exc if rate is None else ConfigError(f"{exc}, with sample_rate {rate}")) from None
+    first = chain.stages[0]
+    if rate is not None and isinstance(first, DecodeWav) and first.sample_rate != rate:
+        raise ConfigError(
+            f"sample {row.name!r} in {row.object.path!r} has {rate} samples a second, and "
+            f"decode_wav.sample_rate is {first.sample_rate}; it must be {rate}, and resample may come behind"
+        )
+
+
+def _wav_rate(store: Store, row: _Row) -> int | None:
+    stop = min(row.stop, row.start + _WAV_HEADER_BYTES)
+    if stop == row.start:
+        return None
+    head = store.get_range(row.object.path, row.start, stop, etag=row.object.etag)
+    try:
+        return read_form(head).rate
+    except SampleError:
+        return None
 
 
 def _table(rows: Sequence[_Row]) -> pa.Table:

@@ -21,7 +21,7 @@ from upriver.pipeline.chain import InputChain
 
 SCHEMA = "upriver.dataset/1"
 LAYOUTS = ("webdataset", "folders")
-FORMATS = ("image", "npy", "safetensors")
+FORMATS = ("image", "wav", "npy", "safetensors")
 
 MAX_CHAIN_BYTES = 2**26
 """Cap on ``chain.json``; a million class names of 60 bytes fit."""
@@ -62,7 +62,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     Attributes:
         schema: Version of this form.
         layout: ``webdataset`` or ``folders``.
-        format: ``image``, ``npy`` or ``safetensors``.
+        format: ``image``, ``wav``, ``npy`` or ``safetensors``.
         count: Number of samples.
         classes: Names of the targets 0, 1, …
         index: Size and digest of the index.

@@ -6,6 +6,7 @@ And what the program that it names takes of a request: a number of samples, tens
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from upriver.errors import ProtocolError
 from upriver.pipeline import Dataset
@@ -31,8 +33,12 @@ COPIES = 3
 and those of the next one, which are read meanwhile."""
 
 UNSEEN = 8
-"""Where an answer stands among the input stages its size is known only when it is there. A JPEG is decoded to
-five times its bytes as a rule; should that not do, what is missing is asked for before it is taken."""
+"""Over stored bytes: images that are not brought to one size, since what these take is known only when they
+are there. A JPEG is decoded to five times its bytes as a rule; should that not do, what is missing is asked
+for before it is taken."""
+
+FLOAT = 4
+"""Pixels as a tensor, over their bytes."""
 
 ANSWER_BYTES = 3 << 20
 """Of every request: the end of an answer that may wait for its reader (`TAIL_BYTES`), and what Python, HTTP
@@ -278,6 +284,28 @@ def works_ahead(weighed: Weighed) -> bool:
     return weighed.out_bytes <= TAIL_BYTES
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Input:
+    """What the largest micro-batch of a request takes before model stages.
+
+    Attributes:
+        stored_bytes: As it is stored.
+        out_bytes: Where input stages leave it, with a row for each sample that it has room for; infinite
+            where only the samples tell.
+        unseen_bytes: The same as a rule, for those.
+        working_bytes: What a stage has at once for one sample.
+    """
+
+    stored_bytes: int = 0
+    out_bytes: float = 0.0
+    unseen_bytes: int = 0
+    working_bytes: int = 0
+
+    def peak_bytes(self, joined: int, out_bytes: float) -> int:
+        """At once: samples as they came, as they are done, these in one tensor or laid out, one in work."""
+        return joined * self.stored_bytes + 2 * int(out_bytes) + self.working_bytes
+
+
 def request_bytes(
     request: RunRequest,
     *,
@@ -292,23 +320,34 @@ def request_bytes(
         weighed: By samples of a forward pass, what its model stages take; empty where it asks for none.
     """
     sizes = tuple(weighed) or (request.micro_batch,)
-    stored = largest_stored_bytes(request, dataset) if dataset is not None else 0
-    return {size: _one_size(size // request.micro_batch, stored, weighed.get(size)) for size in sorted(sizes)}
+    given = Input() if dataset is None else input_of(request, dataset)
+    return {size: _one_size(size // request.micro_batch, given, weighed.get(size)) for size in sorted(sizes)}
 
 
-def _one_size(joined: int, stored: int, weighed: Weighed | None) -> int:
-    coming = COPIES * stored * joined + ANSWER_BYTES
+def _one_size(joined: int, given: Input, weighed: Weighed | None) -> int:
+    coming = COPIES * given.stored_bytes * joined + ANSWER_BYTES
     if weighed is None:
-        return coming + 2 * UNSEEN * stored
+        out = given.out_bytes if math.isfinite(given.out_bytes) else given.unseen_bytes
+        return coming + max(given.peak_bytes(1, out), 2 * UNSEEN * given.stored_bytes)
+    # What goes into the model is part of its peak, so there is no more of it than that.
+    before = given.peak_bytes(joined, min(joined * given.out_bytes, weighed.peak_bytes))
     # What was laid out for the reader lies beside what the run still holds, and beside the answer before it.
-    return coming + weighed.peak_bytes + weighed.out_bytes * (2 if works_ahead(weighed) else 1)
+    return coming + max(before, weighed.peak_bytes) + weighed.out_bytes * (2 if works_ahead(weighed) else 1)
 
 
-def largest_stored_bytes(request: RunRequest, dataset: Dataset) -> int:
-    """Stored bytes of the request's largest micro-batch."""
-    sizes = dataset.sizes([sample for ids in request.micro_batches for sample in ids])
-    largest, at = 0, 0
-    for ids in request.micro_batches:
-        largest = max(largest, int(sizes[at : at + len(ids)].sum()))
-        at += len(ids)
-    return largest
+def input_of(request: RunRequest, dataset: Dataset) -> Input:
+    """What a request's micro-batches take; each number is that of the one where it is largest."""
+    counts = [len(ids) for ids in request.micro_batches]
+    stored = dataset.sizes([sample for ids in request.micro_batches for sample in ids]).astype(np.float64)
+    stop = min(request.stop, 0)
+    out, working = dataset.chain.most_bytes(stored, stop)
+    starts = np.cumsum([0, *counts[:-1]])
+    largest = int(np.add.reduceat(stored, starts).max())
+    rows = request.micro_batch * out.max() if stop == 0 else np.add.reduceat(out, starts).max()
+    is_float = stop > dataset.chain.start and dataset.chain.stage_at(stop).gives == "tensor"
+    return Input(
+        stored_bytes=largest,
+        out_bytes=float(rows),
+        unseen_bytes=largest * UNSEEN * (FLOAT if is_float else 1),
+        working_bytes=int(working.max()),
+    )

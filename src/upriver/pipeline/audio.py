@@ -1,0 +1,321 @@
+"""Signals: what audio stages compute, with torch and NumPy alone.
+
+Sums and transforms are NumPy's, which works in one thread: torch divides a long sum among its threads, and
+the result then hangs on how many there are. Long signals are worked on in blocks, so that little is taken
+beside what comes in and what goes out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from upriver.pipeline.draw import Draw
+from upriver.pipeline.errors import SampleError
+
+Samples = np.ndarray[Any, np.dtype[np.float32]]
+
+MAX_CHANNELS = 8
+"""Of one sample: loudspeakers around a listener (7.1), and most arrays of microphones."""
+
+MAX_BYTES = 2**28
+"""Cap on what an audio stage gives: as much as a stored sample may have, 25 minutes at 44.1 kHz."""
+
+ZERO_CROSSINGS = 24
+"""Of the low-pass filter, to each side: up to 0.9 of the band tones stay within 0.6 %, and what lies a tenth
+beyond it is below -60 dB."""
+
+ROLLOFF = 0.99
+"""Share of the band at whose end the low-pass filter has fallen to a half."""
+
+LOG_FLOOR = 1e-6
+"""Added before a logarithm is taken: what is silent becomes -13.8."""
+
+_BLOCK = 2**17  # numbers that are worked on at once
+
+_LEAST_OUTPUTS = 32  # of a step of a convolution: with one it takes twenty times as long
+
+
+def check_audio(value: torch.Tensor) -> tuple[int, int]:
+    """Channels and samples of what must be audio.
+
+    Raises:
+        SampleError: If it is something else.
+    """
+    fits = value.dtype is torch.float32 and value.dim() == 2 and value.numel() > 0
+    if not fits or value.shape[0] > MAX_CHANNELS:
+        raise SampleError(
+            f"audio is float32 of shape (channels, samples) with at most {MAX_CHANNELS} channels, got "
+            f"{value.dtype} of {tuple(value.shape)}"
+        )
+    return value.shape[0], value.shape[1]
+
+
+def check_spectrum(value: torch.Tensor) -> None:
+    """Check what must be a spectrum.
+
+    Raises:
+        SampleError: If it is something else.
+    """
+    if value.dtype is not torch.complex64 or value.dim() not in (2, 3) or value.numel() == 0:
+        raise SampleError(
+            "a spectrum is complex64 of shape (channels, frequencies) or (channels, frequencies, frames), "
+            f"got {value.dtype} of {tuple(value.shape)}"
+        )
+
+
+def check_bytes(what: str, nbytes: int) -> None:
+    """Check what is to be made, before it is.
+
+    Raises:
+        SampleError: If it is too large.
+    """
+    if nbytes > MAX_BYTES:
+        raise SampleError(f"{what} of {nbytes} bytes; at most {MAX_BYTES} are allowed")
+
+
+# ------------------------------------------------------------------------------------------- length
+
+
+def fix_length(value: torch.Tensor, samples: int, uniform: float) -> torch.Tensor:
+    """A part of longer audio, at the place that ``uniform`` says; zeros behind shorter audio.
+
+    Args:
+        value: Audio.
+        samples: Of each channel, afterwards.
+        uniform: In [0, 1).
+
+    Raises:
+        SampleError: If it is no audio, or too large afterwards.
+    """
+    channels, has = check_audio(value)
+    check_bytes("audio", 4 * channels * samples)
+    if has == samples:
+        return value
+    out = torch.zeros((channels, samples), dtype=torch.float32)
+    start = int(uniform * (max(has - samples, 0) + 1))
+    out[:, : min(has, samples)] = value[:, start : start + samples]
+    return out
+
+
+def resample(value: torch.Tensor, orig: int, new: int) -> torch.Tensor:
+    """Audio at another rate, through a low-pass filter at the lower one's half.
+
+    Each output is a sum of inputs around its own time, weighted by a sinc under a Hann window; which weights
+    depends on its place among ``new`` outputs, and comes round after ``orig`` inputs (Smith, Digital Audio
+    Resampling, 2002). Before its beginning and after its end the signal is silent.
+
+    Args:
+        value: Audio.
+        orig: Its rate.
+        new: The rate to have.
+
+    Returns:
+        Audio of ceil(samples * new / orig) samples.
+
+    Raises:
+        SampleError: If it is no audio, or too large afterwards.
+    """
+    channels, samples = check_audio(value)
+    orig, new = in_lowest_terms(orig, new)
+    if orig == new:
+        return value
+    length = -(-samples * new // orig)
+    check_bytes("audio", 4 * channels * length)
+    orig, new = _in_steps(orig, new)
+    kernel = _kernel(orig, new)
+    reach = (kernel.shape[2] - orig) // 2
+    out = torch.empty((channels, length), dtype=torch.float32)
+    steps = max(1, _BLOCK // max(kernel.shape[2], new))
+    for start in range(0, length, steps * new):
+        count = min(length - start, steps * new)
+        first = start // new * orig - reach
+        signal = _stretch(value, first, first + (-(-count // new) - 1) * orig + kernel.shape[2])
+        found = torch.nn.functional.conv1d(signal.unsqueeze(1), kernel, stride=orig)
+        out[:, start : start + count] = found.transpose(1, 2).reshape(channels, -1)[:, :count]
+    return out
+
+
+def in_lowest_terms(orig: int, new: int) -> tuple[int, int]:
+    """The same ratio of rates in the smallest whole numbers."""
+    divisor = math.gcd(orig, new)
+    return orig // divisor, new // divisor
+
+
+def num_taps(orig: int, new: int) -> int:
+    """Weights of the filter between two rates."""
+    orig, new = in_lowest_terms(orig, new)
+    return new * (2 * _reach(orig, new) + orig)
+
+
+def _in_steps(orig: int, new: int) -> tuple[int, int]:
+    """What goes into and comes out of a step of the convolution: some rounds where one has few outputs."""
+    rounds = -(-_LEAST_OUTPUTS // new)
+    while rounds > 1 and new * rounds * (2 * _reach(orig, new) + orig * rounds) > _BLOCK:
+        rounds -= 1
+    return orig * rounds, new * rounds
+
+
+def _reach(orig: int, new: int) -> int:
+    """Inputs that an output depends on, to each side."""
+    return math.ceil(ZERO_CROSSINGS * max(1.0, orig / new) / ROLLOFF)
+
+
+@functools.lru_cache(maxsize=4)
+def _kernel(orig: int, new: int) -> torch.Tensor:
+    """Weights of shape (new, 1, taps), a row for each output; each sums to 1, so that a constant stays."""
+    reach = _reach(orig, new)
+    times = np.arange(-reach, orig + reach)[None, :] - (np.arange(new) * orig / new)[:, None]
+    times *= ROLLOFF * min(1.0, new / orig)
+    window = np.cos(times * (math.pi / 2 / ZERO_CROSSINGS)) ** 2
+    weights = np.where(np.abs(times) < ZERO_CROSSINGS, np.sinc(times) * window, 0.0)
+    weights /= weights.sum(axis=1, keepdims=True)
+    return torch.tensor(weights, dtype=torch.float32).unsqueeze(1)
+
+
+def _stretch(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Samples [start, stop) of each channel, zeros outside."""
+    inside = value[:, max(start, 0) : max(stop, 0)]
+    before = max(-start, 0)
+    return torch.nn.functional.pad(inside, (before, stop - start - before - inside.shape[1]))
+
+
+# -------------------------------------------------------------------------------------------- level
+
+
+def add_noise(value: torch.Tensor, snr_db: float, draw: Draw, *, after: int) -> torch.Tensor:
+    """Audio and white Gaussian noise, of a power that many dB below the audio's; silence stays silent.
+
+    Args:
+        value: Audio.
+        snr_db: Ratio of the two powers over the whole sample, in dB.
+        draw: Where the noise comes from.
+        after: Words of it that are used already.
+
+    Raises:
+        SampleError: If it is no audio.
+    """
+    check_audio(value)
+    signal = _flat(value)
+    power = _mean_square(signal)
+    if power == 0:
+        return value
+    noise = draw.normals(len(signal), after=after)
+    noise *= math.sqrt(power) * 10.0 ** (-snr_db / 20.0)
+    out = torch.empty(value.shape, dtype=torch.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(signal, noise, out=_flat(out), casting="same_kind")
+    return out
+
+
+def standardize(value: torch.Tensor, eps: float) -> torch.Tensor:
+    """``(x - mean) / (std + eps)`` over all of a float32 tensor; a constant one becomes zeros."""
+    numbers, out = _flat(value), torch.empty(value.shape, dtype=torch.float32)
+    centred = _flat(out)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # Rounded first: the mean of equal numbers is then that number, and what is left is 0.
+        np.subtract(numbers, np.float32(np.mean(numbers, dtype=np.float64)), out=centred)
+        centred /= np.float32(math.sqrt(_mean_square(centred)) + eps)
+    return out
+
+
+def _mean_square(numbers: Samples) -> float:
+    total = 0.0
+    for start in range(0, len(numbers), _BLOCK):
+        total += float(np.square(numbers[start : start + _BLOCK], dtype=np.float64).sum())
+    return total / len(numbers)
+
+
+def _flat(value: torch.Tensor) -> Samples:
+    """The numbers of a tensor in a row; of a contiguous one its own memory."""
+    return value.contiguous().numpy().reshape(-1)
+
+
+# ------------------------------------------------------------------------------------------ spectra
+
+
+def fft(value: torch.Tensor) -> torch.Tensor:
+    """The first half of each channel's Fourier transform.
+
+    Returns:
+        complex64 of shape (channels, samples // 2).
+
+    Raises:
+        SampleError: If it is no audio, or of one sample.
+    """
+    channels, samples = check_audio(value)
+    if samples < 2:
+        raise SampleError(f"audio of {samples} sample; a Fourier transform has no half below 2")
+    out = torch.empty((channels, samples // 2), dtype=torch.complex64)
+    for row, signal in zip(out.numpy(), value.numpy(), strict=True):
+        row[...] = np.fft.rfft(signal)[: samples // 2]
+    return out
+
+
+def stft(value: torch.Tensor, n_fft: int, hop: int, win: int) -> torch.Tensor:
+    """Fourier transforms of parts of each channel, under a Hann window, as ``torch.stft`` gives them.
+
+    Frame ``t`` is centred on sample ``t * hop``; beyond its ends the signal is mirrored.
+
+    Args:
+        value: Audio.
+        n_fft: Samples of a frame.
+        hop: Samples from one frame to the next.
+        win: Samples of the window, which lies in the middle of a frame.
+
+    Returns:
+        complex64 of shape (channels, n_fft // 2 + 1, frames).
+
+    Raises:
+        SampleError: If it is no audio, too short to be mirrored, or too large afterwards.
+    """
+    channels, samples = check_audio(value)
+    side = n_fft // 2
+    if samples <= side:
+        raise SampleError(f"audio of {samples} samples; frames of {n_fft} need at least {side + 1}")
+    frames = 1 + (samples + 2 * side - n_fft) // hop
+    check_bytes("a spectrum", 8 * channels * (side + 1) * frames)
+    out = torch.empty((channels, side + 1, frames), dtype=torch.complex64)
+    window, at_once = _hann(n_fft, win), max(1, _BLOCK // n_fft)
+    for rows, signal in zip(out.numpy(), value.numpy(), strict=True):
+        mirrored = np.pad(signal, side, mode="reflect")
+        parts = np.lib.stride_tricks.sliding_window_view(mirrored, n_fft)[::hop]
+        for start in range(0, frames, at_once):
+            stop = min(start + at_once, frames)
+            rows[:, start:stop] = np.fft.rfft(parts[start:stop] * window, axis=1).T
+    return out
+
+
+def spectrogram(value: torch.Tensor, power: float, *, log: bool) -> torch.Tensor:
+    """``|x| ** power`` of a spectrum, or the logarithm of that and `LOG_FLOOR`.
+
+    Raises:
+        SampleError: If it is no spectrum.
+    """
+    check_spectrum(value)
+    out = torch.empty(value.shape, dtype=torch.float32)
+    found, parts = _flat(out), value.contiguous().numpy().reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(parts.real, parts.real, out=found)
+        found += parts.imag * parts.imag
+        if power == 1:
+            np.sqrt(found, out=found)
+        elif power != 2:
+            np.power(found, np.float32(power / 2), out=found)
+        if log:
+            found += np.float32(LOG_FLOOR)
+            np.log(found, out=found)
+    return out
+
+
+@functools.lru_cache(maxsize=8)
+def _hann(n_fft: int, win: int) -> Samples:
+    """A Hann window in the middle of a frame of zeros; periodic, as torch has it."""
+    window = np.zeros(n_fft, dtype=np.float32)
+    start = (n_fft - win) // 2
+    window[start : start + win] = 0.5 - 0.5 * np.cos(np.arange(win) * (2.0 * math.pi / win)) if win > 1 else 1
+    return window

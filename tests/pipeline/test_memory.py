@@ -1,0 +1,86 @@
+"""What stages say that they take at most is never less than what they take."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from upriver.pipeline import (
+    CenterCrop,
+    Decode,
+    DecodeWav,
+    FixLength,
+    InputChain,
+    LoadTensor,
+    Normalize,
+    Resample,
+    Resize,
+    Spectrogram,
+    Stft,
+    ToFloat,
+)
+from upriver.pipeline.audio import MAX_BYTES, MAX_CHANNELS
+
+from .high_water import ENVIRONMENT
+
+INF = float("inf")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
+def test_no_stage_and_no_micro_batch_takes_more_than_it_says() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pipeline.high_water"],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert [each for each in found["stages"] + found["micro_batches"] if each[1] > each[2]] == []
+    assert len(found["stages"]) > 20
+    # And not much more, or the bound would turn requests away that fit.
+    assert [each for each in found["micro_batches"] if each[2] > 6 * max(each[1], 4 << 20)] == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "stop", "out"),
+    [
+        ((LoadTensor(),), -1, [100.0, 4e6]),
+        ((LoadTensor(),), 0, [100.0, 4e6]),
+        ((Decode(), Resize(8)), -1, [INF, INF]),
+        ((Decode(), Resize(8)), 0, [INF, INF]),
+        ((Decode(), Resize(8), CenterCrop(10), Normalize()), -1, [300.0, 300.0]),
+        ((Decode(), Resize(8), CenterCrop(10), Normalize()), 0, [1200.0, 1200.0]),
+        ((LoadTensor(), ToFloat()), 0, [400.0, 16e6]),
+        ((DecodeWav(8000),), 0, [400.0, 16e6]),
+        ((DecodeWav(8000, max_samples=1000),), 0, [400.0, 4000.0]),
+        ((DecodeWav(8000, mono=False, max_samples=1000),), 0, [400.0, 4000.0 * MAX_CHANNELS]),
+        ((DecodeWav(8000), FixLength(1000)), 0, [4000.0, 4000.0]),
+        ((LoadTensor(), FixLength(1000)), 0, [4000.0 * MAX_CHANNELS, 4000.0 * MAX_CHANNELS]),
+        ((DecodeWav(8000), FixLength(1000), Resample(8000, 16000)), 0, [8000.0, 8000.0]),
+        ((DecodeWav(8000), FixLength(1000), Stft(64, 10), Spectrogram()), -1, [26664.0, 26664.0]),
+        ((DecodeWav(8000), FixLength(1000), Stft(64, 10), Spectrogram()), 0, [13332.0, 13332.0]),
+        ((DecodeWav(8000), Resample(8000, 256000), Resample(8000, 256000)), 0, [410656.0, MAX_BYTES]),
+    ],
+)
+def test_what_samples_are_at_most_is_known_before_they_are_read(
+    stages: tuple[object, ...], stop: int, out: list[float]
+) -> None:
+    chain = InputChain(stages)  # type: ignore[arg-type]
+    found, working = chain.most_bytes(np.array([100.0, 4e6]), stop)
+    assert found.tolist() == out
+    assert np.isfinite(working).all()
+    assert (working >= 0).all()
+
+
+def test_where_nothing_is_done_nothing_is_taken() -> None:
+    chain = InputChain((DecodeWav(8000), FixLength(1000)))
+    out, working = chain.most_bytes(np.array([5.0]), chain.start)
+    assert (out.tolist(), working.tolist()) == ([5.0], [0.0])
