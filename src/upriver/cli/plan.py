@@ -76,6 +76,14 @@ def plan(
         str | None,
         typer.Option(metavar="RATE", help="Of the link, as 50Mbit or 10MB; wins over that of --cluster."),
     ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="M.json",
+            help="In place of a profile: what was measured of an input pipeline (upriver.metrics/1), for the "
+            "policy fastflow.",
+        ),
+    ] = None,
     policy: Annotated[str, typer.Option(metavar="NAME|all", help="Whose choice to show.")] = ALL,
     batch_size: Annotated[int, typer.Option(help="Samples of a training step.")] = 128,
     num_samples: Annotated[int, typer.Option(help="Samples of an epoch.")] = 10_000,
@@ -106,7 +114,30 @@ def plan(
 
     With the name of one policy the exit code is 1 where its choice does not fit the memory; its plan is
     printed all the same, with "feasible": false. With all of them it is 0: that one has no answer is one.
+
+    With --metrics it says instead whether, which and how many of an input pipeline's stages to offload.
     """
+    if metrics is not None:
+        from upriver.cli.plan_metrics import plan_metrics
+
+        only_with_a_profile = {
+            "profile": profile,
+            "cluster": cluster,
+            "model": model,
+            "freeze-to": freeze_to,
+            "stored-bytes": stored_bytes,
+            "micro-batch": micro_batch,
+            "input-shape": input_shape,
+            "autocast": autocast,
+            "bandwidth": bandwidth,
+            "sweep": sweep,
+            "plot": plot,
+            "html": html,
+            "save-profile": save_profile,
+            "save-cluster": save_cluster,
+        }
+        idle = [name for name, value in only_with_a_profile.items() if value is not None]
+        return plan_metrics(metrics, policy, idle=idle, as_json=as_json)
     outputs = Outputs(plot=plot, html=html, save_profile=save_profile, save_cluster=save_cluster)
     outputs.check()
     source = Source(
@@ -120,8 +151,8 @@ def plan(
         input_shape=parse_shape(input_shape),
         autocast=autocast,
     )
-    source.check()
     policies = _policies(policy)
+    source.check()
     rates = () if sweep is None else parse_sweep(sweep)
     for name, value in (("batch_size", batch_size), ("num_samples", num_samples)):
         if not 1 <= value <= MOST_SAMPLES:
@@ -228,6 +259,8 @@ def _policies(name: str) -> Mapping[str, Policy]:
 
     if name == ALL:
         return POLICIES
+    if name == "fastflow":
+        raise ConfigError("policy fastflow goes by measurements of an input pipeline: --metrics M.json")
     if name not in POLICIES:
         raise ConfigError(f"--policy must be one of {', '.join(POLICIES)} or {ALL}, got {name!r}")
     return {name: POLICIES[name]}

@@ -12,7 +12,8 @@ import numpy as np
 
 from upriver.cost import CostModel
 from upriver.errors import ConfigError
-from upriver.profile import cluster_from_json, profile_from_json
+from upriver.profile import cluster_from_json, metrics_from_json, profile_from_json
+from upriver.profile.metrics import Candidate, Metrics
 from upriver.text import bytes_text, printable, rate_text
 from upriver.types import Cluster, Profile, StageProfile, Workload
 
@@ -99,6 +100,20 @@ def read_cluster(path: Path) -> Cluster:
         ConfigError: If the file cannot be read or is no cluster; names the file and the field.
     """
     return _read(path, cluster_from_json)
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Metrics of an input pipeline from a file; names lose what a terminal would obey.
+
+    Raises:
+        ConfigError: If the file cannot be read or holds no such metrics; names the file and the field.
+    """
+    metrics = _read(path, metrics_from_json)
+    return replace(metrics, candidates=tuple(map(_shown, metrics.candidates)))
+
+
+def _shown(candidate: Candidate) -> Candidate:
+    return replace(candidate, name=printable(candidate.name, NAME_LENGTH))
 
 
 def _named(stages: Iterable[StageProfile]) -> tuple[StageProfile, ...]:

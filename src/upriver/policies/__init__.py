@@ -1,7 +1,8 @@
 """One algorithm per file, equal signatures; siblings never import each other.
 
 A policy is a pure function of (profile, cluster, workload) and always answers a plan; when what it would
-choose does not fit, the plan says so. `choose` is the border where that becomes an error.
+choose does not fit, the plan says so. `choose` is the border where that becomes an error. `fastflow` goes by
+what was measured of an input pipeline, and answers an `Offload`.
 """
 
 from __future__ import annotations

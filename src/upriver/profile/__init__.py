@@ -9,12 +9,15 @@ from upriver.profile.files import (
     profile_from_json,
     profile_to_json,
 )
+from upriver.profile.metrics import metrics_from_json, metrics_to_json
 
 __all__ = [
     "build_profile",
     "cluster_from",
     "cluster_from_json",
     "cluster_to_json",
+    "metrics_from_json",
+    "metrics_to_json",
     "profile_from_json",
     "profile_to_json",
 ]

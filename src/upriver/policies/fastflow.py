@@ -1,0 +1,113 @@
+"""fastflow: whether to offload the input pipeline, which of its stages, and for what share of the samples.
+
+The smart offloading policy: Um, Oh, Seo, Kweun, Kim, Lee, "FastFlow: Accelerating Deep Learning Model
+Training with Smart Offloading of Input Data Pipeline", PVLDB 16(5), 2023, section 4, Algorithm 1, with the
+metrics of Table 1.
+
+Symbols
+    Gthp, Lthp, Pcycle           ``Metrics.gthp``, ``lthp``, ``pcycle``
+    Rthp(p'), Ocycle(p')         ``Candidate.rthp``, ``ocycle``
+    SpeedUpThreshold             ``Metrics.speedup_threshold``
+    OffRatio                     ``Offload.ratio``
+    P' (line 7)                  the candidate with the greatest ``estimate``
+    Upper, Lower (lines 8, 9)    ``candidate.rthp`` and ``lower``
+
+Departures
+    - A ratio is at most 1. Rthp is a throughput of training and so no more than Gthp, but both are measured,
+      and Upper / Gthp can come out above.
+    - The text names no rule for ties; the first of equal candidates wins.
+    - Where there is no candidate, or the best one delivers nothing, nothing is offloaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from upriver.errors import ConfigError
+from upriver.profile.metrics import Candidate, Metrics
+
+POLICY = "fastflow"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offload:
+    """The decision.
+
+    Attributes:
+        offload: Whether anything is.
+        candidate: Which stages, by the name of the candidate; None where nothing is offloaded.
+        ratio: Share of the samples for which it is, 0 to 1.
+        why: In a sentence, with the numbers that decided.
+    """
+
+    offload: bool
+    candidate: str | None
+    ratio: float
+    why: str
+
+
+def decide(metrics: Metrics) -> Offload:
+    """Algorithm 1."""
+    gthp, lthp = metrics.gthp, metrics.lthp
+    if not stalls(gthp, lthp, metrics.speedup_threshold):
+        return _here(
+            f"the model alone is {gthp / lthp:.2f} times as fast as with its input pipeline, and "
+            f"{metrics.speedup_threshold:g} times is the least that is worth it"
+        )
+    if not metrics.candidates:
+        return _here("there is nothing that could be offloaded")
+    best = max(metrics.candidates, key=lambda candidate: estimate(metrics, candidate))
+    if best.rthp == 0:
+        return _here(f"{best.name} is the best of what could be offloaded and delivers nothing")
+    upper, least = best.rthp, lower(metrics, best)
+    if least < upper:
+        ratio, rule = upper / gthp, "Upper / Gthp, as the offloaded part can make up for what is lacking"
+    else:
+        ratio, rule = upper / (lthp + upper), "Rthp / (Lthp + Rthp), as both sides together are too slow"
+    ratio = min(1.0, ratio)
+    return Offload(
+        offload=True,
+        candidate=best.name,
+        ratio=ratio,
+        why=f"{best.name} promises the most, {estimate(metrics, best):.4g} of {gthp:.4g} MB/s where the "
+        f"training node alone has {lthp:.4g}; {ratio:.0%} of the samples: {rule} "
+        f"(Lower {least:.4g}, Upper {upper:.4g} MB/s)",
+    )
+
+
+def stalls(gthp: float, lthp: float, threshold: float) -> bool:
+    """Line 3: whether the input pipeline keeps the model waiting, and more than ``threshold`` can be won."""
+    return gthp > lthp and gthp / lthp > threshold
+
+
+def estimate(metrics: Metrics, candidate: Candidate) -> float:
+    """Line 7: the training throughput that a candidate promises, MB/s."""
+    return metrics.lthp * (1 - candidate.ocycle / metrics.pcycle) + candidate.rthp
+
+
+def lower(metrics: Metrics, candidate: Candidate) -> float:
+    """Line 9: what must be offloaded so that the training node keeps up, MB/s."""
+    return (metrics.gthp - metrics.lthp) * (1 + candidate.ocycle / metrics.pcycle)
+
+
+def workers_needed(metrics: Metrics, candidate: Candidate, *, most: int) -> int:
+    """How many equal workers make up for what is lacking: Lower over the throughput of one (section 9).
+
+    Args:
+        candidate: As measured with one worker.
+        most: Workers that can be had.
+
+    Raises:
+        ConfigError: If ``most`` is less than 1.
+    """
+    if most < 1:
+        raise ConfigError(f"most must be at least 1, got {most}")
+    lacking = lower(metrics, candidate)
+    if lacking <= 0:
+        return 0
+    return most if candidate.rthp == 0 else min(most, math.ceil(lacking / candidate.rthp))
+
+
+def _here(why: str) -> Offload:
+    return Offload(offload=False, candidate=None, ratio=0.0, why=why)
