@@ -64,6 +64,12 @@ class BadSample(DatasetError):
         self.reason = reason
 
 
+class CodeFailed(DatasetError):
+    """A user's own code raised where a worker ran it, or made what cannot be sent."""
+
+    code = "code_failed"
+
+
 class ModelError(UpriverError):
     """A model cannot be used as asked (nothing frozen, everything frozen, unknown module)."""
 

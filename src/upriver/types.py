@@ -196,12 +196,15 @@ class MicroBatch:
             positions < 0 one tensor a sample (stored bytes as uint8 of shape ``(n,)``, or pixels as uint8
             ``(height, width, 3)``).
         skipped: The members of ``ids`` that could not be read; their samples are padding too.
+        tree: What holds ``tensors``, where samples are a user's own: numbers, words and lists of them
+            (`upriver.protocol.tree`), a list with one for each of ``ids``, or a whole batch; None elsewhere.
     """
 
     ids: tuple[int, ...]
     position: int
     tensors: tuple[torch.Tensor, ...]
     skipped: tuple[int, ...] = ()
+    tree: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

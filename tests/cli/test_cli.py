@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.pipeline.making import tone, wav, write
 from upriver.cli import app, main
 from upriver.cli.common import emit
 
-COMMANDS = ("demo", "index", "push", "cuts", "plan", "serve", "token", "train")
+COMMANDS = ("demo", "index", "push", "cuts", "plan", "serve", "token", "train", "worker")
 
 
 @pytest.fixture
@@ -299,6 +300,18 @@ def test_stages_from_a_file_may_leave_defaults_out(photos: Path, capsys: pytest.
     stages.write_text('[[stage]]\nstage = "sharpen"\n')
     assert main(["index", photos.as_uri(), "--path", "photos", "--stages", str(stages)]) == 2
     assert "sharpen" in error_line(capsys)
+
+
+def test_audio_is_indexed_with_stages_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uri, stages = write(tmp_path, {"yes/1.wav": wav(tone(900), rate=8000)}), tmp_path / "stages.toml"
+    stages.write_text(
+        '[[stage]]\nstage = "decode_wav"\nsample_rate = 8000\n'
+        '[[stage]]\nstage = "stft"\nn_fft = 64\nhop = 16\n'
+    )
+    assert main(["index", uri, "--stages", str(stages), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stages"] == ["decode_wav", "stft"]
+    assert main(["index", uri]) == 2
+    assert "it must be decode_wav, with sample_rate 8000" in error_line(capsys)
 
 
 def test_cuts_of_a_users_own_model(

@@ -19,7 +19,7 @@ import pytest
 
 from tests.server.running import wait_for
 from upriver import cli
-from upriver.cli.serve import leave, split_store
+from upriver.cli.serving import leave, split_store
 from upriver.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -210,8 +210,8 @@ def test_sigterm_is_an_end_and_no_interruption_before_the_options_are_read(
     found = []
     monkeypatch.setattr(cli, "app", lambda *_, **__: found.append(signal.getsignal(signal.SIGTERM)))
     before = signal.getsignal(signal.SIGTERM)
-    assert cli.main(["serve"]) == cli.main(["train"]) == 0
-    assert found == [leave, signal.default_int_handler]
+    assert cli.main(["serve"]) == cli.main(["worker"]) == cli.main(["train"]) == 0
+    assert found == [leave, leave, signal.default_int_handler]
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -15,7 +15,7 @@ from tests.server.configured import bearer, configured
 from tests.server.configured import tenant as tenant_text
 from tests.server.running import ask
 from upriver.cli import main, serve_file
-from upriver.cli.serve import _token_of
+from upriver.cli.serving import token_of
 from upriver.errors import ConfigError
 from upriver.protocol import Caps
 from upriver.server import ServerConfig
@@ -53,6 +53,8 @@ grace_s = 3
 audit_log = "logs/audit.jsonl"
 log_format = "json"
 trace_endpoint = "http://localhost:4318"
+allow = ["my_package.data", "other:birds"]
+code_bytes = "32 MiB"
 
 [stores]
 plain = "file:///data"
@@ -186,6 +188,9 @@ def test_everything_that_may_stand_in_it(
         "audit_log": str(tmp_path / "logs" / "audit.jsonl"),
         "log_format": "json",
         "trace_endpoint": "http://localhost:4318",
+        "allow": ("my_package.data", "other:birds"),
+        "code_bytes": 32 << 20,
+        "hidden_variables": ("OTHER_KEY", "OTHER_SECRET"),
         "tls_certificate": str(tmp_path / "server.pem"),
         "tls_key": "/etc/upriver/server.key",
         "tls_client_ca": str(tmp_path / "clients.pem"),
@@ -358,7 +363,7 @@ def test_the_one_token_of_the_environment_is_for_servers_without_tenants(
 ) -> None:
     monkeypatch.setenv("UPRIVER_TOKEN", "a-clients-own")
     for text, expected in ((STORES, "a-clients-own"), (STORES + TENANT, None)):
-        assert _token_of(serve_file.check(serve_file.load(written(text)), where="file")) == expected
+        assert token_of(serve_file.check(serve_file.load(written(text)), where="file")) == expected
 
 
 @pytest.mark.parametrize(

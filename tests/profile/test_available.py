@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,13 @@ import torch
 
 from upriver.cli import plan_model
 from upriver.profile import available, build, cluster_from
-from upriver.profile.available import available_bytes, host_bytes, host_total_bytes, total_bytes
+from upriver.profile.available import (
+    available_bytes,
+    available_cpus,
+    host_bytes,
+    host_total_bytes,
+    total_bytes,
+)
 
 MACHINE = 1 << 40
 NO_LIMIT = "9223372036854771712"
@@ -192,3 +199,95 @@ def test_an_accelerator_leaves_what_nobody_holds_and_what_torch_holds_for_later(
     assert available_bytes(torch.device("cuda:1")) == 1300
     assert total_bytes(torch.device("cuda:1")) == 8000
     assert set(asked) == {torch.device("cuda:1")}
+
+
+# -------------------------------------------------------------------------------------------- CPUs
+
+PERIOD = 100_000
+
+
+class CpuGroups(Groups):
+    """The same, of CPUs."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        super().__init__(folder, version)
+        self.mount = self.top / "cpu" if version == 1 else self.top
+        self.mount.mkdir(exist_ok=True)
+
+    def enter(self, path: str) -> None:
+        line = f"3:cpu,cpuacct:{path}" if self.version == 1 else f"0::{path}"
+        self.membership.write_text(f"4:memory:/elsewhere\n{line}\n")
+
+    def give(self, path: str, quota: object, period: object = PERIOD) -> None:
+        folder = self.mount / path
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.version == 1:
+            (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+            (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+        else:
+            (folder / "cpu.max").write_text(f"{quota} {period}\n")
+
+    def cpus(self) -> int:
+        return available_cpus(self.top, self.membership)
+
+
+@pytest.fixture(params=[1, 2], ids=["v1", "v2"])
+def cpus(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CpuGroups:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    return CpuGroups(tmp_path, request.param)
+
+
+@pytest.mark.parametrize(
+    ("quota", "period", "expected"),
+    [
+        (4 * PERIOD, PERIOD, 4),
+        (250_000, PERIOD, 2),
+        (50_000, PERIOD, 1),
+        (1000, PERIOD, 1),
+        (30_000, 10_000, 3),
+        (100 * PERIOD, PERIOD, 16),
+    ],
+)
+def test_a_group_allows_so_many_cpus(cpus: CpuGroups, quota: int, period: int, expected: int) -> None:
+    cpus.give("jobs/one", quota, period)
+    cpus.enter("/jobs/one")
+    assert cpus.cpus() == expected
+
+
+def test_the_least_that_any_group_around_it_allows_counts(cpus: CpuGroups) -> None:
+    cpus.give("", 8 * PERIOD)
+    cpus.give("outer", 3 * PERIOD)
+    cpus.give("outer/inner", 6 * PERIOD)
+    cpus.give("other", PERIOD)
+    cpus.enter("/outer/inner")
+    assert cpus.cpus() == 3
+    cpus.give("outer", 12 * PERIOD)
+    assert cpus.cpus() == 6
+    cpus.give("", 2 * PERIOD)
+    assert cpus.cpus() == 2
+
+
+@pytest.mark.parametrize(
+    ("quota", "period"), [("max", PERIOD), (-1, PERIOD), (0, PERIOD), (PERIOD, 0), ("", ""), ("x", "y")]
+)
+def test_without_a_limit_it_is_where_a_process_may_run(
+    cpus: CpuGroups, quota: object, period: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpus.give("one", quota, period)
+    cpus.enter("/one")
+    assert cpus.cpus() == 16
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert cpus.cpus() == 1
+
+
+@pytest.mark.parametrize("path", ["/docker/0123", "/../../docker", "/"])
+def test_in_a_container_the_mount_allows(cpus: CpuGroups, path: str) -> None:
+    cpus.give("", 2 * PERIOD)
+    cpus.enter(path)
+    assert cpus.cpus() == 2
+
+
+def test_without_groups_it_is_where_a_process_may_run(cpus: CpuGroups) -> None:
+    assert available_cpus(cpus.top, cpus.top / "no such file") == 16
+    cpus.membership.write_bytes(b"\xff\xfe:\x00")
+    assert cpus.cpus() == 16

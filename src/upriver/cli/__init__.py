@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from upriver import __version__
-from upriver.cli import cuts, demo, index, plan, push, serve, token, train
+from upriver.cli import cuts, demo, index, plan, push, serve, serving, token, train, worker
 from upriver.cli.common import ReaderGone, checked_stdout
 from upriver.errors import StoreError, UpriverError
 
@@ -40,6 +40,7 @@ app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
 app.command("token")(token.token)
 app.command("train")(train.train)
+app.command("worker")(worker.worker)
 
 
 def _show_version(wanted: bool) -> None:
@@ -73,7 +74,7 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Whoever ends this process with SIGTERM wants what it started to be stopped too, as for Ctrl-C. A server
     # is ended that way in its normal life, and has not started anything before it has handlers of its own.
-    ending = serve.leave if arguments[:1] == ["serve"] else signal.default_int_handler
+    ending = serving.leave if arguments[:1] in (["serve"], ["worker"]) else signal.default_int_handler
     before = signal.signal(signal.SIGTERM, ending)
     try:
         result = app(arguments, prog_name="upriver", standalone_mode=False)

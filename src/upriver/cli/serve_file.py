@@ -1,4 +1,4 @@
-"""The TOML file of ``upriver serve --config``: what may stand in it, and what it comes to.
+"""The TOML file of ``upriver serve`` and ``upriver worker``: what may stand in it, and what it comes to.
 
 Secrets need not stand in it: tokens may be given as hashes, credentials as names of variables or of files.
 """
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
 """Options of a store that open it: what a file or the environment may hold."""
+
+TOKEN_VARIABLE = "UPRIVER_TOKEN"
+"""Where the one token may stand, in place of a file."""
 
 TABLES = ("stores", "tenants", "caps", "tls")
 """Keys that are tables; each is checked by itself, so that an error can name it."""
@@ -125,6 +128,8 @@ class ServeFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     audit_log: str | None = None
     log_format: str | None = None
     trace_endpoint: str | None = None
+    allow: list[str] | None = None
+    code_bytes: Size | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,9 +219,11 @@ def settings(file: Checked) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: size(name, value) if name.endswith("_bytes") else value
         for name, value in said.items()
-        if value is not None and name not in (*TABLES, "token_file")
+        if value is not None and name not in (*TABLES, "token_file", "allow")
     }
     found["stores"] = {name: _store(name, section) for name, section in file.stores.items()}
+    found["allow"] = tuple(file.plain.allow or ())
+    found["hidden_variables"] = _variables(file.stores)
     found["tenants"] = tuple(_tenant(name, section) for name, section in file.tenants.items())
     found["caps"] = _caps(file.caps)
     if file.tls is not None:
@@ -278,6 +285,12 @@ def _store(name: str, section: str | StoreSection) -> str | StoreAt:
         _add(options, _read_credentials(Path(section.credentials_file)), name)
     _add(options, _from_environment(section.environment, name), name)
     return StoreAt(uri=section.uri, options=options)
+
+
+def _variables(stores: Mapping[str, str | StoreSection]) -> tuple[str, ...]:
+    """Variables that hold credentials."""
+    named = (store.environment.values() for store in stores.values() if isinstance(store, StoreSection))
+    return tuple(variable for variables in named for variable in variables)
 
 
 def _add(options: dict[str, str], more: Mapping[str, str], store: str) -> None:

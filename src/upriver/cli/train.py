@@ -291,7 +291,7 @@ def _interrupted(checkpoint: Path) -> str:
 
 def _near(settings: TrainFile) -> Near:
     """The servers, and what opens their doors."""
-    from upriver.cli.serve import read_token
+    from upriver.cli.serving import read_token
     from upriver.client.connect import connect
 
     return connect(

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain
 from types import TracebackType
 
 from upriver.client.spawned import Tail, announced_url, end
@@ -69,12 +70,51 @@ class EmbeddedServer:
             ServerUnavailable: If it ends or says nothing; with the last lines of its stderr.
         """
         _check_stores(stores)
+        options = [option for name, uri in stores.items() for option in ("--store", f"{name}={uri}")]
+        numbers = {"--threads": threads, "--workers": workers, "--port": port}
+        return cls._started("serve", options, numbers, cpu=cpu, token=token, timeout_s=timeout_s)
+
+    @classmethod
+    def start_worker(
+        cls,
+        allow: Sequence[str],
+        *,
+        workers: int | None = None,
+        cpu: Set[int] | None = None,
+        token: str | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> EmbeddedServer:
+        """Start an ``upriver worker`` and wait until it takes requests.
+
+        Args:
+            allow: Whose code it may run.
+            workers: Compute processes; its own default if None.
+            cpu: As for `start`, as are the others.
+
+        Raises:
+            ServerUnavailable: As `start`.
+        """
+        options = [option for name in allow for option in ("--allow", name)]
+        numbers = {"--workers": workers, "--port": 0}
+        return cls._started("worker", options, numbers, cpu=cpu, token=token, timeout_s=timeout_s)
+
+    @classmethod
+    def _started(
+        cls,
+        command: str,
+        options: Sequence[str],
+        numbers: Mapping[str, int | None],
+        *,
+        cpu: Set[int] | None,
+        token: str | None,
+        timeout_s: float,
+    ) -> EmbeddedServer:
         # The server holds the reading end and stops at its end of file: when this process ends, however it
         # does, the kernel closes the writing end. (A death signal would follow the *thread* that started it.)
         theirs, ours = os.pipe()
         try:
-            command = _command(stores, threads=threads, workers=workers, port=port, parent_pipe=theirs)
-            process = _spawn(command, pass_fd=theirs, cpu=cpu, token=token)
+            line = _command(command, options, {**numbers, "--parent-pipe": theirs})
+            process = _spawn(line, pass_fd=theirs, cpu=cpu, token=token)
         except BaseException:
             os.close(ours)
             raise
@@ -131,25 +171,9 @@ def _check_stores(stores: Mapping[str, str]) -> None:
             )
 
 
-def _command(
-    stores: Mapping[str, str], *, threads: int | None, workers: int | None, port: int, parent_pipe: int
-) -> list[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "upriver",
-        "serve",
-        "--port",
-        str(port),
-        "--parent-pipe",
-        str(parent_pipe),
-    ]
-    for name, uri in stores.items():
-        command += ["--store", f"{name}={uri}"]
-    for option, value in {"--threads": threads, "--workers": workers}.items():
-        if value is not None:
-            command += [option, str(value)]
-    return command
+def _command(command: str, options: Sequence[str], numbers: Mapping[str, int | None]) -> list[str]:
+    given = [(option, str(value)) for option, value in numbers.items() if value is not None]
+    return [sys.executable, "-m", "upriver", command, *options, *chain.from_iterable(given)]
 
 
 def _spawn(

@@ -1,7 +1,8 @@
-"""Memory that this process can still take: what its machine and its control groups leave, or its accelerator.
+"""Memory and CPUs that this process can take: what machine and control groups leave it, or its accelerator.
 
 A container, a batch system or a service manager puts a process into a control group, which may have less than
-the machine, as may each group around it (Linux, "Control Group v2" and "Memory Resource Controller" of v1).
+the machine, as may each group around it (Linux, "Control Group v2"; "Memory Resource Controller" and "CFS
+Bandwidth Control" of v1).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class _Version:
 
 _V1 = _Version(limit="memory.limit_in_bytes", usage="memory.usage_in_bytes", cache=b"total_inactive_file")
 _V2 = _Version(limit="memory.max", usage="memory.current", cache=b"inactive_file")
+_VERSIONS = {1: _V1, 2: _V2}
 
 
 def available_bytes(device: torch.device) -> int:
@@ -70,15 +72,47 @@ def host_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
     """What the machine has, or what the group of this process leaves, or any group around it: the least.
 
     Args:
-        groups: Where control groups are mounted; those of version 1 in the folder ``memory``.
+        groups: Where control groups are mounted; those of version 1 in a folder for each controller.
         membership: The file that says which groups the process is in.
     """
     left = [max(0, limit - _held(group, version)) for group, version, limit in _limits(groups, membership)]
     return min([int(psutil.virtual_memory().available), *left])
 
 
+def available_cpus(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """CPUs that processes like this can keep busy: where it may run, or what its groups allow; at least 1.
+
+    Args:
+        groups: As of `host_bytes`.
+        membership: As of `host_bytes`.
+    """
+    least = min([len(os.sched_getaffinity(0)), *_shares(groups, membership)])
+    return max(1, int(least))
+
+
 def _limits(groups: Path, membership: Path) -> Iterator[tuple[Path, _Version, int]]:
-    """Each group that has a limit, and the bytes of it."""
+    """Each group that has a limit of memory, and the bytes of it."""
+    for group, number in _groups("memory", groups, membership):
+        version = _VERSIONS[number]
+        limit = _number(group / version.limit)
+        if limit is not None and limit < UNLIMITED:
+            yield group, version, limit
+
+
+def _shares(groups: Path, membership: Path) -> Iterator[float]:
+    """CPUs that each group may keep busy that has a limit of them."""
+    for group, number in _groups("cpu", groups, membership):
+        if number == 2:
+            quota, _, period = _read(group / "cpu.max").strip().partition(b" ")
+        else:
+            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        allowed, every = _parsed(quota), _parsed(period)
+        if allowed and every:  # version 1 says that there is no limit by -1, version 2 by "max"
+            yield allowed / every
+
+
+def _groups(controller: str, groups: Path, membership: Path) -> Iterator[tuple[Path, int]]:
+    """Each group that this process is in and that a controller may limit, with its version."""
     try:
         lines = os.fsdecode(membership.read_bytes()).split("\n")
     except OSError:  # not Linux
@@ -88,16 +122,13 @@ def _limits(groups: Path, membership: Path) -> Iterator[tuple[Path, _Version, in
         if len(rest) != 2:
             continue
         controllers, path = rest
-        if "memory" in controllers.split(","):
-            mount, version = groups / "memory", _V1
+        if controller in controllers.split(","):
+            mount, version = groups / controller, 1
         elif hierarchy == "0" and not controllers:
-            mount, version = groups, _V2
+            mount, version = groups, 2
         else:
             continue
-        for group in _upwards(mount, path):
-            limit = _number(group / version.limit)
-            if limit is not None and limit < UNLIMITED:
-                yield group, version, limit
+        yield from ((group, version) for group in _upwards(mount, path))
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:

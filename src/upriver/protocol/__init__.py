@@ -19,7 +19,10 @@ from upriver.protocol.frames import (
     parse_prefix,
 )
 from upriver.protocol.messages import (
+    BY_DEFAULT,
     MAX_LARGER,
+    CodeRef,
+    Collate,
     DatasetRef,
     Info,
     Larger,
@@ -42,6 +45,7 @@ from upriver.protocol.reading import FrameDecoder, Readable, read_frame
 from upriver.protocol.tensors import DTYPES, Layout, aligned, aligned_empty, build_tensors, lay_out
 
 __all__ = [
+    "BY_DEFAULT",
     "DEFAULT_CAPS",
     "DTYPES",
     "MAX_GRAPH_BYTES",
@@ -51,6 +55,8 @@ __all__ = [
     "PROGRAM_HEAD_NBYTES",
     "VERSION",
     "Caps",
+    "CodeRef",
+    "Collate",
     "DataHeader",
     "DatasetRef",
     "End",

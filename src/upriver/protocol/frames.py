@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 import torch
@@ -95,7 +96,7 @@ class Prefix:
     payload_nbytes: int
 
 
-class DataHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DataHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Header of a data frame: a `MicroBatch` without its bytes, and ``xxh3_64`` of the payload in hex."""
 
     ids: tuple[Index, ...]
@@ -104,6 +105,7 @@ class DataHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tensors: tuple[TensorHeader, ...]
     storages: tuple[StorageHeader, ...]
     checksum: str
+    tree: Any = None
 
 
 # ------------------------------------------------------------------------------------------ sending
@@ -118,6 +120,7 @@ def data_head(batch: MicroBatch, layout: Layout, checksum: str) -> bytes:
         tensors=layout.tensors,
         storages=layout.storages,
         checksum=checksum,
+        tree=batch.tree,
     )
     return frame_head(FrameKind.DATA, msgspec.json.encode(header), layout.nbytes)
 
@@ -218,6 +221,7 @@ def build_batch(header: DataHeader, payload: torch.Tensor, *, checksum: str | No
         position=header.position,
         skipped=header.skipped,
         tensors=build_tensors(header.tensors, header.storages, payload),
+        tree=header.tree,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from upriver.errors import BadSample, Overloaded, ProtocolError, UpriverError
+from upriver.pipeline.mapstyle import DONE, RAW, START
 from upriver.protocol.caps import MAX_INTEGER, MAX_MICRO_BATCH, VERSION, Caps
 from upriver.store.names import MAX_NAME_BYTES
 from upriver.text import printable, said
@@ -48,6 +49,50 @@ class DatasetRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     digest: Digest
 
 
+_NAME_PATTERN = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
+
+CODE_PATTERN = f"^{_NAME_PATTERN}:{_NAME_PATTERN}$"
+"""``package.module:callable``."""
+
+CodeName = Annotated[str, msgspec.Meta(pattern=CODE_PATTERN.replace(*_TO_THE_END), max_length=512)]
+
+MAX_ARGUMENT_BYTES = 64 << 10
+"""Arguments of a dataset's code, as JSON."""
+
+BY_DEFAULT = "default"
+"""In place of a name: PyTorch's own way to collate."""
+
+CollateName = Annotated[
+    str, msgspec.Meta(pattern=rf"^({BY_DEFAULT}|{_NAME_PATTERN}:{_NAME_PATTERN})\Z", max_length=512)
+]
+
+
+class Collate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How samples become batches.
+
+    Attributes:
+        name: ``package.module:callable``, or `BY_DEFAULT`.
+        batches: Number of each batch in its epoch, one for each entry of ``micro_batches``.
+    """
+
+    name: CollateName
+    batches: tuple[Index, ...]
+
+
+class CodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A dataset that is code: installed where it runs, and allowed there by name. None of it travels.
+
+    Attributes:
+        name: What is called to make it, ``package.module:callable``.
+        arguments: Its keyword arguments.
+        collate: Makes each micro-batch a batch of its own; None leaves samples as they are.
+    """
+
+    name: CodeName
+    arguments: dict[str, Any] = {}
+    collate: Collate | None = None
+
+
 class Larger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request's program once more, captured for more samples at once.
 
@@ -73,9 +118,12 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         micro_batches: Sample ids, at most ``micro_batch`` in each.
         stop: Where the answers stand.
         on_bad_sample: ``fail`` ends the answer with an error; ``skip`` pads the row and lists the id as
-            skipped.
+            skipped, but not of code.
         deadline_s: The answer is broken off when it has not gone out by then; the server may have a limit of
             its own, which counts where it is less.
+        code: In place of a dataset in a store: one that a worker's own code makes. ``start`` is then `START`
+            where it also reads its samples, or `RAW` where what was read is sent along, a tree for each
+            micro-batch; ``stop`` is 0. Answers are trees.
         larger: Programs of which the server may take one instead, to run several micro-batches at once; the
             answer is the same but for low bits. ``micro_batch`` says how it is divided all the same.
     """
@@ -91,7 +139,13 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     on_bad_sample: Literal["fail", "skip"] = "fail"
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     larger: Annotated[tuple[Larger, ...], msgspec.Meta(max_length=MAX_LARGER)] = ()
+    code: CodeRef | None = None
     protocol: int = VERSION
+
+    @property
+    def sent(self) -> bool:
+        """Whether its inputs are sent along."""
+        return self.dataset is None and (self.code is None or self.start == RAW)
 
     def check(self, caps: Caps) -> None:
         """Check what one field says of another.
@@ -102,7 +156,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         check_version(self.protocol)
         if self.stop < self.start:
             raise ProtocolError(f"stop must be at least start, got [{self.start}, {self.stop})")
-        if self.dataset is None and self.start < 0:
+        if self.code is not None:
+            self._check_code(self.code)
+        elif self.dataset is None and self.start < 0:
             raise ProtocolError(f"start must be at least 0 without a dataset, got {self.start}")
         if self.program is None and self.stop > 0 and self.stop > self.start:
             raise ProtocolError(f"stages up to {self.stop} need a program, got none")
@@ -113,12 +169,31 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for ids in self.micro_batches:
             if not 1 <= len(ids) <= self.micro_batch:
                 raise ProtocolError(f"a micro-batch has 1 to {self.micro_batch} samples, got {len(ids)}")
-        if self.micro_batch > caps.tensors:  # before the model, each sample is a tensor of its own
+        if self.code is None and self.micro_batch > caps.tensors:  # before the model, each sample is a tensor
             raise ProtocolError(f"micro_batch must be at most {caps.tensors}, got {self.micro_batch}")
         self._check_larger()
         total = sum(len(ids) for ids in self.micro_batches)
         if total > caps.samples:
             raise ProtocolError(f"a request has at most {caps.samples} samples, got {total}")
+
+    def _check_code(self, code: CodeRef) -> None:
+        if self.dataset is not None or self.program is not None:
+            raise ProtocolError("a request names code, or a dataset in a store and a program, not both")
+        if self.larger or self.on_bad_sample != "fail":
+            raise ProtocolError(
+                "code has no larger programs, and a sample that it cannot make is never skipped"
+            )
+        if self.start not in (START, RAW) or self.stop != DONE:
+            raise ProtocolError(
+                f"code runs from {START}, or {RAW} where what was read is sent along, to {DONE}; "
+                f"got [{self.start}, {self.stop})"
+            )
+        if len(msgspec.json.encode(code.arguments)) > MAX_ARGUMENT_BYTES:
+            raise ProtocolError(f"the arguments of code have at most {MAX_ARGUMENT_BYTES} bytes as JSON")
+        if code.collate is not None and len(code.collate.batches) != len(self.micro_batches):
+            raise ProtocolError(
+                f"each of {len(self.micro_batches)} batches has a number, got {len(code.collate.batches)}"
+            )
 
     def _check_larger(self) -> None:
         sizes = [self.micro_batch, *(larger.micro_batch for larger in self.larger)]
@@ -139,7 +214,8 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
         device: Where it computes; the first of several.
         devices: How many it has.
         workers: On all of them.
-        worker_network: True where workers could not be cut off from the network.
+        worker_network: True where workers could not be cut off from the network, or are not to be.
+        allow: Names of packages, modules and callables of its own that clients may have run.
     """
 
     version: Label
@@ -152,6 +228,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     devices: int = 1
     worker_network: bool = False
+    allow: tuple[str, ...] = ()
     protocol: int = VERSION
 
 

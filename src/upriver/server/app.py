@@ -182,6 +182,7 @@ class Front:
             workers=self._config.workers * len(self._config.devices),
             threads=self._config.threads_per_worker,
             worker_network=hello.network,
+            allow=self._config.allow,
         )
         return Response(msgspec.json.encode(info), media_type="application/json")
 

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from upriver.errors import ConfigError
 from upriver.protocol import RunRequest
+from upriver.server.offload import arguments_digest
 from upriver.text import printable
 
 log = logging.getLogger(__name__)
@@ -86,13 +88,14 @@ class Audit:
         seconds: float,
         outcome: str,
         bytes_in: int = 0,
+        arguments: str | None = None,
     ) -> None:
         """A run request has ended.
 
         Args:
             tenant: Name of whose it was.
             request_id: Names it in the other logs.
-            dataset: Digest of what was read; None where tensors were sent along.
+            dataset: Digest of what was read, or the name of code; None where tensors were sent along.
             store: Name of the dataset's store.
             program: Digest of what was run.
             samples: That were asked for.
@@ -100,11 +103,13 @@ class Audit:
             seconds: From its first byte to its end.
             outcome: ``ok``, an error's code, ``stalled`` or ``disconnect``.
             bytes_in: Of its body.
+            arguments: Digest of those that the code was given; None without code.
         """
         self._write(
             "run",
             tenant,
             request_id=request_id,
+            **({} if arguments is None else {"arguments": arguments}),
             store=store,
             dataset=dataset,
             program=program,
@@ -299,20 +304,27 @@ class Entry(Came):
         if self._closed:
             return
         self._closed = True
-        request = self._request
-        source = request.dataset if request is not None else None
         self._audit.run(
             self._tenant,
             request_id=self._request_id,
-            dataset=source.digest if source is not None else None,
-            store=source.store if source is not None else None,
-            program=request.program if request is not None else None,
-            samples=sum(map(len, request.micro_batches)) if request is not None else 0,
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
             seconds=time.perf_counter() - self._began,
             outcome=self._error or outcome,
+            **_about(self._request),
         )
+
+
+def _about(request: RunRequest | None) -> dict[str, Any]:
+    """What a request names, as far as it was read."""
+    found: dict[str, Any] = {"dataset": None, "store": None, "program": None, "samples": 0}
+    if request is not None:
+        found |= {"program": request.program, "samples": sum(map(len, request.micro_batches))}
+        if request.dataset is not None:
+            found |= {"dataset": request.dataset.digest, "store": request.dataset.store}
+        if request.code is not None:
+            found |= {"dataset": request.code.name, "arguments": arguments_digest(request.code)}
+    return found
 
 
 def _open(path: str | Path) -> int:

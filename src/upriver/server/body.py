@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import msgspec
 
 from upriver.errors import ProtocolError, TooLarge
 from upriver.protocol import Caps, FrameDecoder, RunRequest, named
+from upriver.text import said
 from upriver.types import MicroBatch
 
 
@@ -38,20 +40,20 @@ async def read_body(
             if request is None and isinstance(message, RunRequest):
                 request = message
             elif request is not None and isinstance(message, MicroBatch):
-                _check_sent(request, len(batches), message)
-                batches.append(message)
+                batches.append(_checked(request, len(batches), message))
             else:
                 raise ProtocolError(f"a request frame, then data frames, got {named(message)}")
     if request is None or not decoder.between_frames:
         raise ProtocolError(f"the body ended after {got} bytes, in the middle of a frame")
-    expected = 0 if request.dataset is not None else len(request.micro_batches)
+    expected = len(request.micro_batches) if request.sent else 0
     if len(batches) != expected:
         raise ProtocolError(f"{expected} data frames were announced, got {len(batches)}")
     return request, batches
 
 
-def _check_sent(request: RunRequest, index: int, batch: MicroBatch) -> None:
-    if request.dataset is not None or index >= len(request.micro_batches):
+def _checked(request: RunRequest, index: int, batch: MicroBatch) -> MicroBatch:
+    """A data frame that was announced; its tree as JSON again, which takes no more memory than came."""
+    if not request.sent or index >= len(request.micro_batches):
         raise ProtocolError("more data frames than announced")
     wanted = (request.micro_batches[index], request.start)
     if (batch.ids, batch.position) != wanted:
@@ -59,3 +61,15 @@ def _check_sent(request: RunRequest, index: int, batch: MicroBatch) -> None:
             f"data frame {index} must hold samples {wanted[0]} at position {wanted[1]}, "
             f"got {batch.ids} at {batch.position}"
         )
+    if request.code is None:
+        if batch.tree is not None:
+            raise ProtocolError(f"data frame {index} has a tree, and only what is sent for code has one")
+        return batch
+    if not (
+        isinstance(batch.tree, list) and batch.tree[:1] == ["l"] and len(batch.tree) == len(batch.ids) + 1
+    ):
+        raise ProtocolError(f"the tree of data frame {index} must be a list of {len(batch.ids)} samples")
+    try:
+        return replace(batch, tree=msgspec.Raw(msgspec.json.encode(batch.tree)))
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"the tree of data frame {index}: {said(str(error))}") from None

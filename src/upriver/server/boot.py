@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from types import FrameType
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
@@ -95,6 +96,10 @@ def limit(limits: Mapping[str, int]) -> None:
         resource.setrlimit(number, (least, least))
 
 
+def _let_be(number: int, frame: FrameType | None) -> None:
+    """A signal that is for the front."""
+
+
 def boot(
     fd: int,
     parent: int,
@@ -102,6 +107,7 @@ def boot(
     sandbox: str = "none",
     group: int | None = None,
     limits: Mapping[str, int] | None = None,
+    own_code: bool = False,
 ) -> None:
     """Shut this process in, then work until the front is gone.
 
@@ -112,19 +118,23 @@ def boot(
         sandbox: What it is shut in by already: "bubblewrap" or "none".
         group: See `join_group`.
         limits: See `limit`.
+        own_code: Whether it runs the user's own code, which keeps the network, files and rights it has.
     """
     join_group(group)
     spare_others()
-    alone = sandbox != "none" or leave_network()  # bubblewrap does it, or does not start anything
-    drop_capabilities()
+    alone = not own_code and (sandbox != "none" or leave_network())  # bubblewrap does it, or starts nothing
+    if not own_code:
+        drop_capabilities()
     if sandbox == "none":
         die_with(parent)  # after those: a change of credentials would undo it
     limit(limits or {})
-    # Libraries ask for this folder's name and never use it; Python would find it by writing there.
-    tempfile.tempdir = os.environ.get("TMPDIR", "/tmp")
+    if not own_code:
+        # Libraries ask for this folder's name and never use it; Python would find it by writing there.
+        tempfile.tempdir = os.environ.get("TMPDIR", "/tmp")
     # Whoever ends all processes of a service at once: the front lets what runs finish, and ends this one.
+    # What the user's code starts does not inherit a handler, as it would a signal that is ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _let_be if own_code else signal.SIG_IGN)
     from upriver.server.worker import work
 
     work(fd, network=not alone, sandbox=sandbox)

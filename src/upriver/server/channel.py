@@ -40,6 +40,11 @@ class Channel(Generic[_M]):
         """How long one message may take from here on; TimeoutError then."""
         self._socket.settimeout(seconds)
 
+    def stay_apart(self) -> None:
+        """Keep this end from processes that this one starts: they may outlive it, and keep it open."""
+        self._socket.set_inheritable(False)
+        os.register_at_fork(after_in_child=self.close)
+
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """Send a message, with descriptors that the other side gets copies of.
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from upriver.errors import ConfigError
 from upriver.pipeline.image import PIXEL_CEILING
 from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
+from upriver.server.allowed import require_allow
 from upriver.server.budget import BASE, INDEXES
 from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token, require_count
 from upriver.store import DEFAULT_PREFIX, Store, check_name
@@ -33,6 +34,7 @@ _COUNTS = (
     "max_waiting_bytes",
     "min_batch",
     "program_budget_bytes",
+    "code_bytes",
 )
 _COUNTS_OR_NONE = ("threads", "memory_budget_bytes")
 _SECONDS = ("job_timeout_s", "stall_timeout_s", "head_timeout_s", "idle_timeout_s", "deadline_s")
@@ -68,7 +70,7 @@ class ServerConfig:
     """Everything a server is told; clients decide none of it.
 
     Attributes:
-        stores: Name to URI, or to something with a ``uri`` and ``options``.
+        stores: Name to URI, or to something with a ``uri`` and ``options``; there may be none with ``allow``.
         host: Address to bind; anything but loopback needs a ``token``, ``tenants`` or a ``tls_client_ca``.
         port: 0 takes a free one.
         token: What clients must send as a bearer token, where they are not told apart.
@@ -117,6 +119,11 @@ class ServerConfig:
         sandbox: How workers are shut in: by bubblewrap, by it where it works, or by namespaces alone.
         log_format: Lines for people, or JSON for machines.
         trace_endpoint: Where traces are sent (OpenTelemetry over HTTP); none are made if None.
+        allow: Code of this machine that clients may have run: packages, modules, ``package.module:callable``.
+            Compute processes are not shut in then: they see what the server's user does.
+        code_bytes: What a micro-batch of such code takes until something is known of it. 64 MiB: a hundred
+            images of 224 by 224, as floats.
+        hidden_variables: Of the environment, which such code does not see: credentials of stores.
         caps: Limits of frames, requests, programs and stored images.
     """
 
@@ -154,10 +161,14 @@ class ServerConfig:
     sandbox: Sandbox = "auto"
     log_format: LogFormat = "text"
     trace_endpoint: str | None = None
+    allow: tuple[str, ...] = ()
+    code_bytes: int = 64 << 20
+    hidden_variables: tuple[str, ...] = ()
     caps: Caps = DEFAULT_CAPS
 
     def __post_init__(self) -> None:
-        if not self.stores:
+        require_allow(self.allow)
+        if not self.stores and not self.allow:
             raise ConfigError("a server needs at least one store")
         for name in self.stores:
             if not valid_store_name(name):
@@ -169,6 +180,10 @@ class ServerConfig:
         self._check_numbers()
         for name, choice in _CHOICES.items():
             _require_choice(name, getattr(self, name), get_args(choice))
+        if self.allow and self.sandbox == "bubblewrap":
+            raise ConfigError(
+                "code that is allowed runs as the user who starts the server: leave sandbox out"
+            )
         self._check_devices()
         self._check_processes()
         self._check_tls()

@@ -38,6 +38,7 @@ from upriver.server.jobs import (
     Measured,
     NeedSlot,
     Run,
+    RunCode,
     Setup,
     UseSlot,
     Weigh,
@@ -66,6 +67,9 @@ file system keeps may stay for ever; the front's loop does not wait for that."""
 
 BROKE_OFF = "broke off"
 """How a worker ended whose process is still there."""
+
+TOKEN_VARIABLE = "UPRIVER_TOKEN"
+"""Where a server may have been given its token."""
 
 _FATAL_EXIT = 128
 """A shell, and bubblewrap, tell a process that a signal ended by this and the signal's number."""
@@ -111,13 +115,13 @@ class Job:
     """One micro-batch for a worker.
 
     Attributes:
-        run: What to do; ``slot`` and ``blobs`` are filled in here.
+        run: What to do; ``slot``, and ``blobs`` where there are any, are filled in here.
         program: Needed to do it.
         parts: The input: stored bytes of each sample, or the payload of ``run.header``.
         room: Whether an answer may take so many bytes in all; asked in the thread that runs the job.
     """
 
-    run: Run
+    run: Run | RunCode
     program: ProgramFiles | None
     parts: Sequence[memoryview]
     room: Callable[[int], bool] = lambda nbytes: True
@@ -157,6 +161,7 @@ class WorkerHandle:
         self._group = group
         self._closed = False
         self._ending = ""
+        self._swept = False
         self._output = Output(process.stdout) if process.stdout is not None else None
         self._slots = SlotPool()
         self._loaded: set[str] = set()
@@ -195,7 +200,7 @@ class WorkerHandle:
                 stderr=subprocess.STDOUT,
                 close_fds=True,
                 pass_fds=[theirs.fileno(), *([] if entry is None else [entry])],
-                env=worker_environment(os.environ, threads=threads, boxed=enclosure.boxed),
+                env=_environment(enclosure, threads=threads),
                 start_new_session=True,  # signals from a terminal are for the front: it lets what runs finish
             )
             assert process.stdout is not None  # it is a pipe
@@ -339,11 +344,13 @@ class WorkerHandle:
             if code is None:
                 return how
             self._ending = how
+            self._sweep()
             self._leave_group()
         return self._ending
 
     def kill(self) -> None:
         """End the process now; one that takes long over it is waited for by a thread of its own."""
+        self._sweep()
         self._process.kill()  # with bubblewrap goes whatever it has started
         try:
             self._process.wait(KILL_TIMEOUT_S)
@@ -351,6 +358,13 @@ class WorkerHandle:
             threading.Thread(target=self._process.wait, name="upriver-worker-end", daemon=True).start()
         self._channel.close()
         self._leave_group()
+
+    def _sweep(self) -> None:
+        """What the user's code has started goes with its worker, which leads a group of processes."""
+        if self._enclosure.own_code and not self._swept:
+            self._swept = True  # once: the number may be another's later on
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def _leave_group(self) -> None:
         """Take its control group away; under bubblewrap its process may take a moment longer to go."""
@@ -367,7 +381,7 @@ class WorkerHandle:
 
     def _answer(self, job: Job) -> Result:
         """What comes of a job: as many slots as it has data frames at most, whatever a worker asks for."""
-        most = max(1, -(-len(job.run.ids) // job.run.rows))
+        most = job.run.frames
         payloads: list[memoryview] = []
         asked = nbytes = 0
         while isinstance(answer := self._receive(), NeedSlot):
@@ -456,10 +470,38 @@ def _command(fd: int, entry: int | None, enclosure: Enclosure) -> list[str]:
     options = {
         "sandbox": enclosure.sandbox.kind,
         "group": entry,
-        "limits": limits(enclosure.memory_bytes, device=enclosure.device),
+        "limits": limits(enclosure.memory_bytes, device=enclosure.device, own_code=enclosure.own_code),
+        "own_code": enclosure.own_code,
     }
     boot = str(Path(__file__).with_name("boot.py"))
     return [sys.executable, "-P", boot, str(fd), str(os.getpid()), json.dumps(options)]
+
+
+def _environment(enclosure: Enclosure, *, threads: int) -> dict[str, str]:
+    if enclosure.own_code:
+        return code_environment(os.environ, threads=threads, hidden=enclosure.hidden)
+    return worker_environment(os.environ, threads=threads, boxed=enclosure.boxed)
+
+
+def code_environment(
+    environment: Mapping[str, str], *, threads: int, hidden: Sequence[str] = ()
+) -> dict[str, str]:
+    """What a worker sees that runs the user's own code: all that the front does, but for its secrets.
+
+    It finds modules where the front does, and in the working directory before that, as ``python -m`` would.
+
+    Args:
+        environment: The front's.
+        threads: Of each worker.
+        hidden: Variables that hold credentials of stores.
+    """
+    secret = (TOKEN_VARIABLE, *hidden)
+    return {
+        **ALLOCATOR,
+        **{name: value for name, value in environment.items() if name not in secret},
+        "PYTHONPATH": os.pathsep.join((os.getcwd(), import_path())),
+        **_threads(threads),
+    }
 
 
 def worker_environment(
@@ -473,17 +515,19 @@ def worker_environment(
         boxed: Whether it has a file system of its own, without anybody's home folder.
     """
     kept = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}
-    count = str(threads)
     return {
         **ALLOCATOR,
         **kept,  # among them the operator's own settings of the allocator
         **({"HOME": "/tmp", "TMPDIR": "/tmp", "LOGNAME": "upriver"} if boxed else {}),
         "PYTHONPATH": import_path(),
         "PYTHONDONTWRITEBYTECODE": "1",  # it may write no files
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "OPENBLAS_NUM_THREADS": count,
+        **_threads(threads),
     }
+
+
+def _threads(threads: int) -> dict[str, str]:
+    """How many threads libraries start."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
 
 
 def _fill(slot: Slot, parts: Sequence[memoryview]) -> list[tuple[int, int]]:
@@ -496,5 +540,7 @@ def _fill(slot: Slot, parts: Sequence[memoryview]) -> list[tuple[int, int]]:
     return places
 
 
-def _placed(run: Run, slot: Slot, blobs: Sequence[tuple[int, int]]) -> Run:
-    return msgspec.structs.replace(run, slot=slot.id, blobs=tuple(blobs) if not run.header else ())
+def _placed(run: Run | RunCode, slot: Slot, blobs: Sequence[tuple[int, int]]) -> Run | RunCode:
+    if isinstance(run, RunCode) or run.header:
+        return msgspec.structs.replace(run, slot=slot.id)
+    return msgspec.structs.replace(run, slot=slot.id, blobs=tuple(blobs))

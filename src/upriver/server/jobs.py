@@ -21,12 +21,14 @@ class Setup(_Message):
 
     Attributes:
         memory_bytes: What may be admitted at once: nothing that a program declares may take more.
+        allow: Which code of its own it may run; none if empty.
     """
 
     threads: int
     device: str
     caps: Caps
     memory_bytes: int
+    allow: tuple[str, ...] = ()
 
 
 class MapSlot(_Message):
@@ -83,6 +85,42 @@ class Run(_Message):
     epoch: int = 0
     on_bad_sample: Literal["fail", "skip"] = "fail"
 
+    @property
+    def frames(self) -> int:
+        """Data frames of the answer, at most."""
+        return max(1, -(-len(self.ids) // self.rows))
+
+
+class RunCode(_Message):
+    """Make the samples of one micro-batch with the user's own code, which is here.
+
+    What was read of them lies in ``slot`` where ``start`` says so: the payload of a data frame with that
+    ``header``. Answered by `NeedSlot` and then `Done`, or by `Failed`.
+
+    Attributes:
+        name: What makes the dataset, ``package.module:callable``.
+        arguments: Its keyword arguments, as JSON.
+        collate: What makes a batch of the samples; empty where they stay apart.
+        batch: Number of the batch in its epoch.
+    """
+
+    name: str
+    arguments: bytes
+    start: int
+    ids: tuple[int, ...]
+    slot: int
+    header: bytes = b""
+    payload_nbytes: int = 0
+    seed: int = 0
+    epoch: int = 0
+    collate: str = ""
+    batch: int = 0
+
+    @property
+    def frames(self) -> int:
+        """Data frames of the answer."""
+        return 1
+
 
 class Measure(_Message):
     """Run model stages [0, stop) once on made-up inputs; answered by `Measured` or `Failed`."""
@@ -113,7 +151,7 @@ class UseSlot(_Message):
     slot: int
 
 
-FromFront = Setup | MapSlot | Forget | LoadProgram | Run | Measure | Weigh | UseSlot
+FromFront = Setup | MapSlot | Forget | LoadProgram | Run | RunCode | Measure | Weigh | UseSlot
 
 # ----------------------------------------------------------------------------------- from a worker
 

@@ -45,7 +45,7 @@ def allowed_bytes(memory_bytes: int) -> int:
     return OVERHEAD_BYTES + int(MARGIN * memory_bytes)
 
 
-def limits(memory_bytes: int | None, *, device: str) -> dict[str, int]:
+def limits(memory_bytes: int | None, *, device: str, own_code: bool = False) -> dict[str, int]:
     """Limits of a worker's process by their names in `resource`.
 
     - ``RLIMIT_DATA``, where computing takes the machine's memory: private memory that can be written. Not
@@ -56,15 +56,18 @@ def limits(memory_bytes: int | None, *, device: str) -> dict[str, int]:
       which is no writing. An accelerator's driver has files of its own to write.
     - ``RLIMIT_NOFILE``: see `MAX_FILES`.
 
-    The number of processes is not limited: the kernel counts all of a user's.
+    The number of processes is not limited: the kernel counts all of a user's. The user's own code may write
+    files, and open as many as the user may.
 
     Args:
         memory_bytes: What may be admitted at most; None where that is not known.
         device: Where it computes; what is admitted is that device's memory.
+        own_code: Whether it runs the user's own code.
     """
-    found = {"RLIMIT_NOFILE": MAX_FILES}
+    found = {} if own_code else {"RLIMIT_NOFILE": MAX_FILES}
     if on_cpu(device):
-        found["RLIMIT_FSIZE"] = 0
+        if not own_code:
+            found["RLIMIT_FSIZE"] = 0
         if memory_bytes is not None:
             found["RLIMIT_DATA"] = allowed_bytes(memory_bytes)
     return found

@@ -134,6 +134,11 @@ def redacted(text: str) -> str:
     return _IN_URL.sub(f"{HIDDEN}@", text)
 
 
+def names_secret(name: str) -> bool:
+    """Whether what goes by that name may be a secret."""
+    return _MAY_NAME.search(name) is not None
+
+
 # --------------------------------------------------------------------------------------- formatters
 
 

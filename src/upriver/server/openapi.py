@@ -39,12 +39,12 @@ TRACE_PATTERN = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 ERRORS: Mapping[int, str] = {
     400: "Malformed, or outside what is allowed.",
     401: "No token and no certificate, or none that is valid here.",
-    403: "Not for this tenant.",
+    403: "Not for this tenant, or code that is not allowed.",
     404: "No such store, dataset, object or program.",
     408: "No whole request head came in time.",
     409: "An object is not the one that was indexed.",
     413: "More bytes or pixels than this server takes, or more memory than it has for one request.",
-    422: "A stored sample cannot be read; as a rule this is an error frame of an answer that has begun.",
+    422: "A sample cannot be read, or made; as a rule this is an error frame of an answer that has begun.",
     429: "The tenant's quota is used up, or another profile is being measured; see Retry-After.",
     431: "The head of the request is too large.",
     500: "A fault of the server's, or two workers died of this request.",
@@ -189,11 +189,11 @@ def _working() -> Json:
 
 def _run() -> _Operation:
     request, data, stats = (_refers("schemas", name) for name in ("RunRequest", "DataHeader", "StatsHeader"))
-    asked = "A request frame and, where it names no dataset, a data frame for each micro-batch."
+    asked = "A request frame and, where its inputs are sent along, a data frame for each micro-batch."
     told = "For each micro-batch a data and a stats frame, then an end frame; an error frame ends it early."
     return _Operation(
         name="run",
-        summary="Run stages of a chain on stored samples, or on tensors sent along",
+        summary="Run stages of a chain on stored samples or tensors sent along, or code installed there",
         good=(200, {"description": told, "content": _frames(data=data, stats=stats)}),
         errors=(*_WORK, 422),
         more={

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from upriver.engine.clock import Clock
 from upriver.errors import ConfigError, Overloaded, UpriverError, WorkerCrashed
 from upriver.server.handle import BROKE_OFF, Job, ProgramFiles, Result, WorkerHandle
-from upriver.server.jobs import Hello, Measured, Setup, Weighed
+from upriver.server.jobs import Hello, Measured, Run, Setup, Weighed
 from upriver.server.load import LoadMeter
 from upriver.server.memory import SealedFile
 from upriver.server.needs import Stretch
@@ -145,7 +145,7 @@ class WorkerPool:
             return worker.pid, worker.run(job)
 
         pid, result = await self._on_worker(run, clock, use)
-        if job.program is not None:
+        if job.program is not None and isinstance(job.run, Run):
             self.load.saw(pid, (job.program.digest, job.run.micro_batch), result.timings.stages)
         return result
 
@@ -366,7 +366,7 @@ class WorkerPool:
             worker.kill()
             return
         self._alive[worker] = Watch(pidfd=self._watch(worker), since=time.monotonic())
-        if self.hello is None and hello.network:
+        if self.hello is None and hello.network and not self._enclosure.own_code:
             log.warning("workers cannot be cut off from the network here: neither root nor user namespaces")
         if self.hello is None and self._enclosure.sandbox.warning:
             log.warning("%s", self._enclosure.sandbox.warning)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 
 import msgspec
@@ -19,6 +19,7 @@ from upriver.engine.read import read_samples_async
 from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError
 from upriver.protocol import PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
 from upriver.server import tracing
+from upriver.server.allowed import check_code
 from upriver.server.body import read_body
 from upriver.server.budget import Budget
 from upriver.server.config import ServerConfig
@@ -26,7 +27,7 @@ from upriver.server.costs import Costs
 from upriver.server.datasets import Datasets
 from upriver.server.handle import Job, ProgramFiles, Result
 from upriver.server.holding import Bodies, Coming, Room, Use
-from upriver.server.jobs import Run, Weighed
+from upriver.server.jobs import Run, RunCode, Weighed
 from upriver.server.line import Admitted, Full, Line, Wanted
 from upriver.server.memory import SealedFile
 from upriver.server.metrics import Metrics
@@ -40,6 +41,7 @@ from upriver.server.needs import (
     unheld_bytes,
     works_ahead,
 )
+from upriver.server.offload import Answers, Kind, code_run
 from upriver.server.order import Asked, Order, Work, groups_of, until
 from upriver.server.places import Places
 from upriver.server.pool import WorkerPool
@@ -85,6 +87,7 @@ class Runner:
         self._weights = Weights(self)
         self._forms = Forms(self._held)
         self._costs = Costs()
+        self._answers = Answers(config.code_bytes)
         self._places = Places(config.max_requests, (tenant.name for tenant in config.everyone()))
 
     @property
@@ -146,6 +149,8 @@ class Runner:
             if not batches:
                 coming.release()  # it is an object by now
             on_request(request)
+            if request.code is not None:
+                check_code(request.code, self._config.allow)
             deadline_s = min(self._config.deadline_s, request.deadline_s or self._config.deadline_s)
             return Asked(
                 request=request,
@@ -169,7 +174,7 @@ class Runner:
         """
         async with until(asked.deadline):
             weighed = await self._weigh(asked)
-            sizes = request_bytes(asked.request, dataset=asked.dataset, weighed=weighed)
+            sizes = self._sizes(asked, weighed)
             programs = {
                 size: asked.known[size].need(found, workers=self._config.workers)
                 for size, found in weighed.items()
@@ -223,6 +228,14 @@ class Runner:
         if self._config.admission == "adaptive" and request.dataset is not None:  # tensors come as they are
             named |= {larger.micro_batch: larger.program for larger in request.larger}
         return {size: await self._programs.know(tenant, digest) for size, digest in named.items()}
+
+    def _sizes(self, asked: Asked, weighed: Mapping[int, Weighed]) -> dict[int, int]:
+        """What a request takes beside its program, by the samples of a forward pass."""
+        request = asked.request
+        if request.code is None:
+            return request_bytes(request, dataset=asked.dataset, weighed=weighed)
+        most = self._budget.most_bytes
+        return {request.micro_batch: self._answers.bytes_of(asked, request.code, most_bytes=most)}
 
     async def _weigh(self, asked: Asked) -> dict[int, Weighed]:
         """What model stages take, by the samples of a forward pass; larger ones where rows can be told."""
@@ -383,8 +396,8 @@ class Runner:
         self, order: Order, index: int, job: Job, clock: Clock, begun: Callable[[], None]
     ) -> tuple[Result, Timings]:
         """One forward pass, when it is this request's turn; ``begun`` is told when it is."""
-        asked, request = order.asked, order.asked.request
-        work = (job.run.program, request.start, request.stop, job.run.micro_batch)
+        asked = order.asked
+        work = _work_of(order, job.run)
         expected, began = self._costs.of(work), time.perf_counter()
         async with self._turn(asked.tenant, order, expected):
             waited = time.perf_counter() - began
@@ -395,6 +408,8 @@ class Runner:
                 result = await self._pool.run(job, clock, order.use)
             tracing.computed(result.timings, index)
         self._costs.saw(work, sum(result.timings.phases.values()))
+        if isinstance(job.run, RunCode):
+            self._answers.saw(Kind.of(job.run), result.nbytes)
         self._metrics.batch(asked.tenant.name, len(job.run.ids))
         for phase, seconds in result.timings.phases.items():
             clock.add(phase, seconds)
@@ -407,28 +422,18 @@ class Runner:
     async def job(self, order: Order, index: int, clock: Clock) -> Job:
         """The work of one forward pass, with what it works on."""
         asked, request = order.asked, order.asked.request
-        ids = tuple(sample for at in order.groups[index] for sample in request.micro_batches[at])
-        run = Run(
-            program=order.program.key if order.program is not None else None,
-            micro_batch=order.admitted.size if order.program is not None else request.micro_batch,
-            rows=request.micro_batch,
-            start=request.start,
-            stop=request.stop,
-            ids=ids,
-            slot=0,
-            seed=request.seed,
-            epoch=request.epoch,
-            on_bad_sample=request.on_bad_sample,
-        )
         room = Room(order.admitted.hold, asyncio.get_running_loop(), self._make_room)
-        if asked.dataset is None:
-            batch = asked.batches[order.groups[index].start]
-            layout = lay_out(batch.tensors)
-            header = data_head(batch, layout, "")[PREFIX_NBYTES:]
+        first = order.groups[index].start
+        run = code_run(asked, request.code, first) if request.code is not None else _run_of(order, index)
+        if asked.batches:
+            layout = lay_out(asked.batches[first].tensors)
+            header = data_head(asked.batches[first], layout, "")[PREFIX_NBYTES:]
             run = msgspec.structs.replace(run, header=header, payload_nbytes=layout.nbytes)
             return Job(run=run, program=order.program, parts=layout.parts, room=room)
-        blobs = await self._read(asked, ids, clock)
-        names = tuple(ref.object for ref in asked.dataset.locate(ids))
+        if asked.dataset is None:
+            return Job(run=run, program=None, parts=(), room=room)
+        blobs = await self._read(asked, run.ids, clock)
+        names = tuple(ref.object for ref in asked.dataset.locate(run.ids))
         chain = msgspec.json.encode(asked.dataset.chain.to_json())
         run = msgspec.structs.replace(run, object_names=names, chain=chain)
         return Job(run=run, program=order.program, parts=blobs, room=room)
@@ -448,6 +453,31 @@ class Runner:
     def _leave(self, tenant: Tenant) -> None:
         self._places.give_back(tenant.name)
         self._metrics.running.dec()
+
+
+def _run_of(order: Order, index: int) -> Run:
+    """The work of one forward pass, without its input."""
+    request, program = order.asked.request, order.program
+    return Run(
+        program=program.key if program is not None else None,
+        micro_batch=order.admitted.size if program is not None else request.micro_batch,
+        rows=request.micro_batch,
+        start=request.start,
+        stop=request.stop,
+        ids=tuple(sample for at in order.groups[index] for sample in request.micro_batches[at]),
+        slot=0,
+        seed=request.seed,
+        epoch=request.epoch,
+        on_bad_sample=request.on_bad_sample,
+    )
+
+
+def _work_of(order: Order, run: Run | RunCode) -> Hashable:
+    """What tells how long a forward pass takes."""
+    request = order.asked.request
+    if isinstance(run, RunCode):
+        return Kind.of(run), request.start, request.micro_batch
+    return run.program, request.start, request.stop, run.micro_batch
 
 
 def _since(began: float, clock: Clock, waited: float) -> float:

@@ -83,12 +83,17 @@ class Enclosure:
         device: Where workers compute.
         memory_bytes: What may be admitted there at once; None where that is not known.
         groups: Makes a control group for each; None where that is not possible, or memory is not known.
+        own_code: Whether workers run the user's own code: then they see what the front does, and are limited
+            only in memory.
+        hidden: Variables of the environment that these do not see.
     """
 
     sandbox: Sandbox = Sandbox()
     device: str = "cpu"
     memory_bytes: int | None = None
     groups: Groups | None = None
+    own_code: bool = False
+    hidden: tuple[str, ...] = ()
 
     @property
     def boxed(self) -> bool:
@@ -106,20 +111,34 @@ NOT_SHUT_IN = Enclosure()
 """Namespaces and limits that need no knowledge of this machine, and nothing else."""
 
 
-def enclose(mode: Mode, *, device: str, memory_bytes: int | None) -> Enclosure:
+def enclose(
+    mode: Mode,
+    *,
+    device: str,
+    memory_bytes: int | None,
+    own_code: bool = False,
+    hidden: tuple[str, ...] = (),
+) -> Enclosure:
     """Find out how workers can be shut in here; once, before any is started.
 
     Args:
-        mode: "bubblewrap" insists on it, "auto" takes it where it works.
+        mode: "bubblewrap" insists on it, "auto" takes it where it works; neither where workers run own code.
         device: Where workers compute.
         memory_bytes: What may be admitted there at once; None where that is not known.
+        own_code: Whether workers run the user's own code.
+        hidden: Variables of the environment that these do not see.
 
     Raises:
         ConfigError: If bubblewrap is insisted on and does not work.
     """
     groups = Groups.find() if memory_bytes is not None and on_cpu(device) else None
     return Enclosure(
-        sandbox=choose(mode, device=device), device=device, memory_bytes=memory_bytes, groups=groups
+        sandbox=Sandbox() if own_code else choose(mode, device=device),
+        device=device,
+        memory_bytes=memory_bytes,
+        groups=groups,
+        own_code=own_code,
+        hidden=hidden,
     )
 
 

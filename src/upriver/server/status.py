@@ -29,6 +29,7 @@ STATUS: tuple[tuple[type[UpriverError], int], ...] = (
     (errors.ObjectChanged, 409),
     (TooLarge, 413),
     (errors.BadSample, 422),
+    (errors.CodeFailed, 422),
     (errors.Busy, 429),
     (QuotaExceeded, 429),
     (Overloaded, 503),

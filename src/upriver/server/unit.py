@@ -89,9 +89,16 @@ class Unit:
                 device=device,
                 caps=config.caps,
                 memory_bytes=self.budget.total_bytes,
+                allow=config.allow,
             ),
             job_timeout_s=config.job_timeout_s,
-            enclosure=enclose(config.sandbox, device=device, memory_bytes=self.budget.total_bytes),
+            enclosure=enclose(
+                config.sandbox,
+                device=device,
+                memory_bytes=self.budget.total_bytes,
+                own_code=bool(config.allow),
+                hidden=config.hidden_variables,
+            ),
             on_restart=metrics.restart,
             load=load,
         )
@@ -159,7 +166,8 @@ class Unit:
             return
         resident = 0 if self.pool.hello is None else self.pool.hello.resident_bytes
         each = resident + FREE_SLOTS * KEPT_BYTES + GRAPH_FACTOR * WEIGHED_BYTES
-        each += self._config.caps.pixels * BYTES_PER_PIXEL
+        if self._config.stores:
+            each += self._config.caps.pixels * BYTES_PER_PIXEL
         nbytes = min(each * self._config.workers, self.budget.free_bytes)
         if self.budget.free_bytes - nbytes < LEAST_BYTES:
             log.warning(

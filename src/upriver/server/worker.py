@@ -20,8 +20,20 @@ from upriver.errors import ConfigError, Overloaded, ProtocolError, TooLarge, Upr
 from upriver.pipeline import InputChain, image
 from upriver.program import Program
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
-from upriver.protocol import DTYPES, build_batch, data_head, error_body, lay_out, parse_data_header
+from upriver.protocol import (
+    DTYPES,
+    PREFIX_NBYTES,
+    Layout,
+    aligned_empty,
+    build_batch,
+    data_head,
+    error_body,
+    lay_out,
+    parse_data_header,
+)
+from upriver.protocol.tree import build
 from upriver.server.channel import Channel, ChannelClosed
+from upriver.server.code import Code, take_apart
 from upriver.server.jobs import (
     NO_SLOT,
     Done,
@@ -36,6 +48,7 @@ from upriver.server.jobs import (
     Measured,
     NeedSlot,
     Run,
+    RunCode,
     Setup,
     UseSlot,
     Weigh,
@@ -44,6 +57,7 @@ from upriver.server.jobs import (
 from upriver.server.memory import Bytes, map_privately, map_shared
 from upriver.server.needs import WEIGHED_BYTES
 from upriver.server.scale import Scale
+from upriver.text import error_text
 from upriver.types import MicroBatch
 
 MAX_ENGINES = 32
@@ -62,6 +76,8 @@ def work(fd: int, *, network: bool, sandbox: str = "none") -> None:
         except Exception as error:  # told to the front, which says it in one line
             channel.send(Failed(body=error_body(ConfigError(_one_line(error)))))
             return
+        if setup.allow:
+            channel.stay_apart()
         channel.send(hello)
         Worker(channel, setup).serve()
     except ChannelClosed:
@@ -116,7 +132,9 @@ def _as_ours(error: Exception) -> UpriverError:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):  # of mapping a file
         return error.errno == errno.ENOMEM
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in error_text(
+        error
+    )
 
 
 def _one_line(error: Exception) -> str:
@@ -135,6 +153,7 @@ class Worker:
         self._weighing: OrderedDict[str, Scale] = OrderedDict()
         self._warm: set[tuple[str, int]] = set()
         self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
+        self._code = Code(setup.allow)
 
     def serve(self) -> None:
         """Take messages until the front is gone.
@@ -165,6 +184,8 @@ class Worker:
                 self._channel.send(Loaded())
             case Run():
                 self._run(message)
+            case RunCode():
+                self._run_code(message)
             case Measure():
                 self._channel.send(self._measure(message))
             case Weigh():
@@ -227,6 +248,21 @@ class Worker:
         timings = clock.timings()
         self._channel.send(Done(heads=heads, phases=dict(timings.phases), stages=dict(timings.stages)))
 
+    def _run_code(self, run: RunCode) -> None:
+        """Gradients and generators are as in a loader's process."""
+        clock = Clock()
+        with clock.phase("input"):
+            raws = None
+            if run.header:  # copied: the user's code may keep what it is given
+                payload = aligned_empty(run.payload_nbytes)
+                payload.copy_(torch.from_numpy(self._slots[run.slot][: run.payload_nbytes]))
+                sent = self._sent(run, payload)
+                raws = build(sent.tree, sent.tensors)
+            made = self._code.make(run, raws)
+        with clock.phase("encode"):
+            heads = (self._write(take_apart(run, made, most_tensors=self._setup.caps.tensors)),)
+        self._channel.send(Done(heads=heads, phases=dict(clock.phases), stages={}))
+
     def _measure(self, measure: Measure) -> Measured:
         program = self._programs[measure.program]
         stop = program.num_stages if measure.stop is None else measure.stop
@@ -277,9 +313,7 @@ class Worker:
     def _input(self, run: Run, engine: Engine, clock: Clock) -> MicroBatch:
         memory = self._slots[run.slot]
         if run.header:
-            header = parse_data_header(run.header, run.payload_nbytes, self._setup.caps)
-            payload = torch.from_numpy(memory[: run.payload_nbytes])
-            return build_batch(header, payload, checksum=header.checksum)  # the front has looked already
+            return self._sent(run, torch.from_numpy(memory[: run.payload_nbytes]))
         return engine.begin(
             [memory[start : start + nbytes].data for start, nbytes in run.blobs],
             run.ids,
@@ -291,6 +325,11 @@ class Worker:
             clock=clock,
         )
 
+    def _sent(self, run: Run | RunCode, payload: torch.Tensor) -> MicroBatch:
+        """What was sent along; its tensors are views of ``payload``."""
+        header = parse_data_header(run.header, run.payload_nbytes, self._setup.caps)
+        return build_batch(header, payload, checksum=header.checksum)  # the front has looked already
+
     def _write(self, batch: MicroBatch) -> bytes:
         """Lay the answer out in a slot of the front's choice; its head."""
         layout = lay_out(batch.tensors)
@@ -301,18 +340,27 @@ class Worker:
             )
         self._channel.send(NeedSlot(nbytes=layout.nbytes))
         if not layout.nbytes:
-            return data_head(batch, layout, layout.checksum())
+            return self._head(batch, layout, layout.checksum())
         while True:
             answer, fds = self._channel.receive()
             if isinstance(answer, UseSlot):
                 if answer.slot == NO_SLOT:
                     raise Overloaded(f"no memory for an answer of {layout.nbytes} bytes now")
-                return data_head(batch, layout, layout.write_into(self._slots[answer.slot].data))
+                return self._head(batch, layout, layout.write_into(self._slots[answer.slot].data))
             try:
                 self._handle(answer, fds)
             finally:
                 for fd in fds:
                     os.close(fd)
+
+    def _head(self, batch: MicroBatch, layout: Layout, checksum: str) -> bytes:
+        head, most = data_head(batch, layout, checksum), self._setup.caps.header_bytes
+        if len(head) - PREFIX_NBYTES > most:
+            raise TooLarge(
+                f"the header of an answer has at most {most} bytes, this one {len(head) - PREFIX_NBYTES}: "
+                "ask for a smaller micro-batch"
+            )
+        return head
 
 
 def _parts(batch: MicroBatch, run: Run) -> Iterator[MicroBatch]:

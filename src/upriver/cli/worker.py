@@ -1,0 +1,89 @@
+"""``upriver worker``: a server that runs the user's own datasets, from options, a TOML file, or both."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from upriver.cli import serve_file
+from upriver.cli.common import DebugOption, JsonOption
+from upriver.cli.serve_file import Checked
+from upriver.cli.serving import (
+    ConfigOption,
+    HostOption,
+    ParentPipeOption,
+    StoresOption,
+    TokenFileOption,
+    ended_by_signals,
+    serve_here,
+    stop_with_parent,
+    token_of,
+    told,
+)
+from upriver.errors import ConfigError
+
+PORT = 7001
+"""Beside a near-data server on the same machine."""
+
+THREADS = 1
+"""As in the processes of PyTorch's own loader: with more, some kernels give other low bits."""
+
+ADMITTED, ADMITTED_EACH = 8, 2
+"""Requests that may compute at once: as in a server's configuration, or for each process one that it makes
+and one whose answer is being sent, where that is more."""
+
+
+def worker(
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Code that clients may have run: a package, module or package.module:callable; repeatable.",
+        ),
+    ] = None,
+    host: HostOption = None,
+    port: Annotated[int | None, typer.Option(help=f"{PORT} by default; 0 takes a free one.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that make samples, as many as CPUs by default.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help=f"Threads of each, {THREADS} by default.")] = None,
+    token_file: TokenFileOption = None,
+    store: StoresOption = None,
+    config: ConfigOption = None,
+    parent_pipe: ParentPipeOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make samples for training nodes with datasets that are installed here, and allowed by name.
+
+    When its first process is ready it prints one JSON line with "listening" on stdout.
+    """
+    with ended_by_signals():
+        options = {
+            "allow": allow or None,
+            "host": host,
+            "port": port,
+            "workers": workers,
+            "threads": threads,
+            "token_file": None if token_file is None else str(token_file),
+        }
+        _, file = told(config, store, options, command="upriver worker")
+        if not file.plain.allow:
+            raise ConfigError(
+                "no code to run: give --allow NAME, a package, a module or package.module:callable, or "
+                "allow = [...] in --config"
+            )
+        token = token_of(file)
+        if parent_pipe is not None:
+            stop_with_parent(parent_pipe)
+        serve_here({**_defaults(file), **serve_file.settings(file)}, token)
+
+
+def _defaults(file: Checked) -> dict[str, Any]:
+    """What a worker does otherwise than a server beside a store, where nobody says."""
+    from upriver.profile.available import available_cpus
+
+    workers = file.plain.workers if file.plain.workers is not None else available_cpus()
+    admitted = max(ADMITTED, ADMITTED_EACH * workers)
+    return {"port": PORT, "workers": workers, "threads": THREADS, "max_admitted": admitted}

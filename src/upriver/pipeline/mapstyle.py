@@ -1,0 +1,115 @@
+"""A user's own map-style dataset as a chain of two stages: what reads a sample, and what makes it.
+
+A dataset that offers ``read(index)`` and ``transform(raw)`` can be read at one place and computed at another.
+Any other one has a single step, ``dataset[index]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from upriver.errors import ConfigError
+from upriver.pipeline.draw import Draw
+from upriver.pipeline.seeding import seed_generators
+
+START, RAW, DONE = -2, -1, 0
+"""Positions of a sample: nothing but its index, what was read, what a batch is made of."""
+
+READ, TRANSFORM, COLLATE = 0, 1, 2
+"""Stages, as `Draw` counts them. A dataset with one step draws as the first. Where batches are collated, what
+is drawn is the batch's, by its number."""
+
+
+@runtime_checkable
+class Divided(Protocol):
+    """A dataset whose reading and computing are apart.
+
+    For every index ``dataset[index]`` is ``transform(read(index))``, but for what is drawn by chance.
+    """
+
+    def read(self, index: int) -> Any:
+        """What is stored, such as bytes."""
+
+    def transform(self, raw: Any) -> Any:
+        """A sample, from what is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class MapStyle:
+    """A map-style dataset with randomness of its own for every sample.
+
+    Attributes:
+        dataset: The user's.
+        seed: The job's, 0 to 2**63 - 1.
+
+    Raises:
+        ConfigError: If it is not map-style: it has no ``__getitem__``.
+    """
+
+    dataset: Any
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.dataset, "__getitem__"):
+            kind = type(self.dataset).__name__
+            raise ConfigError(f"dataset must be map-style: {kind} has no samples by index (__getitem__)")
+
+    @property
+    def divided(self) -> bool:
+        """Whether it can be read at one place and computed at another."""
+        return isinstance(self.dataset, Divided)
+
+    def make(self, index: Any, *, epoch: int, sample: int, start: int = START, stop: int = DONE) -> Any:
+        """One sample, or a stretch of its way; sets the generators of this process and leaves them so.
+
+        However the way is divided, and wherever its parts run, the result is the same.
+
+        Args:
+            index: What the sampler gave; where ``start`` is `RAW`, what was read.
+            epoch: Counted by the loader.
+            sample: A number that stands for ``index``, for what is drawn.
+            start: `START` or `RAW`.
+            stop: `RAW` or `DONE`.
+
+        Raises:
+            ConfigError: If the stretch is none that the dataset has.
+        """
+        if not START <= start < stop <= DONE or (RAW in (start, stop) and not self.divided):
+            raise ConfigError(
+                f"{type(self.dataset).__name__} has no stretch [{start}, {stop}): only one with read and "
+                "transform is divided"
+            )
+        value = index
+        if not self.divided:
+            self._seed(epoch, sample, READ)
+            return self.dataset[index]
+        if start == START:
+            self._seed(epoch, sample, READ)
+            value = self.dataset.read(index)
+        if stop == DONE:
+            self._seed(epoch, sample, TRANSFORM)
+            value = self.dataset.transform(value)
+        return value
+
+    def make_all(self, indices: Sequence[Any], samples: Sequence[int], *, epoch: int) -> list[Any]:
+        """Whole samples, in order."""
+        return [
+            self.make(index, epoch=epoch, sample=sample)
+            for index, sample in zip(indices, samples, strict=True)
+        ]
+
+    def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
+        """A batch of its samples; sets the generators of this process and leaves them so.
+
+        Args:
+            collate: From a list of samples to a batch.
+            epoch: Counted by the loader.
+            batch: Number of the batch in its epoch.
+        """
+        self._seed(epoch, batch, COLLATE)
+        return collate(samples)
+
+    def _seed(self, epoch: int, sample: int, stage: int) -> None:
+        seed_generators(Draw(seed=self.seed, epoch=epoch, sample=sample, stage=stage))

@@ -1,0 +1,198 @@
+"""A user's own code in a worker: its datasets, and the samples and batches that they make.
+
+None of it came from a client: it is installed here, and the operator has allowed it by name. What it raises
+is one line for the client and a traceback in the log; what it breaks is one worker.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils.data import default_collate
+
+from upriver.errors import CodeFailed, TooLarge, UpriverError
+from upriver.pipeline.mapstyle import DONE, MapStyle
+from upriver.protocol import BY_DEFAULT
+from upriver.protocol.tree import flatten
+from upriver.server import logs
+from upriver.server.allowed import check_found
+from upriver.server.jobs import RunCode
+from upriver.server.output import STDERR
+from upriver.text import error_text, said
+from upriver.types import MicroBatch
+
+MAX_DATASETS = 8
+"""Kept in each worker, those used longest ago go first: some jobs' data to train on, and those held out."""
+
+LEAST_SECRET_CHARS = 4
+"""What is shorter opens nothing, and stands in many a word of a traceback."""
+
+
+class Code:
+    """Makes samples with code that is installed here.
+
+    Args:
+        allow: Which of it.
+    """
+
+    def __init__(self, allow: Sequence[str]) -> None:
+        self._allow = allow
+        self._datasets: OrderedDict[tuple[str, bytes], Any] = OrderedDict()
+
+    def make(self, run: RunCode, raws: Sequence[Any] | None) -> Any:
+        """The batch that a job asks for, or a list of its samples; sets the generators of this process.
+
+        Args:
+            run: The job.
+            raws: What was read of each sample, where that was sent along.
+
+        Raises:
+            CodeFailed: If the code is not here, or raises.
+            Forbidden: If a name leads to what is not allowed.
+        """
+        source = MapStyle(self._dataset(run), run.seed)
+        collate = self._collate(run.collate) if run.collate else None
+        given = run.ids if raws is None else raws
+        samples = [_sample(source, run, sample, value) for sample, value in zip(run.ids, given, strict=True)]
+        if collate is None:
+            return samples
+        with _told(f"{run.name}, {_of_batch(run)}"):
+            return source.join(samples, collate, epoch=run.epoch, batch=run.batch)
+
+    def _dataset(self, run: RunCode) -> Any:
+        key = (run.name, run.arguments)
+        if key not in self._datasets:
+            while len(self._datasets) >= MAX_DATASETS:
+                self._datasets.popitem(last=False)
+            self._datasets[key] = self._made(run.name, msgspec.json.decode(run.arguments))
+        self._datasets.move_to_end(key)
+        return self._datasets[key]
+
+    def _made(self, name: str, arguments: dict[str, Any]) -> Any:
+        make = self._found(name)
+        with _told(f"{name} cannot be made", secrets=tuple(_secrets(arguments))):
+            dataset = make(**arguments)
+            MapStyle(dataset)  # which says if it has no samples by index
+        return dataset
+
+    def _collate(self, name: str) -> Callable[[list[Any]], Any]:
+        return default_collate if name == BY_DEFAULT else self._found(name)
+
+    def _found(self, name: str) -> Callable[..., Any]:
+        module, _, path = name.partition(":")
+        with _told(f"{module} cannot be imported"):
+            steps: list[Any] = [importlib.import_module(module)]
+        with _told(f"there is no {name} here"):
+            for part in path.split("."):
+                steps.append(getattr(steps[-1], part))
+        check_found(name, steps[1:], self._allow)
+        found: Callable[..., Any] = steps[-1]
+        if not callable(found):
+            raise CodeFailed(f"{name} is a {type(found).__name__}, and must be callable")
+        return found
+
+
+def take_apart(run: RunCode, made: Any, *, most_tensors: int) -> MicroBatch:
+    """A batch, or a list of samples, as it is sent.
+
+    Args:
+        run: What it was made for.
+        made: What came of it.
+        most_tensors: Of an answer.
+
+    Raises:
+        CodeFailed: If something in it cannot be sent; names the sample, and what it is.
+        TooLarge: If it has more tensors.
+    """
+    try:
+        node, tensors = flatten(made)
+        tree = msgspec.Raw(msgspec.json.encode(node))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CodeFailed(_why_not(run, made, error)) from None
+    if len(tensors) > most_tensors:
+        raise TooLarge(
+            f"{run.name}: an answer has at most {most_tensors} tensors, these {len(run.ids)} samples have "
+            f"{len(tensors)}: ask for fewer at once, or have them collated here"
+        )
+    return MicroBatch(ids=run.ids, position=DONE, tensors=tuple(map(_alone, tensors)), tree=tree)
+
+
+def _sample(source: MapStyle, run: RunCode, sample: int, value: Any) -> Any:
+    with _told(f"{run.name}, sample {sample}"):
+        return source.make(value, epoch=run.epoch, sample=sample, start=run.start)
+
+
+@contextmanager
+def _told(what: str, *, secrets: tuple[str, ...] = ()) -> Iterator[None]:
+    """Whatever the user's code raises inside is `CodeFailed`, with its traceback in the log.
+
+    Args:
+        what: Goes wrong then.
+        secrets: Are kept out of the log.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        _log(f"{what}:\n{''.join(traceback.format_exception(error))}", secrets)
+        raise CodeFailed(f"{what}: {error_text(error)}") from error
+
+
+def _log(text: str, secrets: tuple[str, ...]) -> None:
+    """Past Python's own stderr, which may be an object of the user's."""
+    with logs.request_context(hidden=secrets):
+        os.write(STDERR, logs.redacted(text).encode(errors="backslashreplace"))
+
+
+def _why_not(run: RunCode, made: Any, error: Exception) -> str:
+    """Why samples cannot be sent, and the first of them that cannot."""
+    if run.collate:
+        return f"{run.name}, {_of_batch(run)}: {_reason(error)}"
+    for sample, value in zip(run.ids, made, strict=True):
+        try:
+            msgspec.json.encode(flatten(value)[0])
+        except Exception as found:
+            return f"{run.name}, sample {sample}: {_reason(found)}"
+    return f"{run.name}, {len(run.ids)} samples at once: {_reason(error)}"
+
+
+def _of_batch(run: RunCode) -> str:
+    return f"batch {run.batch} collated by {run.collate}"
+
+
+def _reason(error: Exception) -> str:
+    """What an error of ours says, and any other one with its type."""
+    return said(str(error)) if isinstance(error, UpriverError) else error_text(error)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory is its own, at a multiple of its element's size.
+
+    Of samples that are rows of one large tensor all that lies between them would be sent otherwise.
+    """
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes < tensor.untyped_storage().nbytes() or tensor.data_ptr() % tensor.itemsize:
+        return tensor.clone()
+    return tensor
+
+
+def _secrets(value: Any, *, secret: bool = False) -> Iterator[str]:
+    """Text among arguments that is called a secret, however deep."""
+    match value:
+        case str() if secret and len(value) >= LEAST_SECRET_CHARS:
+            yield value
+        case list():
+            for item in value:
+                yield from _secrets(item, secret=secret)
+        case dict():
+            for name, item in value.items():
+                yield from _secrets(item, secret=secret or logs.names_secret(name))

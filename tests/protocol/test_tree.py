@@ -1,0 +1,183 @@
+"""Samples taken apart and put together again; what cannot be sent is named, what was forged refused."""
+
+import math
+from collections import OrderedDict, namedtuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from tests.dataloader.datasets import same
+from upriver.errors import ConfigError, ProtocolError
+from upriver.protocol.tree import MAX_DEPTH, build, flatten, identical
+
+numbers = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**30), 10**30),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+)
+arrays = st.sampled_from(
+    [
+        torch.arange(6).reshape(2, 3),
+        torch.tensor(1.5),
+        torch.zeros(0, 3, dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]),
+        torch.tensor([True, False]),
+        np.arange(4, dtype=np.int16)[::2],
+        np.zeros((0, 2)),
+        np.array(3.0),
+        np.float64(2.5),
+        np.int8(-3),
+        np.bool_(True),
+    ]
+)
+keys = st.one_of(st.text(max_size=3), st.integers(-5, 5), st.floats(allow_nan=False, width=32))
+samples = st.recursive(
+    numbers | arrays,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+def through(value):
+    node, tensors = flatten(value)
+    return build(msgspec.json.decode(msgspec.json.encode(node)), tensors)
+
+
+@given(samples)
+def test_a_sample_comes_out_as_it_went_in(value):
+    assert same(through(value), value)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf, -0.0, 5e-324])
+def test_floats_keep_every_bit(value):
+    assert np.float64(through([value])[0]).tobytes() == np.float64(value).tobytes()
+
+
+def test_tensors_are_not_copied_and_arrays_lose_what_is_differentiable():
+    tensor = torch.ones(3, requires_grad=True)
+    node, (sent,) = flatten({"x": tensor})
+    assert sent.data_ptr() == tensor.data_ptr() and not sent.requires_grad
+    assert node == ["d", "x", ["t", 0]]
+
+
+def test_arrays_that_are_read_only_or_not_contiguous():
+    array = np.arange(6).reshape(2, 3)
+    array.flags.writeable = False
+    assert same(through(array), array) and same(through(array.T), array.T.copy())
+    through(array)[0, 0] = 7
+    assert array[0, 0] == 0
+
+
+@given(samples, samples)
+def test_identical_is_to_the_bit(one, other):
+    assert identical(one, through(one))
+    assert identical(one, other) <= same(one, other) or one != one
+
+
+def test_what_differs_is_not_identical():
+    nan = torch.tensor([math.nan])
+    assert identical(nan, nan.clone()) and not identical(torch.tensor(0.0), torch.tensor(-0.0))
+    assert not identical(torch.zeros(2), torch.zeros(2, 1)) and not identical([1], (1,))
+    assert not identical(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
+    assert not identical(1, 1.0) and not identical({"a": 1}, {"b": 1})
+    assert identical(torch.zeros(0, 2), torch.zeros(0, 2))
+
+
+Point = namedtuple("Point", "x y")
+
+
+class Number(int):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"image": Image.new("RGB", (2, 2))}, r"\['image'\] is a PIL.Image.Image"),
+        ([1, Point(1, 2)], r"\[1\] is a tests.protocol.test_tree.Point"),
+        (OrderedDict(), "the sample is a collections.OrderedDict"),
+        ({(1, 2): 3}, "a key of the sample is a builtins.tuple"),
+        ((Number(3),), r"\[0\] is a tests.protocol.test_tree.Number"),
+        ({1, 2}, "builtins.set"),
+        (torch.nn.Parameter(torch.ones(1)), "torch.nn.parameter.Parameter"),
+        (torch.ones(2).to_sparse(), "sparse"),
+        (torch.ones(2, device="meta"), "cannot be sent"),
+        (np.array(["a"]), "numpy.ndarray of <U1"),
+        (np.array([1], dtype=np.uint16), "uint16"),
+        (np.array([1], dtype=">i4"), ">i4"),
+        (np.array([object()]), "object"),
+        (object(), "builtins.object"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(value, says):
+    with pytest.raises(ConfigError, match=says):
+        flatten(value)
+
+
+def test_a_sample_that_holds_itself_is_an_error():
+    value: list = []
+    value.append(value)
+    with pytest.raises(ConfigError, match="deep"):
+        flatten(value)
+
+
+TENSORS = (
+    torch.arange(3),
+    torch.tensor(1.5),
+    torch.zeros(2, dtype=torch.uint8),
+    torch.zeros(1, dtype=torch.bfloat16),
+)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        [],
+        {},
+        [1],
+        ["x"],
+        ["t"],
+        ["t", 4],
+        ["t", -1],
+        ["t", True],
+        ["t", 0.0],
+        ["t", 0, 0],
+        ["g", 0],
+        ["n", 3],
+        ["b", 0],
+        ["i", 5],
+        ["i", "1_0"],
+        ["i", "--1"],
+        ["i", "\u0661"],
+        ["i", "9" * 401],
+        ["f", "00"],
+        ["f", "zz" * 8],
+        ["d", 1],
+        ["d", ["l"], 1],
+        ["d", None, 1],
+        ["l", {"a": 1}],
+    ],
+)
+def test_what_is_forged_is_refused(node):
+    with pytest.raises(ProtocolError):
+        build(node, TENSORS)
+
+
+def test_depth_is_bounded():
+    node = 1
+    for _ in range(MAX_DEPTH + 1):
+        node = ["l", node]
+    with pytest.raises(ProtocolError, match="deep"):
+        build(node, ())
