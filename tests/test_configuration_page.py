@@ -99,7 +99,7 @@ def test_every_input_stage_is_there_with_its_fields() -> None:
     for name, stage in STAGES.items():
         for field in fields(stage):
             assert f"`{field.name}" in table[name]
-            if field.default is not MISSING and name != "normalize":
+            if field.default not in (MISSING, None) and name != "normalize":
                 value = json.dumps(list(field.default) if isinstance(field.default, tuple) else field.default)
                 assert f"`{field.name} = {value}`" in table[name]
 

@@ -15,6 +15,9 @@ _PLACES = {
     "Near": "upriver.client.connect",
     "FinetuneJob": "upriver.client.job",
     "LinkMeter": "upriver.client.link",
+    "DataLoader": "upriver.dataloader",
+    "Offloading": "upriver.dataloader",
+    "dataset": "upriver.dataloader",
     "Dataset": "upriver.pipeline",
     "index": "upriver.pipeline",
     "Decode": "upriver.pipeline",
@@ -22,8 +25,20 @@ _PLACES = {
     "Resize": "upriver.pipeline",
     "CenterCrop": "upriver.pipeline",
     "RandomResizedCrop": "upriver.pipeline",
+    "RandomCrop": "upriver.pipeline",
     "RandomHorizontalFlip": "upriver.pipeline",
+    "ColorJitter": "upriver.pipeline",
+    "RandAugment": "upriver.pipeline",
     "Normalize": "upriver.pipeline",
+    "ToFloat": "upriver.pipeline",
+    "DecodeWav": "upriver.pipeline",
+    "FixLength": "upriver.pipeline",
+    "AddNoise": "upriver.pipeline",
+    "Resample": "upriver.pipeline",
+    "Stft": "upriver.pipeline",
+    "Fft": "upriver.pipeline",
+    "Spectrogram": "upriver.pipeline",
+    "Standardize": "upriver.pipeline",
     "imagenet_train": "upriver.pipeline",
     "imagenet_eval": "upriver.pipeline",
     "Store": "upriver.store",
@@ -39,15 +54,30 @@ if TYPE_CHECKING:
     from upriver.client.connect import connect as connect
     from upriver.client.job import FinetuneJob as FinetuneJob
     from upriver.client.link import LinkMeter as LinkMeter
+    from upriver.dataloader import DataLoader as DataLoader
+    from upriver.dataloader import Offloading as Offloading
+    from upriver.dataloader import dataset as dataset
     from upriver.errors import UpriverError as UpriverError
+    from upriver.pipeline import AddNoise as AddNoise
     from upriver.pipeline import CenterCrop as CenterCrop
+    from upriver.pipeline import ColorJitter as ColorJitter
     from upriver.pipeline import Dataset as Dataset
     from upriver.pipeline import Decode as Decode
+    from upriver.pipeline import DecodeWav as DecodeWav
+    from upriver.pipeline import Fft as Fft
+    from upriver.pipeline import FixLength as FixLength
     from upriver.pipeline import LoadTensor as LoadTensor
     from upriver.pipeline import Normalize as Normalize
+    from upriver.pipeline import RandAugment as RandAugment
+    from upriver.pipeline import RandomCrop as RandomCrop
     from upriver.pipeline import RandomHorizontalFlip as RandomHorizontalFlip
     from upriver.pipeline import RandomResizedCrop as RandomResizedCrop
+    from upriver.pipeline import Resample as Resample
     from upriver.pipeline import Resize as Resize
+    from upriver.pipeline import Spectrogram as Spectrogram
+    from upriver.pipeline import Standardize as Standardize
+    from upriver.pipeline import Stft as Stft
+    from upriver.pipeline import ToFloat as ToFloat
     from upriver.pipeline import imagenet_eval as imagenet_eval
     from upriver.pipeline import imagenet_train as imagenet_train
     from upriver.pipeline import index as index

@@ -75,6 +75,16 @@ def said(text: str, at_most: int = 500) -> str:
     return printable(" ".join(text[: 4 * at_most].split()), at_most)
 
 
+def error_text(error: BaseException, at_most: int = 500) -> str:
+    """An error of anybody's code as one line: its type, and what it says if it can say it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(what it says cannot be read)"
+    kind = type(error).__name__
+    return said(f"{kind}: {text}" if text else kind, at_most)
+
+
 def wrapped(text: str) -> str:
     """``text`` in lines of at most 110 characters, all but the first indented."""
     return textwrap.fill(text, width=110, subsequent_indent="  ", break_long_words=False)

@@ -1,0 +1,269 @@
+"""One epoch: batches planned in the sampler's order, made wherever shares say, handed out in that order.
+
+The training process plans, and nobody else: what a batch is made of never depends on who makes it, how fast,
+or who fails. All of it belongs to the thread that iterates; what others have made comes through one queue.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from upriver.dataloader.local import Maker, Processes
+from upriver.dataloader.tasks import Arrival, Arrivals, Task
+from upriver.pipeline.mapstyle import RAW
+from upriver.pipeline.seeding import apart
+
+
+class Elsewhere(Protocol):
+    """Other machines."""
+
+    def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
+        """Have a task done, for `Arrivals`, where it comes in any case; whether anybody takes it.
+
+        Args:
+            raw: What was read of each sample; None where that is to be done there, too.
+        """
+
+
+class Split(Protocol):
+    """Which samples of the next batch are made elsewhere."""
+
+    @property
+    def reads_here(self) -> bool:
+        """Whether they are read on the training node all the same."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether batches that are made elsewhere are collated there."""
+
+    def __call__(self, count: int) -> Sequence[bool]:
+        """For each of ``count`` samples, in order, whether it is."""
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """A batch that is being made.
+
+    Attributes:
+        rows: Samples by their place in the batch.
+        missing: Tasks that are not done.
+        value: The batch, where one task has made all of it.
+        whole: Whether one has.
+        error: What stands in its place.
+        made: How many samples were made where.
+    """
+
+    number: int
+    indices: tuple[Any, ...]
+    rows: list[Any] = field(repr=False)
+    missing: int = 0
+    value: Any = None
+    whole: bool = False
+    error: Exception | None = None
+    made: Counter[str] = field(default_factory=Counter, repr=False)
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A task under way.
+
+    Attributes:
+        batch: What it is for.
+        at: Places in the batch of the task's samples.
+        reads: Whether its samples are only read until now.
+    """
+
+    task: Task
+    batch: Batch
+    at: Sequence[int] = field(repr=False)
+    reads: bool = False
+
+
+class Epoch:
+    """Plans and hands out one epoch.
+
+    Args:
+        number: Of the epoch.
+        batches: Indices of each batch, from the sampler, one batch after another as they are planned.
+        maker: Makes here what nobody else does.
+        number_of: A number for an index, for what is drawn.
+        split: Which samples go elsewhere.
+        arrivals: Where what others do comes.
+        elsewhere: Who takes what goes elsewhere; None where nobody does.
+        ahead: Batches that are planned beyond the one that is handed out next, at most.
+        on_made: Told of each batch that is handed out how many of its samples were made where.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        batches: Iterator[tuple[Any, ...]],
+        *,
+        maker: Maker,
+        number_of: Callable[[Any], int],
+        split: Split,
+        arrivals: Arrivals,
+        elsewhere: Elsewhere | None = None,
+        ahead: int = 8,
+        on_made: Callable[[Mapping[str, int]], object] = lambda made: None,
+    ) -> None:
+        self._number, self._batches = number, batches
+        self._maker, self._number_of = maker, number_of
+        self.split, self._ahead, self._on_made = split, ahead, on_made
+        self._arrivals, self._elsewhere = arrivals, elsewhere
+        self._here: Processes | None = None
+        self._planned: deque[Batch] = deque()
+        self._inline: deque[Task] = deque()
+        self._work: dict[int, Work] = {}
+        self._next_task = self._next_batch = 0
+        self._all_planned = False
+        self.hold = False
+        """Whether nothing further is planned for now."""
+
+    def use(self, processes: Processes) -> None:
+        """Have processes do what is done on this machine; without any the thread that iterates does it."""
+        self.plan()
+        processes.start(self._arrivals, self._inline)
+        self._inline.clear()
+        self._here = processes
+
+    # ------------------------------------------------------------------------------------- planning
+
+    @property
+    def planned(self) -> int:
+        """Batches that are being made, or are made and not handed out."""
+        return len(self._planned)
+
+    def prepare(self, count: int) -> int:
+        """Have that many batches made before the next one is handed out; how many there are."""
+        self._plan_to(count)
+        ready = list(self._planned)[:count]
+        while any(batch.missing for batch in ready):
+            self._wait()
+        return len(ready)
+
+    def plan(self) -> None:
+        """Plan as far ahead as may be, and have everybody begin."""
+        if not self.hold:
+            self._plan_to(self._ahead + 1)
+
+    def _plan_to(self, count: int) -> None:
+        while len(self._planned) < count and not self._all_planned:
+            indices = next(self._batches, None)
+            if indices is None:
+                self._all_planned = True
+            else:
+                self._plan(indices)
+
+    def _plan(self, indices: tuple[Any, ...]) -> None:
+        batch = Batch(self._next_batch, indices, rows=[None] * len(indices))
+        self._next_batch += 1
+        self._planned.append(batch)
+        goes = self.split(len(indices)) if self._elsewhere is not None else [False] * len(indices)
+        away = [at for at, each in enumerate(goes) if each]
+        stay = [at for at, each in enumerate(goes) if not each]
+        if away:
+            self._begin(batch, away, goes=True)
+        if stay or not indices:
+            self._begin(batch, stay, goes=False)
+
+    def _begin(self, batch: Batch, places: Sequence[int], *, goes: bool) -> None:
+        number, self._next_task = self._next_task, self._next_task + 1
+        indices = tuple(batch.indices[at] for at in places)
+        task = Task(
+            number=number,
+            epoch=self._number,
+            batch=batch.number,
+            indices=indices,
+            samples=tuple(map(self._number_of, indices)),
+            whole=len(places) == len(batch.indices) and (self.split.whole or not goes),
+        )
+        reads = goes and self.split.reads_here
+        self._work[number] = Work(task, batch, places, reads=reads)
+        batch.missing += 1
+        if reads:
+            self._do_here(task._replace(stop=RAW))
+        elif not (goes and self._given(task, None)):
+            self._do_here(task)
+
+    def _given(self, task: Task, raw: Sequence[Any] | None) -> bool:
+        return self._elsewhere is not None and self._elsewhere.give(task, raw)
+
+    def _do_here(self, task: Task) -> None:
+        if self._here is None:
+            self._inline.append(task)
+        else:
+            self._here.give(task)
+
+    # ------------------------------------------------------------------------------------ handing out
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, in the sampler's order.
+
+        Raises:
+            Exception: What the dataset raised for one of its samples; the next call goes on behind it.
+        """
+        self.plan()
+        if not self._planned and self.hold:
+            self._plan_to(1)
+        if not self._planned:
+            if self._here is not None:
+                self._here.halt()
+            raise StopIteration
+        batch = self._planned[0]
+        while batch.missing:
+            self._wait()
+        self._planned.popleft()
+        self.plan()
+        if batch.error is not None:
+            raise batch.error
+        self._on_made(batch.made)
+        if batch.whole:
+            return batch.value
+        with apart():
+            return self._maker.join(batch.rows, epoch=self._number, batch=batch.number)
+
+    def _wait(self) -> None:
+        """For whatever comes next; where nothing has come, and nobody else does it, do some of it."""
+        if self._inline and self._arrivals.empty():
+            self._arrived(self._made_inline(self._inline.popleft()))
+        else:
+            self._arrived(self._arrivals.get())
+
+    def _made_inline(self, task: Task) -> Arrival:
+        try:
+            with apart():
+                return Arrival(task.number, self._maker.make(task))
+        except Exception as error:  # the dataset's own
+            return Arrival(task.number, error=error, final=True)
+
+    def _arrived(self, arrival: Arrival) -> None:
+        work = self._work[arrival.number]
+        if arrival.error is not None and not arrival.final:
+            self._do_here(work.task)  # wherever it was, here the dataset can be had
+        elif arrival.error is None and work.reads:
+            work.reads = False
+            if not self._given(work.task, arrival.value):
+                self._do_here(work.task)
+        else:
+            self._finish(work, arrival)
+
+    def _finish(self, work: Work, arrival: Arrival) -> None:
+        del self._work[work.task.number]
+        batch = work.batch
+        batch.missing -= 1
+        if arrival.error is not None:
+            batch.error = batch.error or arrival.error
+            return
+        batch.made[arrival.place] += len(work.at)
+        if work.task.whole:
+            batch.value, batch.whole = arrival.value, True
+            return
+        for at, sample in zip(work.at, arrival.value, strict=True):
+            batch.rows[at] = sample

@@ -1,0 +1,348 @@
+"""The loader that users write: PyTorch's, with samples that may be made elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
+
+from upriver.client import checks
+from upriver.client.tls import FilePath, client_context
+from upriver.client.transport import ServerClient
+from upriver.dataloader.auto import Auto, Measured
+from upriver.dataloader.epoch import Epoch, Split
+from upriver.dataloader.hired import Hired
+from upriver.dataloader.local import Maker, Processes
+from upriver.dataloader.named import NamedDataset
+from upriver.dataloader.plan import Candidate, Offloading
+from upriver.dataloader.remote import Workers
+from upriver.dataloader.share import AllHere, Part
+from upriver.dataloader.tasks import Arrivals
+from upriver.errors import ConfigError
+from upriver.pipeline.mapstyle import MapStyle
+
+Word: TypeAlias = Literal["auto", "never", "always"]
+Offload: TypeAlias = Word | Offloading
+
+MOST_SEED = 2**63 - 1
+MOST_LOCAL = 64
+"""Workers on this machine: for a try one or two do."""
+LEAST_AHEAD = 4
+"""Batches that are planned beyond the next one, at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What has been handed out, and who made it.
+
+    Attributes:
+        made: Samples by the address of the worker, or ``here``.
+        why_not: Why workers are not asked, by address.
+    """
+
+    made: Mapping[str, int]
+    why_not: Mapping[str, str]
+
+
+class Access(NamedTuple):
+    """How workers know whom they talk to, and this side whom it talks to."""
+
+    token: str | None
+    ca: FilePath | None
+    certificate: FilePath | None
+    key: FilePath | None
+
+
+class DataLoader(TorchLoader[Any]):
+    """``torch.utils.data.DataLoader`` whose samples depend on nothing but their number.
+
+    All arguments of PyTorch's loader mean what they mean there, and the order of the samples is the same.
+    What a dataset draws by chance is tied to (seed, epoch, sample): a batch is the same to the bit whatever
+    ``num_workers`` is.
+
+    Args:
+        dataset: Any map-style dataset.
+        batch_size: As for PyTorch's loader, as are all others but the last.
+        seed: Of what is drawn for samples; PyTorch's own, as `torch.manual_seed` has set it, if None.
+        workers: Addresses of machines that run ``upriver worker``, or how many to start on this one, for a
+            try; for a dataset by name (`upriver.dataset`).
+        offload: What of it runs there: what FastFlow's policy decides by what the first batches take
+            (``auto``), nothing (``never``), everything (``always``), or an `Offloading`.
+        token: Sent to workers with every request.
+        ca: For https: authorities that vouch for workers, those of the system if None.
+        certificate: For https: shown to workers that ask for one.
+        key: Of the certificate.
+
+    Attributes:
+        epoch: Number of the next epoch, counted from 0 by each ``iter()``; set it to resume.
+
+    Raises:
+        ConfigError: If the dataset is not map-style, or the seed is no whole number in 0..2**63 - 1.
+        ValueError: What PyTorch's loader does not allow.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        seed: int | None = None,
+        workers: Sequence[str] | int = (),
+        offload: Offload = "auto",
+        token: str | None = None,
+        ca: FilePath | None = None,
+        certificate: FilePath | None = None,
+        key: FilePath | None = None,
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise ConfigError("dataset must be map-style: an IterableDataset has no samples by index")
+        super().__init__(
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        self.epoch = 0
+        inner = dataset.dataset if isinstance(dataset, NamedDataset) else dataset
+        self._maker = Maker(MapStyle(inner, _seed(seed)), self._collate())
+        self._offload = _offload(offload)
+        self._hired = self._hire(dataset, workers, Access(token, ca, certificate, key))
+        self._kept: Processes | None = None
+        self._made: Counter[str] = Counter()
+        self._measured = Measured()
+
+    @property
+    def seed(self) -> int:
+        """Of what is drawn for samples."""
+        return self._maker.source.seed
+
+    def __iter__(self) -> Any:
+        """An epoch, from its first batch."""
+        if type(self.epoch) is not int or not 0 <= self.epoch <= MOST_SEED:
+            raise ConfigError(f"epoch must be a whole number in 0..{MOST_SEED}, got {self.epoch!r}")
+        number, self.epoch = self.epoch, self.epoch + 1
+        # PyTorch's loader draws a number here for its processes, before its sampler does.
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+        arrivals: Arrivals = SimpleQueue()
+        asked = self._hired if self._offload != "never" else None
+        elsewhere = None if asked is None else asked.work(number, arrivals)
+        epoch = Epoch(
+            number,
+            self._indices(),
+            maker=self._maker,
+            number_of=sample_number,
+            split=self._split(),
+            arrivals=arrivals,
+            elsewhere=elsewhere,
+            ahead=self._ahead(elsewhere),
+            on_made=self._made.update,
+        )
+        if elsewhere is not None:
+            weakref.finalize(epoch, elsewhere.close).atexit = False
+        if self.num_workers:
+            processes = self._processes(drawn)
+            epoch.use(processes)
+            if not self.persistent_workers:
+                weakref.finalize(epoch, processes.halt).atexit = False
+        batches: Iterator[Any] = epoch
+        if asked is not None and self._offload == "auto":
+            auto = Auto(epoch, self._measured, here=AllHere, candidates=asked.candidates, part=part)
+            batches = auto.batches()
+        return map(pinned, batches) if self._pins else batches
+
+    # ------------------------------------------------------------------------- where samples are made
+
+    @property
+    def offloading(self) -> Offloading | None:
+        """What is offloaded now; None where nothing is, or it is not decided yet."""
+        if self._hired is None or self._offload == "never":
+            return None
+        if isinstance(self._offload, Offloading):
+            return self._offload
+        if self._offload == "always":
+            return Offloading(candidate=self._hired.candidates[-1])
+        decision = self._measured.decision
+        if decision is None or decision.candidate is None:
+            return None
+        return Offloading(candidate=cast(Candidate, decision.candidate), ratio=decision.ratio)
+
+    @property
+    def why(self) -> str:
+        """Why ``offload="auto"`` decided as it did; empty where it has not."""
+        return self._measured.decision.why if self._measured.decision is not None else ""
+
+    @property
+    def report(self) -> Report:
+        """Who has made what so far."""
+        return Report(
+            made={place: count for place, count in self._made.items() if count},
+            why_not={} if self._hired is None else self._hired.why_not,
+        )
+
+    def _split(self) -> Split:
+        decided = self.offloading
+        return AllHere() if decided is None else part(decided.candidate, decided.ratio)
+
+    def _hire(self, dataset: Any, workers: Sequence[str] | int, access: Access) -> Hired | None:
+        """Whoever may make samples; nobody where none was named."""
+        local, urls = 0, tuple[str, ...]()
+        if isinstance(workers, int):
+            local = checks.whole("workers", workers, most=MOST_LOCAL)
+        else:
+            urls = checks.addresses(workers)
+        if not urls and not local:
+            return None
+        if not isinstance(dataset, NamedDataset):
+            raise ConfigError(
+                "workers make datasets by name: upriver.dataset('package.module:callable', …); "
+                f"got a {type(dataset).__name__}"
+            )
+        tls = client_context(ca=access.ca, certificate=access.certificate, key=access.key)
+        return Hired(
+            dataset,
+            self._maker,
+            collate=self.collate_fn if self.batch_sampler is not None else None,
+            clients=[ServerClient(url, token=checks.token(access.token), tls=tls) for url in urls],
+            local=local,
+        )
+
+    # ------------------------------------------------------------------------------------ as PyTorch
+
+    @property
+    def _pins(self) -> bool:
+        return bool(self.pin_memory) and torch.cuda.is_available()
+
+    def _indices(self) -> Iterator[tuple[Any, ...]]:
+        """Of each batch. Nothing is drawn before the first is asked for, as in PyTorch's loader."""
+        if self.batch_sampler is None:
+            return ((index,) for index in self.sampler)
+        return (tuple(indices) for indices in self.batch_sampler)
+
+    def _ahead(self, elsewhere: Workers | None) -> int:
+        """Batches to plan beyond the next one, so that nobody is without work."""
+        here = self.num_workers * (self.prefetch_factor or 0)
+        return max(LEAST_AHEAD, here + (elsewhere.slots if elsewhere is not None else 0))
+
+    def _collate(self) -> Callable[[list[Any]], Any]:
+        return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)
+
+    def _processes(self, drawn: int) -> Processes:
+        """PyTorch's own; those that persist do one epoch after another."""
+        if self._kept is not None:
+            return self._kept
+        found = Processes(
+            self._maker,
+            num_workers=self.num_workers,
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=torch.Generator().manual_seed(drawn),
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+        )
+        if self.persistent_workers:
+            self._kept = found
+        return found
+
+
+class _OnlyOne:
+    """Collating where samples are handed out one by one."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self._convert = convert
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return self._convert(rows[0])
+
+
+def _offload(offload: Offload) -> Offload:
+    if isinstance(offload, Offloading) or (isinstance(offload, str) and offload in get_args(Word)):
+        return offload
+    raise ConfigError(f"offload must be 'auto', 'never', 'always' or an Offloading, got {offload!r}")
+
+
+def part(candidate: str, ratio: float) -> Part:
+    """A candidate for a share of the samples."""
+    return Part(ratio, whole=candidate == "p3", reads_here=candidate == "p1")
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return torch.initial_seed() & MOST_SEED
+    if type(seed) is not int or not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"seed must be a whole number in 0..{MOST_SEED}, got {seed!r}")
+    return seed
+
+
+def sample_number(index: Any) -> int:
+    """A number for what a sampler gave: a whole number itself, anything else by what it says of itself."""
+    if isinstance(index, int) and -MOST_SEED <= index <= MOST_SEED:
+        return int(index)
+    try:
+        text = json.dumps(index)
+    except (TypeError, ValueError):
+        text = repr(index)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & MOST_SEED
+
+
+def pinned(value: Any) -> Any:
+    """A batch with its tensors in pinned memory, as PyTorch's loader gives it."""
+    match value:
+        case torch.Tensor():
+            return value.pin_memory()
+        case str() | bytes():
+            return value
+        case Mapping():
+            return _like(value, {key: pinned(item) for key, item in value.items()})
+        case tuple() if hasattr(value, "_fields"):
+            return type(value)(*map(pinned, value))
+        case tuple():
+            return tuple(map(pinned, value))
+        case Sequence():
+            return _like(value, [pinned(item) for item in value])
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
+
+
+def _like(value: Any, items: Any) -> Any:
+    """Of the same type where that can be made of its items."""
+    try:
+        return type(value)(items)
+    except TypeError:
+        return items

@@ -1,0 +1,297 @@
+"""Samples made by workers elsewhere: who is asked for which, and what comes of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from upriver.client.transport import AnswerClosed, RunAnswer, ServerClient
+from upriver.dataloader.tasks import Arrival, Arrivals, Task
+from upriver.engine.fingerprint import fingerprint
+from upriver.errors import (
+    CodeFailed,
+    ConfigError,
+    Forbidden,
+    NotAuthorized,
+    NotExact,
+    Overloaded,
+    ProtocolError,
+    UpriverError,
+)
+from upriver.pipeline.mapstyle import DONE, RAW, START
+from upriver.protocol import CodeRef, Collate, RunRequest
+from upriver.protocol.tree import build, flatten, identical
+from upriver.types import MicroBatch
+
+log = logging.getLogger("upriver")
+
+SLOTS = 4
+"""Tasks under way at each worker: two processes make one each, and two are on their way."""
+
+REST_S = 1.0
+"""A worker that failed is not asked again for so long, doubled each time it fails again."""
+
+MOST_REST_S = 30.0
+
+MOST_CODE_FAILS = 3
+"""Times in a row that a worker's copy of the dataset may fail: then something is missing there."""
+
+NEVER = (ConfigError, Forbidden, NotAuthorized, NotExact, ProtocolError)
+"""What asking again would not change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Canary:
+    """A sample that was made here, which a worker must make to the bit before it is given others.
+
+    Attributes:
+        task: For this one sample.
+        value: A list of it.
+    """
+
+    task: Task
+    value: Any
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One worker, as far as it is known.
+
+    Attributes:
+        slots: Tasks that it is given at once, at most.
+        under_way: Tasks that it has been given.
+        made: Samples that it has made.
+        proved: Whether it has made the canary.
+        fails: How often in a row.
+        rests_until: It is asked again then, by the monotonic clock.
+        why_not: Why it is not asked any more; empty where it is.
+    """
+
+    url: str
+    client: ServerClient
+    slots: int = SLOTS
+    under_way: int = 0
+    made: int = 0
+    proved: bool = False
+    fails: int = 0
+    rests_until: float = 0.0
+    why_not: str = ""
+    proving: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What is asked for.
+
+    Attributes:
+        name: Of the dataset's code.
+        arguments: Its keyword arguments.
+        seed: Of what is drawn.
+        collate: Name of what collates; None where batches are collated here.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    seed: int
+    collate: str | None
+
+    def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
+        """The request for a task, and what is sent along.
+
+        Raises:
+            ConfigError: If what was read cannot be sent.
+        """
+        collate = None
+        if task.whole and self.collate is not None:
+            collate = Collate(name=self.collate, batches=(task.batch,))
+        request = RunRequest(
+            code=CodeRef(name=self.name, arguments=dict(self.arguments), collate=collate),
+            micro_batches=(task.samples,),
+            micro_batch=len(task.samples),
+            start=START if raw is None else RAW,
+            stop=DONE,
+            seed=self.seed,
+            epoch=task.epoch,
+        )
+        if raw is None:
+            return request, []
+        tree, tensors = flatten(list(raw))
+        return request, [MicroBatch(ids=task.samples, position=RAW, tensors=tuple(tensors), tree=tree)]
+
+
+class Workers:
+    """Deals tasks to workers, each as fast as it makes them.
+
+    A task is kept here until a worker has a place for it, so that the fast ones take more. What a worker that
+    fails was given others make, and the training node where there is no other.
+
+    Args:
+        workers: At least one.
+        source: What they are asked for.
+        arrivals: Where what they make comes.
+        canary: What each must make first; None where all have.
+        lock: Of the workers, who may be asked for several epochs at once.
+        owner: Lives as long as this does.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        source: Source,
+        arrivals: Arrivals,
+        *,
+        canary: Canary | None,
+        lock: threading.Lock,
+        owner: object = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._workers, self._source, self._arrivals, self._now = list(workers), source, arrivals, now
+        self._canary, self._owner = canary, owner
+        self._waiting: list[tuple[Task, Sequence[Any] | None]] = []
+        self._lock, self._closed = lock, False
+        self._answers: set[RunAnswer] = set()
+        self._threads = ThreadPoolExecutor(
+            sum(worker.slots for worker in workers), thread_name_prefix="upriver-worker"
+        )
+
+    @property
+    def slots(self) -> int:
+        """Tasks that can be under way at once."""
+        return sum(worker.slots for worker in self._workers if not worker.why_not)
+
+    def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
+        """Have a task done; False where no worker is there, or indices are no numbers that can be sent."""
+        if task.indices != task.samples:
+            return False
+        with self._lock:
+            if self._closed or not any(self._may(worker) for worker in self._workers):
+                return False
+            self._waiting.append((task, raw))
+            self._begin()
+        return True
+
+    def close(self) -> None:
+        """Break off whatever is under way."""
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+            answers = list(self._answers)
+        for answer in answers:
+            answer.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --------------------------------------------------------------------------------------- dealing
+
+    def _may(self, worker: Worker) -> bool:
+        return not worker.why_not and worker.rests_until <= self._now()
+
+    def _begin(self) -> None:
+        """Give what waits to whoever has a place; the lock is held."""
+        while self._waiting:
+            free = [each for each in self._workers if self._may(each) and each.under_way < each.slots]
+            if not free:
+                return
+            worker = min(free, key=lambda each: each.under_way / each.slots)
+            worker.under_way += 1
+            task, raw = self._waiting.pop(0)
+            self._threads.submit(self._ask, worker, task, raw)
+
+    def _ask(self, worker: Worker, task: Task, raw: Sequence[Any] | None) -> None:
+        try:
+            with worker.proving:
+                if not worker.proved and self._canary is not None:
+                    self._prove(worker, self._canary)
+            value = self._made(worker, task, raw)
+        except Exception as error:
+            self._failed(worker, task, raw, error)
+        else:
+            self._arrived(worker, task, value)
+
+    def _made(self, worker: Worker, task: Task, raw: Sequence[Any] | None) -> Any:
+        request, sent = self._source.request(task, raw)
+        with worker.client.run(request, sent) as answer, self._open(answer):
+            batches = [batch for batch, _timings in answer]
+        return build(batches[0].tree, batches[0].tensors)
+
+    @contextmanager
+    def _open(self, answer: RunAnswer) -> Iterator[None]:
+        """Whoever closes this closes the answer."""
+        with self._lock:
+            self._answers.add(answer)
+            closed = self._closed
+        try:
+            if closed:
+                raise AnswerClosed("the epoch is over")
+            yield
+        finally:
+            with self._lock:
+                self._answers.discard(answer)
+
+    def _prove(self, worker: Worker, canary: Canary) -> None:
+        """Whether it makes the same bits.
+
+        Raises:
+            NotExact: If it does not.
+        """
+        differences = _differences(worker.client.info().fingerprint)
+        if differences:
+            raise NotExact(f"it computes otherwise: {differences}")
+        if not identical(self._made(worker, canary.task, None), canary.value):
+            sample = canary.task.indices[0]
+            raise NotExact(f"it makes another sample {sample} of {self._source.name} than this machine")
+        worker.proved = True
+
+    def _arrived(self, worker: Worker, task: Task, value: Any) -> None:
+        with self._lock:
+            worker.under_way -= 1
+            worker.made += len(task.samples)
+            worker.fails = 0
+            self._begin()
+        self._arrivals.put(Arrival(task.number, value, place=worker.url))
+
+    def _failed(self, worker: Worker, task: Task, raw: Sequence[Any] | None, error: Exception) -> None:
+        """Somebody else makes it; where it is the dataset's own fault, that shows on the training node."""
+        with self._lock:
+            worker.under_way -= 1
+            if self._closed:
+                return
+            self._note(worker, error)
+            back = [] if isinstance(error, CodeFailed) else [(task, raw)]
+            self._waiting[:0] = back
+            self._begin()
+            if not any(self._may(each) for each in self._workers):
+                back, self._waiting = self._waiting, []
+            else:
+                back = []
+        if isinstance(error, CodeFailed):
+            back.append((task, raw))
+        for each, _ in back:
+            self._arrivals.put(Arrival(each.number, error=error))
+
+    def _note(self, worker: Worker, error: Exception) -> None:
+        """What a failure says of a worker."""
+        log.info("worker %s: %s", worker.url, error)
+        worker.fails += 1
+        if isinstance(error, NEVER) or not isinstance(error, UpriverError):
+            worker.why_not = str(error) or type(error).__name__
+        elif isinstance(error, CodeFailed):
+            worker.why_not = str(error) if worker.fails >= MOST_CODE_FAILS else ""
+        else:
+            rest_s = min(MOST_REST_S, REST_S * 2 ** (worker.fails - 1))
+            told_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+            worker.rests_until = self._now() + max(rest_s, told_s)
+
+
+def _differences(theirs: Mapping[str, str]) -> str:
+    """In what a worker's fingerprint differs from this process's, in words; empty if in nothing."""
+    ours = fingerprint()
+    names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    return ", ".join(
+        f"{name} is {theirs.get(name) or 'unknown'}, here {ours.get(name) or 'unknown'}" for name in names
+    )

@@ -1,0 +1,53 @@
+"""What the loader has done, by whomever: some samples of a batch, and what came of them."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeAlias
+
+from upriver.pipeline.mapstyle import DONE
+
+HERE = "here"
+"""The training node, as a place."""
+
+
+class Task(NamedTuple):
+    """Some samples of a batch.
+
+    Attributes:
+        number: Of the task.
+        batch: Number of the batch in its epoch.
+        indices: What the sampler gave.
+        samples: A number for each of them, for what is drawn.
+        whole: Whether these are all of the batch, so that it is collated, too.
+        stop: `upriver.pipeline.mapstyle.RAW` where samples are only read.
+    """
+
+    number: int
+    epoch: int
+    batch: int
+    indices: tuple[Any, ...]
+    samples: tuple[int, ...]
+    whole: bool
+    stop: int = DONE
+
+
+class Arrival(NamedTuple):
+    """What came of a task.
+
+    Attributes:
+        number: Of the task.
+        value: What its maker made of it.
+        error: Why there is nothing.
+        final: Whether the error takes the place of the batch; otherwise the task is done here.
+        place: Where it was done.
+    """
+
+    number: int
+    value: Any = None
+    error: Exception | None = None
+    final: bool = False
+    place: str = HERE
+
+
+Arrivals: TypeAlias = "SimpleQueue[Arrival]"

@@ -1,0 +1,129 @@
+"""Datasets as users write them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Container
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+
+class Noisy(Dataset[Any]):
+    """Draws from all three generators for each sample, of a size of its own."""
+
+    def __init__(self, count: int = 23) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "torch": torch.rand(3),
+            "numpy": np.random.rand(2).astype(np.float32),
+            "python": random.random(),
+            "label": (index % 3, "abc"[index % 3]),
+        }
+
+
+class Divided(Dataset[Any]):
+    """Reads here and computes there, both by chance."""
+
+    def __init__(self, count: int = 23) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, index: int) -> bytes:
+        return bytes([index % 256, random.randrange(256)])
+
+    def transform(self, raw: bytes) -> tuple[torch.Tensor, float]:
+        return torch.tensor(list(raw)) + torch.randint(100, (2,)), float(np.random.rand())
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+        return self.transform(self.read(index))
+
+
+class Plain(Dataset[Any]):
+    """Draws nothing: PyTorch's own loader gives the same."""
+
+    def __init__(self, count: int = 23) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, dict[str, Any]]:
+        return torch.arange(3) * index, index, {"name": f"n{index}", "square": np.float64(index**2)}
+
+
+class Broken(Plain):
+    """Some samples cannot be made."""
+
+    def __init__(self, count: int, bad: Container[int]) -> None:
+        super().__init__(count)
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise LookupError(f"sample {index} is gone")
+        return super().__getitem__(index)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two batches are the same to the bit, of the same types."""
+    if type(one) is not type(other):
+        return False
+    match one:
+        case torch.Tensor():
+            return one.dtype == other.dtype and torch.equal(one, other)
+        case np.ndarray():
+            return one.dtype == other.dtype and np.array_equal(one, other)
+        case dict():
+            return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        case list() | tuple():
+            return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+class OwnGenerator(Plain):
+    """Draws from a generator of its own, which nobody seeds."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._generator = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> Any:
+        return float(self._generator.random())
+
+
+class Pictures(Plain):
+    """Samples that cannot be sent."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Image.new("RGB", (2, 2))
+
+
+class Slow(Divided):
+    """Takes long enough to be killed at it."""
+
+    def transform(self, raw: bytes) -> tuple[torch.Tensor, float]:
+        time.sleep(0.01)
+        return super().transform(raw)
+
+
+class Images(Plain):
+    """Small pictures, cut and turned by chance."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        pixels = torch.arange(3 * 10 * 10, dtype=torch.float32).reshape(3, 10, 10) * (index % 7 + 1) % 11
+        top, left = torch.randint(3, (2,)).tolist()
+        picture = pixels[:, top : top + 8, left : left + 8]
+        return (picture.flip(2) if random.random() < 0.5 else picture) / 11 + torch.rand(1) / 10, index % 4

@@ -1,0 +1,192 @@
+"""Samples made here and elsewhere: batches, order and multiset, whatever the shares and the failures."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+from tests.dataloader.datasets import Divided, Noisy, same
+from upriver.dataloader.epoch import Epoch
+from upriver.dataloader.local import Maker, Processes
+from upriver.dataloader.share import Part
+from upriver.dataloader.tasks import Arrival, Arrivals, Task
+from upriver.pipeline.mapstyle import RAW, MapStyle
+from upriver.pipeline.seeding import apart
+
+
+class There:
+    """Does tasks as they are given, and has them arrive from another thread, later and in any order."""
+
+    def __init__(self, maker: Maker, arrivals: Arrivals, *, failing: float = 0.0) -> None:
+        self._maker, self._arrivals = maker, arrivals
+        self._failing, self._random = failing, random.Random(1)
+        self._pool = ThreadPoolExecutor(3)
+        self.made: list[Task] = []
+
+    def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
+        chance = self._random.random()
+        if chance < self._failing / 2:
+            return False
+        if chance < self._failing:
+            arrival = Arrival(task.number, error=ConnectionError("gone"))
+        else:
+            with apart():
+                arrival = Arrival(task.number, self._done(task, raw))
+            self.made.append(task)
+        self._pool.submit(self._arrive, arrival, self._random.random() * 1e-3)
+        return True
+
+    def _done(self, task: Task, raw: Sequence[Any] | None) -> Any:
+        if raw is None:
+            return self._maker.make(task)
+        rows = [
+            self._maker.source.make(each, epoch=task.epoch, sample=sample, start=RAW)
+            for each, sample in zip(raw, task.samples, strict=True)
+        ]
+        return self._maker.join(rows, epoch=task.epoch, batch=task.batch) if task.whole else rows
+
+    def _arrive(self, arrival: Arrival, pause: float) -> None:
+        time.sleep(pause)
+        self._arrivals.put(arrival)
+
+
+def batches_of(sizes: list[int], order: list[int]) -> list[tuple[int, ...]]:
+    taken = iter(order)
+    return [tuple(next(taken) for _ in range(size)) for size in sizes]
+
+
+def run(
+    batches: list[tuple[int, ...]],
+    *,
+    share: float,
+    whole: bool,
+    reads_here: bool = False,
+    failing: float = 0.0,
+    num_workers: int = 0,
+    ahead: int = 4,
+) -> tuple[list[Any], list[Task]]:
+    dataset = Divided(200) if reads_here else Noisy(200)
+    maker = Maker(MapStyle(dataset, seed=3), default_collate)
+    arrivals: Arrivals = SimpleQueue()
+    there = There(maker, arrivals, failing=failing)
+    split = Part(share, whole=whole, reads_here=reads_here)
+    epoch = Epoch(
+        2,
+        iter(batches),
+        maker=maker,
+        number_of=int,
+        split=split,
+        elsewhere=there,
+        arrivals=arrivals,
+        ahead=ahead,
+    )
+    if num_workers:
+        processes = Processes(maker, num_workers=num_workers)
+        epoch.use(processes)
+        found = list(epoch)
+        processes.stop()
+        return found, there.made
+    return list(epoch), there.made
+
+
+def reference(batches: list[tuple[int, ...]], *, reads_here: bool) -> list[Any]:
+    return run(batches, share=0.0, whole=True, reads_here=reads_here)[0]
+
+
+def check(batches: list[tuple[int, ...]], **arguments: Any) -> list[Task]:
+    found, made = run(batches, **arguments)
+    divided = arguments.get("reads_here", False)
+    assert same(found, reference(batches, reads_here=divided))
+    if not divided:
+        order = [int(index) for batch in found for index in batch["index"]]
+        assert order == [index for batch in batches for index in batch]
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 7), max_size=12),
+    order=st.permutations(range(90)),
+    share=st.floats(0, 1),
+    whole=st.booleans(),
+    reads_here=st.booleans(),
+    failing=st.sampled_from([0.0, 0.3, 1.0]),
+    ahead=st.integers(0, 6),
+)
+def test_the_same_batches_whatever_the_share_and_who_fails(
+    sizes, order, share, whole, reads_here, failing, ahead
+):
+    check(
+        batches_of(sizes, order),
+        share=share,
+        whole=whole,
+        reads_here=reads_here,
+        failing=failing,
+        ahead=ahead,
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("failing", [0.0, 0.4])
+def test_the_same_with_loader_processes(share: float, failing: float) -> None:
+    batches = batches_of([4] * 20, list(range(80)))
+    for whole in (False, True):
+        for reads_here in (False, True):
+            made = check(
+                batches,
+                share=share,
+                whole=whole,
+                reads_here=reads_here,
+                failing=failing,
+                num_workers=2,
+                ahead=6,
+            )
+            assert bool(made) == (share > 0)
+
+
+def test_all_of_it_can_be_made_elsewhere_and_the_processes_here_stay() -> None:
+    batches = batches_of([4] * 30, list(range(120)))
+    made = check(batches, share=1.0, whole=True, num_workers=2, ahead=3)
+    assert Counter(index for task in made for index in task.indices) == Counter(range(120))
+
+
+def test_a_share_holds_in_samples_and_in_batches() -> None:
+    batches = batches_of([10] * 10, list(range(100)))
+    for whole in (False, True):
+        made = check(batches, share=0.3, whole=whole)
+        assert abs(sum(len(task.indices) for task in made) - 30) <= (10 if whole else 1)
+
+
+def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
+    batches = batches_of([2] * 50, list(range(100)))
+    asked: list[int] = []
+
+    def indices() -> Any:
+        for number, batch in enumerate(batches):
+            asked.append(number)
+            yield batch
+
+    maker = Maker(MapStyle(Noisy(200), seed=3), default_collate)
+    arrivals: Arrivals = SimpleQueue()
+    epoch = Epoch(
+        0,
+        indices(),
+        maker=maker,
+        number_of=int,
+        split=Part(1.0, whole=True),
+        elsewhere=There(maker, arrivals),
+        arrivals=arrivals,
+        ahead=5,
+    )
+    for handed_out, _ in enumerate(epoch):
+        assert asked[-1] <= handed_out + 6

@@ -1,0 +1,204 @@
+"""The loader against PyTorch's: the same order and batches; what is drawn by chance belongs to the sample."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data import DataLoader as TorchLoader
+
+from tests.dataloader.datasets import Broken, Divided, Noisy, Plain, same
+from upriver.dataloader import DataLoader
+from upriver.errors import ConfigError
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "by default": {},
+    "batches": {"batch_size": 4},
+    "shuffled": {"batch_size": 4, "shuffle": True},
+    "whole batches": {"batch_size": 5, "shuffle": True, "drop_last": True},
+    "a sampler": {"batch_size": 3, "sampler": range(20, 2, -3)},
+    "with replacement": {"batch_size": 3, "sampler": WeightedRandomSampler([1.0, 2.0, 3.0], 11)},
+    "a batch sampler": {"batch_sampler": BatchSampler(SequentialSampler(range(23)), 6, False)},
+    "batches of several sizes": {"batch_sampler": [[3], [1, 2], [0, 5, 7, 22]]},
+    "one by one": {"batch_size": None},
+    "one by one, shuffled": {"batch_size": None, "sampler": RandomSampler(range(23))},
+    "collated by the user": {"batch_size": 4, "collate_fn": list},
+}
+
+
+def epochs(loader: Any, count: int = 2) -> list[list[Any]]:
+    return [list(loader) for _ in range(count)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=list(ARGUMENTS))
+def test_the_batches_of_pytorchs_loader_in_its_order(arguments: dict[str, Any], num_workers: int) -> None:
+    torch.manual_seed(7)
+    theirs = epochs(TorchLoader(Plain(), num_workers=num_workers, **arguments))
+    after = torch.rand(1)
+    torch.manual_seed(7)
+    loader = DataLoader(Plain(), num_workers=num_workers, **arguments)
+    ours = epochs(loader)
+    assert same(ours, theirs)
+    assert torch.equal(torch.rand(1), after)  # as many numbers were drawn
+    assert isinstance(loader, TorchLoader) and len(loader) == len(theirs[0])
+
+
+def test_a_generator_of_the_users_decides_as_in_pytorchs_loader() -> None:
+    def shuffled(kind: Any) -> list[list[Any]]:
+        generator = torch.Generator().manual_seed(3)
+        return epochs(kind(Plain(), batch_size=4, shuffle=True, generator=generator))
+
+    assert same(shuffled(DataLoader), shuffled(TorchLoader))
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), Divided()], ids=["one step", "divided"])
+def test_what_is_drawn_belongs_to_the_sample(dataset: Any) -> None:
+    def made(**arguments: Any) -> list[list[Any]]:
+        torch.manual_seed(11)
+        return epochs(DataLoader(dataset, batch_size=4, seed=5, shuffle=True, **arguments))
+
+    inline = made()
+    for arguments in (
+        {"num_workers": 1},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": 2, "multiprocessing_context": "spawn"},
+        {"num_workers": 2, "prefetch_factor": 7},
+    ):
+        assert same(made(**arguments), inline), arguments
+    assert not same(inline[0], inline[1])
+
+
+def samples(seed: int, *, epoch: int = 0, **arguments: Any) -> dict[int, Any]:
+    loader = DataLoader(Noisy(), batch_size=None, seed=seed, **arguments)
+    loader.epoch = epoch
+    return {each["index"]: each for each in loader}
+
+
+def test_a_sample_is_the_same_whatever_the_order_and_another_with_another_seed_or_epoch() -> None:
+    straight = samples(1)
+    assert same(samples(1, sampler=range(22, -1, -1)), dict(sorted(straight.items(), reverse=True)))
+    for other in (samples(2), samples(1, epoch=1)):
+        for index, sample in straight.items():
+            for drawn in ("torch", "numpy", "python"):
+                assert not same(sample[drawn], other[index][drawn])
+    values = [float(sample["python"]) for sample in straight.values()]
+    assert len(set(values)) == len(values)
+
+
+def test_an_epoch_can_be_had_again() -> None:
+    loader = DataLoader(Noisy(), batch_size=4, seed=1)
+    first, second = epochs(loader)
+    assert loader.epoch == 2
+    loader.epoch = 1
+    assert same(list(loader), second) and not same(first, second)
+
+
+def test_the_seed_is_pytorchs_where_none_is_given() -> None:
+    torch.manual_seed(123)
+    assert DataLoader(Plain()).seed == 123
+    assert DataLoader(Plain(), seed=4).seed == 4
+
+
+def test_the_generators_of_the_training_process_go_on_as_if_nothing_had_been_drawn() -> None:
+    def drawn(dataset: Any) -> tuple[float, float, float]:
+        torch.manual_seed(1), np.random.seed(1), random.seed(1)
+        for _ in DataLoader(dataset, batch_size=4, seed=2):
+            pass
+        return float(torch.rand(1)), float(np.random.rand()), random.random()
+
+    assert drawn(Noisy()) == drawn(Plain())
+
+
+def chance_in_collating(rows: list[Any]) -> torch.Tensor:
+    return torch.rand(2) + len(rows)
+
+
+def test_what_collating_draws_belongs_to_the_batch() -> None:
+    def made(num_workers: int) -> list[list[Any]]:
+        return epochs(
+            DataLoader(Plain(), batch_size=4, seed=5, num_workers=num_workers, collate_fn=chance_in_collating)
+        )
+
+    inline = made(0)
+    assert same(made(2), inline)
+    assert len({float(batch[0]) % 1 for epoch in inline for batch in epoch}) == 12
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_dataset_raises_takes_its_batchs_place(num_workers: int) -> None:
+    loader = DataLoader(Broken(12, {5, 11}), batch_size=2, num_workers=num_workers)
+    batches, raised = [], []
+    iterator = iter(loader)
+    for _ in range(6):
+        try:
+            batches.append(next(iterator)[1].tolist())
+        except LookupError as error:
+            raised.append(str(error))
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert batches == [[0, 1], [2, 3], [6, 7], [8, 9]]
+    assert ["sample 5 is gone" in raised[0], "sample 11 is gone" in raised[1]] == [True, True]
+    assert len(raised) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_epochs_side_by_side(num_workers: int) -> None:
+    loader = DataLoader(Noisy(), batch_size=4, seed=1, num_workers=num_workers)
+    whole = epochs(loader)
+    loader.epoch = 0
+    pairs = list(zip(loader, loader, strict=True))
+    assert same([one for one, _ in pairs], whole[0]) and same([two for _, two in pairs], whole[1])
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_is_left_early_does_not_show_in_the_next(persistent: bool) -> None:
+    loader = DataLoader(Noisy(40), batch_size=4, seed=1, num_workers=2, persistent_workers=persistent)
+    reference = epochs(DataLoader(Noisy(40), batch_size=4, seed=1))
+    assert same(next(iter(loader)), reference[0][0])
+    assert same(list(loader), reference[1])
+
+
+def test_a_dataset_needs_no_length_where_a_sampler_says_what_there_is() -> None:
+    class Endless:
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    assert [batch.tolist() for batch in DataLoader(Endless(), batch_size=2, sampler=[4, 1, 9])] == [
+        [4, 1],
+        [9],
+    ]
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([])
+
+    for arguments, says in (
+        ({"dataset": Stream()}, "IterableDataset"),
+        ({"dataset": {1, 2}}, "set has no samples by index"),
+        ({"dataset": Plain(), "seed": -1}, "seed must be a whole number"),
+        ({"dataset": Plain(), "seed": 1.5}, "got 1.5"),
+        ({"dataset": Plain(), "seed": True}, "got True"),
+        ({"dataset": Plain(), "seed": 2**63}, "seed must be"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            DataLoader(**arguments)
+    loader = DataLoader(Plain())
+    loader.epoch = -1
+    with pytest.raises(ConfigError, match=r"epoch must be .* got -1"):
+        iter(loader)
+    with pytest.raises(ValueError, match="num_workers"):
+        DataLoader(Plain(), num_workers=-1)

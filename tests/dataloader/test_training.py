@@ -1,0 +1,68 @@
+"""Training with and without offloading: every loss and every weight the same to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from upriver.client.embedded import EmbeddedServer
+from upriver.dataloader import DataLoader, Offloading, dataset
+
+EPOCHS = 2
+COUNT = 400
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer.start_worker(["tests.dataloader"], workers=1) as started:
+        yield started
+
+
+def trained(**arguments: Any) -> tuple[DataLoader, list[torch.Tensor], list[torch.Tensor]]:
+    """The loader, the losses, and the weights in the end."""
+    torch.manual_seed(17)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 4), torch.nn.Dropout(0.2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    data = dataset("tests.dataloader.datasets:Images", count=COUNT)
+    loader = DataLoader(data, batch_size=4, shuffle=True, **arguments)
+    losses = []
+    for _ in range(EPOCHS):
+        for images, labels in loader:
+            loss = torch.nn.functional.cross_entropy(net(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    return loader, losses, [parameter.detach() for parameter in net.parameters()]
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return trained()[1:]
+
+
+@pytest.mark.parametrize("offload", ["auto", "always", Offloading(candidate="p2", ratio=0.3)], ids=str)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_same_losses(worker: EmbeddedServer, reference: Any, offload: Any, num_workers: int) -> None:
+    loader, losses, weights = trained(workers=[worker.url], offload=offload, num_workers=num_workers)
+    assert len(losses) == EPOCHS * COUNT / 4 and len(set(map(float, losses))) > EPOCHS
+    for one, other in zip([*losses, *weights], [*reference[0], *reference[1]], strict=True):
+        assert torch.equal(one, other)
+    assert not loader.report.why_not
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
+    worker: EmbeddedServer, num_workers: int
+) -> None:
+    """Each takes a hundredth of a second, and nobody does anything with it."""
+    data = dataset("tests.dataloader.datasets:Slow", count=1500)
+    loader = DataLoader(data, batch_size=2, workers=[worker.url], num_workers=num_workers)
+    ids = [raw[:, 0].tolist() for raw, _ in loader]
+    assert len(ids) == 750
+    assert loader.offloading is not None and loader.report.made[worker.url] > 0
+    assert sum(loader.report.made.values()) == 1500
+    assert "MB/s" in loader.why

@@ -1,0 +1,194 @@
+"""Batches made by real workers, over HTTP: the same to the bit whatever is offloaded, and whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.dataloader.datasets import same
+from upriver.client.embedded import EmbeddedServer
+from upriver.dataloader import DataLoader, Offloading, dataset
+from upriver.errors import ConfigError
+
+ALLOW = ["tests.dataloader"]
+COUNT = 60
+CANDIDATES = ("p1", "p2", "p3")
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[EmbeddedServer]]:
+    started = [EmbeddedServer.start_worker(ALLOW, workers=1) for _ in range(2)]
+    yield started
+    for worker in started:
+        worker.close()
+
+
+def urls(workers: list[EmbeddedServer]) -> list[str]:
+    return [worker.url for worker in workers]
+
+
+def named(kind: str = "Divided", **arguments: Any) -> Any:
+    return dataset(f"tests.dataloader.datasets:{kind}", count=COUNT, **arguments)
+
+
+def epochs(count: int = 2, **arguments: Any) -> list[list[Any]]:
+    loader = DataLoader(arguments.pop("dataset", named()), batch_size=7, seed=3, **arguments)
+    return [list(loader) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[Any]]:
+    return epochs()
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_same_batches_whatever_is_offloaded(
+    workers: list[EmbeddedServer], reference: list[list[Any]], candidate: Any, ratio: float, count: int
+) -> None:
+    offload = Offloading(candidate=candidate, ratio=ratio)
+    loader = DataLoader(named(), batch_size=7, seed=3, workers=urls(workers[:count]), offload=offload)
+    assert same([list(loader) for _ in range(2)], reference)
+    made = loader.report.made
+    there = sum(made.get(url, 0) for url in urls(workers))
+    assert abs(there - 2 * COUNT * ratio) <= 14 and sum(made.values()) == 2 * COUNT
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_with_loader_processes_too(
+    workers: list[EmbeddedServer], reference: list[list[Any]], candidate: Any
+) -> None:
+    offload = Offloading(candidate=candidate, ratio=0.5)
+    assert same(epochs(workers=urls(workers), offload=offload, num_workers=2), reference)
+
+
+def test_always_is_whole_batches_and_single_samples_where_nobody_there_can_collate(
+    workers: list[EmbeddedServer], reference: list[list[Any]]
+) -> None:
+    assert same(epochs(workers=urls(workers), offload="always"), reference)
+    apart = epochs(collate_fn=lambda rows: rows)
+    assert same(epochs(collate_fn=lambda rows: rows, workers=urls(workers), offload="always"), apart)
+
+
+def test_never_asks_nobody(reference: list[list[Any]]) -> None:
+    assert same(epochs(workers=["http://127.0.0.1:9"], offload="never"), reference)
+
+
+def test_a_worker_that_is_not_there_costs_nothing_but_its_help(
+    workers: list[EmbeddedServer], reference: list[list[Any]]
+) -> None:
+    gone = "http://127.0.0.1:9"
+    for given in ([gone], [gone, workers[0].url]):
+        assert same(epochs(workers=given, offload="always"), reference)
+
+
+def test_a_worker_that_does_not_allow_it_says_so(reference: list[list[Any]]) -> None:
+    with EmbeddedServer.start_worker(["json"], workers=1) as worker:
+        loader = DataLoader(named(), batch_size=7, seed=3, workers=[worker.url], offload="always")
+        assert same([list(loader) for _ in range(2)], reference)
+        assert "json" in loader.report.why_not[worker.url]
+        assert loader.report.made == {"here": 2 * COUNT}
+
+
+def test_a_worker_that_makes_other_samples_is_not_used(workers: list[EmbeddedServer]) -> None:
+    """A generator of the dataset's own is no part of what is seeded: here and there differ."""
+    loader = DataLoader(named("OwnGenerator"), batch_size=7, seed=3, workers=urls(workers), offload="always")
+    list(loader)
+    assert loader.report.made == {"here": COUNT}
+    assert all("another sample" in why for why in loader.report.why_not.values())
+
+
+def test_what_cannot_be_sent_is_made_here(workers: list[EmbeddedServer]) -> None:
+    loader = DataLoader(
+        named("Pictures"), batch_size=7, collate_fn=list, workers=urls(workers), offload="always"
+    )
+    assert len(list(loader)) == 9
+    assert "PIL" in next(iter(loader.report.why_not.values()))
+
+
+def test_what_a_sample_raises_is_raised_here(workers: list[EmbeddedServer]) -> None:
+    loader = DataLoader(
+        dataset("tests.dataloader.datasets:Broken", count=12, bad=[5]),
+        batch_size=2,
+        workers=urls(workers),
+        offload="always",
+    )
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    with pytest.raises(LookupError, match="sample 5 is gone"):
+        next(iterator)
+    assert next(iterator)[1].tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_a_worker_that_is_killed_loses_nothing(candidate: Any) -> None:
+    slow = named("Slow")
+    reference = [list(DataLoader(slow, batch_size=7, seed=3))]
+    victim, other = (EmbeddedServer.start_worker(ALLOW, workers=1) for _ in range(2))
+    try:
+        loader = DataLoader(
+            slow,
+            batch_size=7,
+            seed=3,
+            workers=[victim.url, other.url],
+            offload=Offloading(candidate=candidate, ratio=1.0),
+        )
+        found = []
+        for number, batch in enumerate(loader):
+            found.append(batch)
+            if number == 1:
+                os.kill(victim.pid, signal.SIGKILL)
+        assert same([found], reference)
+        assert sum(loader.report.made.values()) == COUNT
+    finally:
+        victim.close()
+        other.close()
+
+
+def test_workers_on_this_machine_for_a_try(reference: list[list[Any]]) -> None:
+    loader = DataLoader(named(), batch_size=7, seed=3, workers=2, offload="always")
+    assert same([list(loader) for _ in range(2)], reference)
+    assert len(loader.report.made) == 2 and "here" not in loader.report.made
+
+
+def test_two_epochs_side_by_side(workers: list[EmbeddedServer], reference: list[list[Any]]) -> None:
+    loader = DataLoader(named(), batch_size=7, seed=3, workers=urls(workers), offload="always")
+    one, two = iter(loader), iter(loader)
+    pairs = list(zip(one, two, strict=True))
+    assert same([[first for first, _ in pairs], [second for _, second in pairs]], reference)
+
+
+def test_no_thread_or_process_outlives_a_loader(workers: list[EmbeddedServer]) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    loader = DataLoader(named(), batch_size=7, workers=urls(workers), offload="always", num_workers=2)
+    next(iter(loader))
+    list(loader)
+    del loader
+    until = time.monotonic() + 20
+    while {thread.name for thread in threading.enumerate()} - before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not {thread.name for thread in threading.enumerate()} - before
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    for arguments, says in (
+        ({"dataset": named().dataset, "workers": ["http://w:1"]}, "upriver.dataset"),
+        ({"dataset": named(), "workers": ["w:1"]}, "http://HOST:PORT"),
+        ({"dataset": named(), "workers": [5]}, "http://HOST:PORT"),
+        ({"dataset": named(), "offload": "sometimes"}, "'always' or an Offloading, got 'sometimes'"),
+        ({"dataset": named(), "offload": 0.5}, "Offloading"),
+        ({"dataset": named(), "workers": -1}, "workers"),
+        ({"dataset": named(), "workers": True}, "workers"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            DataLoader(**arguments)
+    for plan, says in (({"candidate": "p4"}, "p1, p2, p3"), ({"candidate": "p1", "ratio": 1.5}, "ratio")):
+        with pytest.raises(ConfigError, match=says):
+            Offloading(**plan)
