@@ -77,6 +77,17 @@ def test_always_is_whole_batches_and_single_samples_where_nobody_there_can_colla
     assert same(epochs(collate_fn=lambda rows: rows, workers=urls(workers), offload="always"), apart)
 
 
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_batches_of_many_samples(workers: list[EmbeddedServer], candidate: Any) -> None:
+    """More tensors than one answer may have."""
+    data = dataset("tests.dataloader.datasets:Divided", count=2100)
+    here = list(DataLoader(data, batch_size=2100, seed=3))
+    offload = Offloading(candidate=candidate)
+    loader = DataLoader(data, batch_size=2100, seed=3, workers=urls(workers), offload=offload)
+    assert same(list(loader), here)
+    assert "here" not in loader.report.made
+
+
 def test_never_asks_nobody(reference: list[list[Any]]) -> None:
     assert same(epochs(workers=["http://127.0.0.1:9"], offload="never"), reference)
 

@@ -42,6 +42,10 @@ MOST_REST_S = 30.0
 MOST_CODE_FAILS = 3
 """Times in a row that a worker's copy of the dataset may fail: then something is missing there."""
 
+PIECE = 16
+"""Samples of a task that are made together, where they are not collated: a worker's processes share a task,
+and an answer has a bounded number of tensors."""
+
 NEVER = (ConfigError, Forbidden, NotAuthorized, NotExact, ProtocolError)
 """What asking again would not change."""
 
@@ -107,13 +111,14 @@ class Source:
         Raises:
             ConfigError: If what was read cannot be sent.
         """
-        collate = None
+        collate, size = None, min(PIECE, len(task.samples))
         if task.whole and self.collate is not None:
-            collate = Collate(name=self.collate, batches=(task.batch,))
+            collate, size = Collate(name=self.collate, batches=(task.batch,)), len(task.samples)
+        pieces = [slice(at, at + size) for at in range(0, len(task.samples), size)]
         request = RunRequest(
             code=CodeRef(name=self.name, arguments=dict(self.arguments), collate=collate),
-            micro_batches=(task.samples,),
-            micro_batch=len(task.samples),
+            micro_batches=tuple(task.samples[piece] for piece in pieces),
+            micro_batch=size,
             start=START if raw is None else RAW,
             stop=DONE,
             seed=self.seed,
@@ -121,8 +126,7 @@ class Source:
         )
         if raw is None:
             return request, []
-        tree, tensors = flatten(list(raw))
-        return request, [MicroBatch(ids=task.samples, position=RAW, tensors=tuple(tensors), tree=tree)]
+        return request, [_sent(task.samples[piece], raw[piece]) for piece in pieces]
 
 
 class Workers:
@@ -216,8 +220,9 @@ class Workers:
     def _made(self, worker: Worker, task: Task, raw: Sequence[Any] | None) -> Any:
         request, sent = self._source.request(task, raw)
         with worker.client.run(request, sent) as answer, self._open(answer):
-            batches = [batch for batch, _timings in answer]
-        return build(batches[0].tree, batches[0].tensors)
+            made = [build(batch.tree, batch.tensors) for batch, _timings in answer]
+        joined = task.whole and self._source.collate is not None
+        return made[0] if joined else [sample for piece in made for sample in piece]
 
     @contextmanager
     def _open(self, answer: RunAnswer) -> Iterator[None]:
@@ -286,6 +291,12 @@ class Workers:
             rest_s = min(MOST_REST_S, REST_S * 2 ** (worker.fails - 1))
             told_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
             worker.rests_until = self._now() + max(rest_s, told_s)
+
+
+def _sent(ids: tuple[int, ...], raw: Sequence[Any]) -> MicroBatch:
+    """What was read of some samples."""
+    tree, tensors = flatten(list(raw))
+    return MicroBatch(ids=ids, position=RAW, tensors=tuple(tensors), tree=tree)
 
 
 def _differences(theirs: Mapping[str, str]) -> str:
