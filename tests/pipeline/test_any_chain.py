@@ -32,11 +32,13 @@ from upriver.pipeline import (
     Standardize,
     Stft,
     ToFloat,
+    audio,
     stored_tensor,
 )
 from upriver.pipeline.input_stage import ANY_SIZE
 from upriver.pipeline.stages import STAGES
 
+from .every_stage import EXAMPLES
 from .making import encoded, npy, pixels, tone, wav
 
 STORED = {
@@ -166,6 +168,27 @@ def test_a_random_stage_hangs_on_its_draw_and_on_nothing_else(stage: InputStage,
         torch.manual_seed(5)
         assert all(map(torch.equal, first, outcomes(**{name: range(12)})))
         assert len({each.numpy().tobytes() for each in first}) >= (2 if stage.name.endswith("flip") else 10)
+
+
+SOUND = torch.tensor(tone(3000).T.copy(), dtype=torch.float32)
+PICTURE = torch.tensor(pixels(40, 30))
+
+
+@pytest.mark.parametrize("stage", EXAMPLES, ids=repr)
+def test_what_a_process_has_set_does_not_show(stage: InputStage) -> None:
+    value = {"pixels": PICTURE, "audio": SOUND, "spectrum": SOUND + 1j}.get(stage.takes[0])
+    if isinstance(stage, LoadTensor) or value is None:
+        return
+    draw = Draw(seed=1, epoch=2, sample=3, stage=4)
+    plain, before = stage.apply(value, draw), torch.get_default_dtype()
+    audio._kernel.cache_clear()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+            found = stage.apply(value, draw)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, plain)
 
 
 def test_stages_that_are_not_random_hang_on_no_draw() -> None:

@@ -154,6 +154,13 @@ def test_what_is_no_such_file_is_refused_with_what_was_found(data: bytes, proble
     assert problem in caught.value.reason
 
 
+@pytest.mark.parametrize("values", [(np.inf, -np.inf), (3e38, 3e38), (np.nan, 0.0)])
+def test_channels_whose_mean_is_no_number_are_a_bad_sample(values: tuple[float, float]) -> None:
+    data = wav(np.array([values]), bits=32, floating=True)
+    with pytest.raises(SampleError, match="no finite numbers"):
+        decode(data)
+
+
 def test_the_cap_on_all_channels_together_comes_before_decoding() -> None:
     size = MAX_BYTES // 4 + 1
     data = np.zeros(44 + size, dtype=np.uint8)

@@ -135,7 +135,8 @@ def resample(value: torch.Tensor, orig: int, new: int) -> torch.Tensor:
         count = min(length - start, steps * new)
         first = start // new * orig - reach
         signal = _stretch(value, first, first + (-(-count // new) - 1) * orig + kernel.shape[2])
-        found = torch.nn.functional.conv1d(signal.unsqueeze(1), kernel, stride=orig)
+        with torch.autocast("cpu", enabled=False):  # of whoever trains in this process
+            found = torch.nn.functional.conv1d(signal.unsqueeze(1), kernel, stride=orig)
         out[:, start : start + count] = found.transpose(1, 2).reshape(channels, -1)[:, :count]
     return out
 

@@ -339,15 +339,19 @@ class RandAugment(InputStage):
         """
         bins, at = self.num_magnitude_bins, self.magnitude
         if name == "posterize":
-            return float(8 - (torch.arange(bins) / ((bins - 1) / 4)).round().int()[at])
+            return float(8 - (torch.arange(bins, dtype=torch.float32) / ((bins - 1) / 4)).round().int()[at])
         if name == "solarize":
-            return float(torch.linspace(255.0, 0.0, bins)[at])
+            return _at(255.0, 0.0, bins, at)
         if name not in STRONGEST:
             return 0.0
         side = {"translate_x": width, "translate_y": height}.get(name, 1)
-        # Single precision, as torchvision has it: another rounding would be another pixel now and then.
-        magnitude = sign * float(torch.linspace(0.0, STRONGEST[name] * side, bins)[at])
+        magnitude = sign * _at(0.0, STRONGEST[name] * side, bins, at)
         return 1.0 + magnitude if name in image.FACTORS else magnitude
+
+
+def _at(first: float, last: float, bins: int, at: int) -> float:
+    """In single precision, as torchvision has it: another rounding would be another pixel now and then."""
+    return float(torch.linspace(first, last, bins, dtype=torch.float32)[at])
 
 
 def _around(centre: float, value: float | tuple[float, float]) -> tuple[float, float]:

@@ -201,7 +201,7 @@ class Normalize(InputStage):
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
         """uint8 (height, width, 3) to contiguous float32 (3, height, width)."""
-        mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
+        mean, std = (torch.tensor(each, dtype=torch.float32).view(3, 1, 1) for each in (self.mean, self.std))
         return planes(value).div_(255).sub_(mean).div_(std)
 
     def spec(self, before: Spec | None) -> Spec | None:

@@ -151,29 +151,29 @@ def _floats(stored: Stored, form: WavForm, *, mono: bool) -> torch.Tensor:
     samples, channels, _ = stored.shape
     out = torch.empty((1 if mono else channels, samples), dtype=torch.float32)
     rows = out.numpy()
-    for channel, row in enumerate(rows):
-        _fill(row, stored[:, channel], form)
-    if len(rows) < channels:
-        other = np.empty(samples, dtype=np.float32)
-        for channel in range(1, channels):
-            _fill(other, stored[:, channel], form)
-            rows += other
-        rows /= channels
+    with np.errstate(over="ignore", invalid="ignore"):  # what becomes infinite is found below
+        for channel, row in enumerate(rows):
+            _fill(row, stored[:, channel], form)
+        if len(rows) < channels:
+            other = np.empty(samples, dtype=np.float32)
+            for channel in range(1, channels):
+                _fill(other, stored[:, channel], form)
+                rows += other
+            rows /= channels
     if form.tag == _FLOAT and not np.isfinite(rows).all():
         raise SampleError("audio with samples that are no finite numbers")
     return out
 
 
 def _fill(row: Samples, stored: Stored, form: WavForm) -> None:
-    """Write one channel as numbers from -1 to 1; exactly, but for 32 bits and for doubles."""
+    """Write one channel as numbers from -1 to 1: exactly, but for PCM of 32 bits and for doubles."""
     if form.bits == 24:
         row[...] = stored[:, 2].view(np.int8)
         for byte in (stored[:, 1], stored[:, 0]):
             row *= 256
             row += byte
     else:
-        with np.errstate(over="ignore", invalid="ignore"):  # what becomes infinite is found later
-            row[...] = stored[:, 0]
+        row[...] = stored[:, 0]
     if form.bits == 8:
         row -= 128
     if form.tag == _PCM:
