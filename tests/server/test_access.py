@@ -272,6 +272,8 @@ def test_names_in_certificates_mean_nothing_where_none_are_asked_for():
 def test_whoever_is_let_in_is_anyone_where_they_are_not_told_apart():
     assert asked(ServerConfig(stores=STORES), host="localhost") is ANYONE
     assert asked(ServerConfig(stores=STORES), host="evil.example") == 401
+    assert asked(ServerConfig(stores=STORES), host="localhost", origin="https://evil.example") == 401
+    assert asked(ServerConfig(stores=STORES), method="GET", host="localhost", origin="null") is ANYONE
     found = asked(ServerConfig(stores=STORES, token="one"), authorization="Bearer one")
     assert (found.name, found.stores) == ("anyone", None)
     by_certificate = ServerConfig(stores=STORES, host="0.0.0.0", **TLS)

@@ -45,12 +45,17 @@ class Names:
 
 
 class Unmade:
-    """It cannot be made."""
+    """It cannot be made, or none of its samples."""
 
-    def __init__(self, password: str = "", leave: bool = False) -> None:
+    def __init__(self, password: str = "", leave: bool = False, later: bool = False) -> None:
         if leave:
             sys.exit(3)
-        raise PermissionError(f"cannot log in with {password}")
+        self.password = password
+        if not later:
+            self[0]
+
+    def __getitem__(self, index: int) -> Any:
+        raise PermissionError(f"cannot log in with {self.password}")
 
 
 class Nothing:

@@ -42,7 +42,8 @@ class Access:
 
     A tenant is told by its client certificate, or else by its token. A server without either trusts everyone
     on its machine, which includes a browser there: a page from elsewhere can have its own name resolve to
-    127.0.0.1, but cannot choose what the browser then writes into ``Host``.
+    127.0.0.1, but cannot choose what the browser then writes into ``Host``. What it posts there says in
+    ``Origin`` where it comes from.
 
     Args:
         app: What is protected.
@@ -111,6 +112,7 @@ class Access:
             return self._by_token(scope["method"], headers)
         if not self._wants_certificates:
             _check_host(headers)
+            _check_origin(scope["method"], headers)
         return ANYONE
 
     def _by_certificate(self, scope: Scope) -> Tenant | None:
@@ -178,6 +180,12 @@ def _check_host(headers: Headers) -> None:
     host = _host_of(headers.get("host", ""))
     if not is_loopback(host):
         raise NotAuthorized(f"without a token only loopback names are served, not {host!r}")
+
+
+def _check_origin(method: str, headers: Headers) -> None:
+    """A page cannot read the answer, but what it asks for would be run."""
+    if method not in READING and "origin" in headers:
+        raise NotAuthorized("without a token nothing is done for a page in a browser")
 
 
 def _host_of(header: str) -> str:

@@ -11,7 +11,7 @@ import os
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -59,12 +59,12 @@ class Code:
             Forbidden: If a name leads to what is not allowed.
         """
         source = MapStyle(self._dataset(run), run.seed)
-        collate = self._collate(run.collate) if run.collate else None
+        collate = self._collate(run) if run.collate else None
         given = run.ids if raws is None else raws
         samples = [_sample(source, run, sample, value) for sample, value in zip(run.ids, given, strict=True)]
         if collate is None:
             return samples
-        with _told(f"{run.name}, {_of_batch(run)}"):
+        with _told(f"{run.name}, {_of_batch(run)}", run):
             return source.join(samples, collate, epoch=run.epoch, batch=run.batch)
 
     def _dataset(self, run: RunCode) -> Any:
@@ -72,31 +72,31 @@ class Code:
         if key not in self._datasets:
             while len(self._datasets) >= MAX_DATASETS:
                 self._datasets.popitem(last=False)
-            self._datasets[key] = self._made(run.name, msgspec.json.decode(run.arguments))
+            self._datasets[key] = self._made(run)
         self._datasets.move_to_end(key)
         return self._datasets[key]
 
-    def _made(self, name: str, arguments: dict[str, Any]) -> Any:
-        make = self._found(name)
-        with _told(f"{name} cannot be made", secrets=tuple(_secrets(arguments))):
-            dataset = make(**arguments)
+    def _made(self, run: RunCode) -> Any:
+        make = self._found(run.name, run)
+        with _told(f"{run.name} cannot be made", run):
+            dataset = make(**msgspec.json.decode(run.arguments))
             MapStyle(dataset)  # which says if it has no samples by index
         return dataset
 
-    def _collate(self, name: str) -> Callable[[list[Any]], Any]:
-        return default_collate if name == BY_DEFAULT else self._found(name)
+    def _collate(self, run: RunCode) -> Callable[[list[Any]], Any]:
+        return default_collate if run.collate == BY_DEFAULT else self._found(run.collate, run)
 
-    def _found(self, name: str) -> Callable[..., Any]:
+    def _found(self, name: str, run: RunCode) -> Callable[..., Any]:
         module, _, path = name.partition(":")
-        with _told(f"{module} cannot be imported"):
+        with _told(f"{module} cannot be imported", run):
             steps: list[Any] = [importlib.import_module(module)]
-        with _told(f"there is no {name} here"):
+        with _told(f"there is no {name} here", run):
             for part in path.split("."):
                 steps.append(getattr(steps[-1], part))
         check_found(name, steps[1:], self._allow)
         found: Callable[..., Any] = steps[-1]
         if not callable(found):
-            raise CodeFailed(f"{name} is a {type(found).__name__}, and must be callable")
+            raise CodeFailed(f"{name} must be callable, got {type(found).__name__}")
         return found
 
 
@@ -128,29 +128,31 @@ def take_apart(run: RunCode, made: Any, *, most_tensors: int) -> MicroBatch:
 
 
 def _sample(source: MapStyle, run: RunCode, sample: int, value: Any) -> Any:
-    with _told(f"{run.name}, sample {sample}"):
+    with _told(f"{run.name}, sample {sample}", run):
         return source.make(value, epoch=run.epoch, sample=sample, start=run.start)
 
 
 @contextmanager
-def _told(what: str, *, secrets: tuple[str, ...] = ()) -> Iterator[None]:
+def _told(what: str, run: RunCode) -> Iterator[None]:
     """Whatever the user's code raises inside is `CodeFailed`, with its traceback in the log.
 
     Args:
         what: Goes wrong then.
-        secrets: Are kept out of the log.
+        run: The job; its arguments may hold what no log is to have.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
-        _log(f"{what}:\n{''.join(traceback.format_exception(error))}", secrets)
+        trace = "".join(traceback.format_exception(error))
+        with logs.request_context(hidden=_secrets(msgspec.json.decode(run.arguments))):
+            _log(logs.redacted(f"{what}:\n{trace}"))
         raise CodeFailed(f"{what}: {error_text(error)}") from error
 
 
-def _log(text: str, secrets: tuple[str, ...]) -> None:
+def _log(text: str) -> None:
     """Past Python's own stderr, which may be an object of the user's."""
-    with logs.request_context(hidden=secrets):
-        os.write(STDERR, logs.redacted(text).encode(errors="backslashreplace"))
+    with suppress(OSError):  # nobody listens any more
+        os.write(STDERR, text.encode(errors="backslashreplace"))
 
 
 def _why_not(run: RunCode, made: Any, error: Exception) -> str:
