@@ -255,6 +255,10 @@ def _reach(address: str) -> None:
 # -------------------------------------------------------------------------------------- the application
 
 
+LAST_LOOK_S = 10.0
+"""``serve.run`` asks every second whether all replicas serve, and gives up where the application is gone."""
+
+
 class Deploying:
     """``serve.run`` in a thread: it returns when all replicas serve, and we go on with the first."""
 
@@ -297,6 +301,8 @@ def _running(ray: Any, serve: Any, deployment: Deployment) -> Iterator[tuple[str
                 book.end()
             if ours and not _applications(serve):
                 serve.shutdown()
+            # Where it still asks after replicas once Ray is gone, Ray ends this process with exit code 1.
+            deploying.done.wait(LAST_LOOK_S)
         except Exception as error:  # Ray's own kinds; what led here must not be lost behind them
             log.warning("cannot tell whether all replicas have ended: %s", said(str(error)))
 
