@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from upriver.errors import (
     NotExact,
     Overloaded,
     ProtocolError,
+    ServerUnavailable,
     UpriverError,
 )
 from upriver.pipeline.mapstyle import DONE, RAW, START
@@ -68,8 +70,7 @@ class Worker:
     """One worker, as far as it is known.
 
     Attributes:
-        slots: Tasks that it is given at once, at most.
-        under_way: Tasks that it has been given.
+        slots: Tasks that it is given at once, at most, for one epoch.
         made: Samples that it has made.
         proved: Whether it has made the canary.
         fails: How often in a row.
@@ -80,7 +81,6 @@ class Worker:
     url: str
     client: ServerClient
     slots: int = SLOTS
-    under_way: int = 0
     made: int = 0
     proved: bool = False
     fails: int = 0
@@ -160,6 +160,7 @@ class Workers:
         self._waiting: list[tuple[Task, Sequence[Any] | None]] = []
         self._lock, self._closed = lock, False
         self._answers: set[RunAnswer] = set()
+        self._under_way: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(
             sum(worker.slots for worker in workers), thread_name_prefix="upriver-worker"
         )
@@ -177,7 +178,7 @@ class Workers:
             if self._closed or not any(self._may(worker) for worker in self._workers):
                 return False
             self._waiting.append((task, raw))
-            self._begin()
+            self._deal()
         return True
 
     def close(self) -> None:
@@ -195,16 +196,25 @@ class Workers:
     def _may(self, worker: Worker) -> bool:
         return not worker.why_not and worker.rests_until <= self._now()
 
-    def _begin(self) -> None:
-        """Give what waits to whoever has a place; the lock is held."""
+    def _deal(self) -> list[Task]:
+        """Give what waits to whoever has a place; what nobody will make, where none is asked any more.
+
+        The lock is held.
+        """
         while self._waiting:
-            free = [each for each in self._workers if self._may(each) and each.under_way < each.slots]
+            there = [each for each in self._workers if self._may(each)]
+            if not there:
+                back = [task for task, _ in self._waiting]
+                self._waiting.clear()
+                return back
+            free = [each for each in there if self._under_way[each.url] < each.slots]
             if not free:
-                return
-            worker = min(free, key=lambda each: each.under_way / each.slots)
-            worker.under_way += 1
+                break
+            worker = min(free, key=lambda each: self._under_way[each.url] / each.slots)
+            self._under_way[worker.url] += 1
             task, raw = self._waiting.pop(0)
             self._threads.submit(self._ask, worker, task, raw)
+        return []
 
     def _ask(self, worker: Worker, task: Task, raw: Sequence[Any] | None) -> None:
         try:
@@ -254,30 +264,29 @@ class Workers:
 
     def _arrived(self, worker: Worker, task: Task, value: Any) -> None:
         with self._lock:
-            worker.under_way -= 1
+            self._under_way[worker.url] -= 1
             worker.made += len(task.samples)
             worker.fails = 0
-            self._begin()
+            back = self._deal()
         self._arrivals.put(Arrival(task.number, value, place=worker.url))
+        self._send_back(back)
 
     def _failed(self, worker: Worker, task: Task, raw: Sequence[Any] | None, error: Exception) -> None:
         """Somebody else makes it; where it is the dataset's own fault, that shows on the training node."""
         with self._lock:
-            worker.under_way -= 1
+            self._under_way[worker.url] -= 1
             if self._closed:
                 return
             self._note(worker, error)
-            back = [] if isinstance(error, CodeFailed) else [(task, raw)]
-            self._waiting[:0] = back
-            self._begin()
-            if not any(self._may(each) for each in self._workers):
-                back, self._waiting = self._waiting, []
-            else:
-                back = []
-        if isinstance(error, CodeFailed):
-            back.append((task, raw))
-        for each, _ in back:
-            self._arrivals.put(Arrival(each.number, error=error))
+            if not isinstance(error, CodeFailed):
+                self._waiting.insert(0, (task, raw))
+            back = self._deal()
+        self._send_back([*back, task] if isinstance(error, CodeFailed) else back)
+
+    def _send_back(self, tasks: Sequence[Task]) -> None:
+        """They are made on the training node."""
+        for task in tasks:
+            self._arrivals.put(Arrival(task.number, error=ServerUnavailable("no worker makes it")))
 
     def _note(self, worker: Worker, error: Exception) -> None:
         """What a failure says of a worker."""
