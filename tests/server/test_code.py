@@ -100,7 +100,7 @@ def here(dataset, request, collate=None):
     """The same, made in this process."""
     source, found = MapStyle(dataset, request.seed), []
     for at, ids in enumerate(request.micro_batches):
-        samples = source.make_all(ids, ids, epoch=request.epoch)
+        samples = [source.make(index, epoch=request.epoch, sample=index) for index in ids]
         if collate is not None:
             number = request.code.collate.batches[at]
             samples = source.join(samples, collate, epoch=request.epoch, batch=number)

@@ -71,7 +71,6 @@ class Worker:
 
     Attributes:
         slots: Tasks that it is given at once, at most, for one epoch.
-        made: Samples that it has made.
         proved: Whether it has made the canary.
         fails: How often in a row.
         rests_until: It is asked again then, by the monotonic clock.
@@ -81,7 +80,6 @@ class Worker:
     url: str
     client: ServerClient
     slots: int = SLOTS
-    made: int = 0
     proved: bool = False
     fails: int = 0
     rests_until: float = 0.0
@@ -265,7 +263,6 @@ class Workers:
     def _arrived(self, worker: Worker, task: Task, value: Any) -> None:
         with self._lock:
             self._under_way[worker.url] -= 1
-            worker.made += len(task.samples)
             worker.fails = 0
             back = self._deal()
         self._arrivals.put(Arrival(task.number, value, place=worker.url))

@@ -6,7 +6,7 @@ Any other one has a single step, ``dataset[index]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -92,13 +92,6 @@ class MapStyle:
             self._seed(epoch, sample, TRANSFORM)
             value = self.dataset.transform(value)
         return value
-
-    def make_all(self, indices: Sequence[Any], samples: Sequence[int], *, epoch: int) -> list[Any]:
-        """Whole samples, in order."""
-        return [
-            self.make(index, epoch=epoch, sample=sample)
-            for index, sample in zip(indices, samples, strict=True)
-        ]
 
     def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
         """A batch of its samples; sets the generators of this process and leaves them so.
