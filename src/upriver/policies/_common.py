@@ -129,5 +129,11 @@ def _beside(row: CutRow, chosen: Cost) -> str:
     label = f"cut {row.cut} {row.name}" if row.name == NOT_SPLIT else f"cut {row.cut}"
     if not row.feasible:
         return f"{label} does not fit"
-    times = f" ({row.cost.epoch_s / chosen.epoch_s:.2f} x)" if chosen.epoch_s > 0 else ""
-    return f"{label} {seconds_text(row.cost.epoch_s)} s{times}"
+    return f"{label} {seconds_text(row.cost.epoch_s)} s{_times(row.cost.epoch_s, chosen.epoch_s)}"
+
+
+def _times(epoch_s: float, chosen_s: float) -> str:
+    if chosen_s <= 0:
+        return ""
+    times = epoch_s / chosen_s
+    return f" ({times:.2f} x)" if times < 1000 else " (over 1000 x)"
