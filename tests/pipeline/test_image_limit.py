@@ -1,19 +1,27 @@
-"""A process may take smaller images than a dataset's stages allow, and then says so before it decodes."""
+"""A process may take smaller images than a dataset allows, and says so before it decodes; it asks for memory."""
 
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-from upriver.errors import ConfigError, TooLarge
+from upriver.errors import ConfigError, Overloaded, TooLarge
 from upriver.pipeline import Decode, Draw, RandomResizedCrop, SampleError, image, stored_tensor
 from upriver.protocol import DEFAULT_CAPS
 
 from .making import encoded, pixels
+
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
 
 DRAW = Draw(seed=0, epoch=0, sample=0, stage=0)
 
@@ -98,3 +106,92 @@ def test_a_limit_that_cannot_be_meant(pixels: object) -> None:
 
 def test_by_default_a_server_takes_what_stages_allow() -> None:
     assert DEFAULT_CAPS.pixels == image.MAX_PIXELS == Decode().max_pixels
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+@pytest.fixture
+def asked() -> Iterator[list[int]]:
+    """What was asked for."""
+    told: list[int] = []
+    with image.asking(told.append):
+        yield told
+
+
+def test_it_is_asked_for_memory_before_an_image_is_taken(asked: list[int]) -> None:
+    for form in ("JPEG", "PNG", "WEBP"):
+        decode(encoded(pixels(40, 50), form))
+    jpeg, png, webp, again = asked
+    value = torch.from_numpy(pixels(40, 50))
+    assert again <= jpeg == png < webp
+    image.change(value, [("hue", 0.1), ("equalize", 0.0)])
+    image.resize(value, 40, 50)  # nothing to do
+    image.change(value, [])
+    assert len(asked) == 5 and asked[4] >= 40 * 50 * 3
+    image.resize(value, 400, 500)
+    assert len(asked) == 6 and asked[5] >= 400 * 500 * 3
+
+
+def test_nothing_is_decoded_where_there_is_no_room() -> None:
+    def refuse(nbytes: int) -> None:
+        raise Overloaded("none")
+
+    with image.asking(refuse):
+        for form in ("JPEG", "PNG", "WEBP"):
+            with pytest.raises(Overloaded):
+                decode(encoded(pixels(40, 50), form))
+    assert decode(encoded(pixels(40, 50), "PNG")).shape == (40, 50, 3)
+
+
+MEASURED = """
+import sys
+from upriver.pipeline import image
+
+def status(name):
+    line = next(line for line in open("/proc/self/status") if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+data = open(sys.argv[1], "rb").read()
+small = open(sys.argv[2], "rb").read()
+image.decode(small, max_pixels=1 << 28, orient=True)
+asked = []
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+with image.asking(asked.append):
+    value = image.decode(data, max_pixels=1 << 28, orient=True)
+    for name in sys.argv[3:]:
+        value = image.change(value, [(name, 4.0 if name == "posterize" else 0.5)])
+print(max(asked), status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "mode", "options"),
+    [
+        ("JPEG", "RGB", {}),
+        ("JPEG", "RGB", {"progressive": True, "subsampling": 0, "exif": TURNED}),
+        ("JPEG", "CMYK", {"exif": TURNED}),
+        ("PNG", "RGBA", {"compress_level": 1, "exif": TURNED}),
+        ("PNG", "P", {"compress_level": 1, "exif": TURNED}),
+        ("WEBP", "RGB", {"method": 0}),
+        ("WEBP", "RGBA", {"method": 0, "exif": TURNED}),
+        ("WEBP", "RGB", {"method": 0, "lossless": True, "quality": 0, "exif": TURNED}),
+    ],
+)
+def test_no_image_takes_more_than_was_asked_for(
+    tmp_path: Path, form: str, mode: str, options: dict[str, Any]
+) -> None:
+    noise = Image.fromarray(pixels(250, 400)).resize((4000, 2500)).convert(mode)
+    noise.save(tmp_path / "large", form, **options)
+    noise.resize((8, 8)).save(tmp_path / "small", form)
+    for changes in ([], list(image.CHANGES)):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURED, tmp_path / "large", tmp_path / "small", *changes],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        asked, took = map(int, done.stdout.split())
+        assert took <= asked

@@ -28,8 +28,9 @@ from tests.server.running import (
     wait_for,
 )
 from upriver.errors import Overloaded
-from upriver.pipeline import Decode, LoadTensor, Resize, index
+from upriver.pipeline import Decode, LoadTensor, Resize, ToFloat, index
 from upriver.protocol import DatasetRef, Larger, RunRequest, program_head
+from upriver.server.needs import DECODING_BYTES
 from upriver.types import MicroBatch
 
 BATCHES = ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9))
@@ -297,3 +298,40 @@ def test_an_answer_among_the_input_stages_asks_for_what_it_takes(heavy, small):
     with pytest.raises(Overloaded, match="no memory for an answer"):
         run(small, changed(request, micro_batches=((0,) * 24,)))
     wait_for(lambda: idle(small) == kept)
+
+
+LITTLE = 12 * 30_000_000 - DECODING_BYTES
+"""Beside what a request takes, not enough to decode 30 megapixels."""
+
+
+def test_a_large_image_asks_for_what_decoding_it_takes(tmp_path, needs):
+    """Beyond what each worker has for that; a server with less refuses, and lives on."""
+    megapixels = {"0": 4, "1": 20, "2": 30, "3": 1}
+    for name, million in megapixels.items():
+        image = Image.new("RGB", (1000 * million, 1000), (9, 99, 199))
+        write(tmp_path, {f"a/{name}.png": encoded(image, "PNG")})
+    dataset = index(tmp_path.as_uri(), stages=[Decode(), Resize((8, 8)), ToFloat()])
+    dataset.publish()
+    ids = tuple(range(4))
+    request = RunRequest(
+        micro_batches=(ids, ids[::-1]),
+        start=-3,
+        stop=0,
+        micro_batch=4,
+        dataset=DatasetRef(store="default", digest=dataset.digest),
+    )
+    with running(tmp_path.as_uri(), workers=1) as server:
+        server.wait_ready()
+        found = run(server, request)
+        kept = idle(server)
+        assert [batch.ids for batch in found] == [ids, ids[::-1]]
+        assert all(torch.equal(each, found[0].tensors[0][0]) for each in found[0].tensors[0])
+        assert torch.equal(found[0].tensors[0], found[1].tensors[0])
+    with running(tmp_path.as_uri(), workers=1, memory_budget_bytes=kept + LITTLE) as server:
+        server.wait_ready()
+        with pytest.raises(Overloaded, match="no memory now for an image"):
+            run(server, request)
+        some = changed(request, micro_batches=((0, 3), (1, 3)))
+        assert [batch.ids for batch in run(server, some)] == [(0, 3), (1, 3)]
+        wait_for(lambda: idle(server) <= kept)
+        assert server.metric("upriver_worker_restarts_total") == 0

@@ -31,7 +31,9 @@ from upriver.server.jobs import (
     FromFront,
     FromWorker,
     MapSlot,
+    NeedRoom,
     NeedSlot,
+    Room,
     Run,
     Setup,
     UseSlot,
@@ -89,9 +91,9 @@ def talking(script, *, group=None):
         thread.join()
 
 
-def job(*ids, rows=1, room=lambda nbytes: True):
+def job(*ids, rows=1, room=lambda nbytes: True, beside=lambda nbytes: True):
     run = Run(program=None, micro_batch=len(ids), rows=rows, start=-1, stop=-1, ids=ids, slot=0)
-    return Job(run=run, program=None, parts=[memoryview(b"x")], room=room)
+    return Job(run=run, program=None, parts=[memoryview(b"x")], room=room, beside=beside)
 
 
 def next_of(channel, kind):
@@ -120,8 +122,39 @@ def asking(*sizes, then):
     return script
 
 
+def imagining(*sizes, then, answers):
+    """A worker that asks for room for images of these sizes and ends like that."""
+
+    def script(channel):
+        next_of(channel, Run)
+        for nbytes in sizes:
+            channel.send(NeedRoom(nbytes=nbytes))
+            answers.append(next_of(channel, Room).granted)
+        channel.send(NeedSlot(nbytes=1))
+        next_of(channel, UseSlot)
+        channel.send(then)
+
+    return script
+
+
 def done(count):
     return Done(heads=(b"head",) * count, phases={}, stages={})
+
+
+def test_a_worker_is_told_whether_there_is_room_for_its_images():
+    answers = []
+    with talking(imagining(5, 7, 9, then=done(1), answers=answers)) as held:
+        assert held.run(job(0, beside=lambda nbytes: nbytes < 9)).nbytes == 1
+    assert answers == [True, True, False]
+
+
+@pytest.mark.parametrize("sizes", [(0,), (-1,), (5, 5), (5, 4)])
+def test_a_worker_that_asks_for_the_same_again_is_at_its_end(sizes):
+    with (
+        talking(imagining(*sizes, then=done(1), answers=[])) as held,
+        pytest.raises(ChannelClosed, match="room"),
+    ):
+        held.run(job(0))
 
 
 def test_all_that_a_job_gives_has_to_find_room_together():

@@ -11,7 +11,8 @@ import io
 import math
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from upriver.errors import ConfigError, TooLarge
+from upriver.errors import ConfigError, TooLarge, UpriverError
 from upriver.pipeline.errors import SampleError
 
 MAX_PIXELS = 64 * 2**20
@@ -39,6 +40,18 @@ Change = tuple[str, float]
 
 _limit = sys.maxsize
 """Set by `limit_pixels`, for this process alone; without that, stages' own caps are all there is."""
+
+_STRIP_PIXELS = 1 << 16
+
+_DECODING = 12
+_DECODING_WEBP = 20
+_CHANGING = 24
+_RESIZING = 8
+"""Bytes a pixel at once, the pixels that are given and, where there are any, those that are taken among them:
+measured on images of 24 megapixels, progressive and turned ones too, and rounded up."""
+
+_ask: Callable[[int], None] | None = None
+"""Set by `asking`, for this process alone."""
 
 _EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 _TURNS = {
@@ -103,6 +116,27 @@ def limit_pixels(pixels: int) -> None:
     _limit = pixels
 
 
+@contextmanager
+def asking(room: Callable[[int], None]) -> Iterator[None]:
+    """While the block runs, ask before an image is decoded, changed or enlarged.
+
+    Args:
+        room: Told how many bytes that takes at once, what it takes and what it gives among them; raises where
+            they are not there. What was asked for before is not needed any more.
+    """
+    global _ask
+    before, _ask = _ask, room
+    try:
+        yield
+    finally:
+        _ask = before
+
+
+def _make_room(nbytes: int) -> None:
+    if _ask is not None:
+        _ask(nbytes)
+
+
 def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.Tensor:
     """Decode a JPEG, PNG or WebP (its first frame) into RGB.
 
@@ -117,19 +151,22 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
     Raises:
         SampleError: If it is no such image, has too many pixels, or is truncated or corrupt.
         TooLarge: If it has more pixels than this process takes (`limit_pixels`).
+        Overloaded: If there is no room for it (`asking`).
         MemoryError: If there is none left: no fault of the sample's, which must not be skipped for it.
     """
     try:
         image = _open(data, max_pixels)
         _check_size(image.width, image.height, max_pixels)
+        _make_room(image.width * image.height * _DECODING)
         if image.mode not in _EIGHT_BIT:
             raise SampleError(f"pixels of mode {image.mode!r}; 8 bits a channel are supported")
-        image.load()
+        image.load()  # only now is all of a PNG's head there, which may come last
         turn = _TURNS.get(_orientation(image.info.get("exif", b""))) if orient else None
         image.info.pop("transparency", None)  # is dropped anyway, and Pillow warns when it drops some
-        rgb = image.convert("RGB")
+        rgb = image if image.mode == "RGB" else image.convert("RGB")
+        del image
         return to_tensor(rgb if turn is None else rgb.transpose(turn))
-    except (SampleError, TooLarge, MemoryError):
+    except (UpriverError, MemoryError):
         raise
     except Exception as exc:  # Pillow raises nearly anything on crafted bytes
         if any(words in str(exc) for words in _NO_MEMORY):
@@ -146,6 +183,7 @@ def resize(value: torch.Tensor, height: int, width: int) -> torch.Tensor:
     check_limit(width, height)
     if value.shape[:2] == (height, width):
         return value
+    _make_room((value.shape[0] * (value.shape[1] + width) + height * width) * _RESIZING)
     image = Image.fromarray(value.contiguous().numpy())
     return to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
 
@@ -158,6 +196,7 @@ def change(value: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
     """
     if not changes:
         return value
+    _make_room(value.shape[0] * value.shape[1] * _CHANGING)
     image = Image.fromarray(value.contiguous().numpy())
     for name, amount in changes:
         image = CHANGES[name](image, amount)
@@ -167,7 +206,10 @@ def change(value: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
 def to_tensor(image: Image.Image) -> torch.Tensor:
     """RGB image to a fresh uint8 tensor of shape (height, width, 3)."""
     out = torch.empty((image.height, image.width, 3), dtype=torch.uint8)
-    out.numpy()[...] = np.asarray(image)
+    rows, pixels = max(1, _STRIP_PIXELS // image.width), out.numpy()
+    for top in range(0, image.height, rows):  # Pillow makes two copies of what is asked for
+        bottom = min(top + rows, image.height)
+        pixels[top:bottom] = np.asarray(image.crop((0, top, image.width, bottom)))
     return out
 
 
@@ -179,7 +221,9 @@ def _open(data: bytes | memoryview, max_pixels: int) -> JpegImageFile | PngImage
         _check_size(*_png_size(head), max_pixels)  # opening one already unpacks its texts, up to 64 MB
         return _Png(io.BytesIO(data))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        _check_size(*_webp_size(head), max_pixels)  # opening one already allocates its canvas
+        width, height = _webp_size(head)
+        _check_size(width, height, max_pixels)
+        _make_room(width * height * _DECODING_WEBP)  # opening one already allocates its canvas
         return WebPImageFile(io.BytesIO(data))
     what = f"starts with {head[:8]!r}" if head else "is empty"
     raise SampleError(f"not a JPEG, PNG or WebP image: it {what}")

@@ -36,7 +36,9 @@ from upriver.server.jobs import (
     MapSlot,
     Measure,
     Measured,
+    NeedRoom,
     NeedSlot,
+    Room,
     Run,
     RunCode,
     Setup,
@@ -119,12 +121,15 @@ class Job:
         program: Needed to do it.
         parts: The input: stored bytes of each sample, or the payload of ``run.header``.
         room: Whether an answer may take so many bytes in all; asked in the thread that runs the job.
+        beside: Whether its input stages may take so many bytes beyond `upriver.server.needs.DECODING_BYTES`;
+            asked there too.
     """
 
     run: Run | RunCode
     program: ProgramFiles | None
     parts: Sequence[memoryview]
     room: Callable[[int], bool] = lambda nbytes: True
+    beside: Callable[[int], bool] = lambda nbytes: True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -383,8 +388,14 @@ class WorkerHandle:
         """What comes of a job: as many slots as it has data frames at most, whatever a worker asks for."""
         most = job.run.frames
         payloads: list[memoryview] = []
-        asked = nbytes = 0
-        while isinstance(answer := self._receive(), NeedSlot):
+        asked = nbytes = beside = 0
+        while isinstance(answer := self._receive(), NeedSlot | NeedRoom):
+            if isinstance(answer, NeedRoom):
+                if answer.nbytes <= beside:
+                    raise ChannelClosed("a worker asks for more room each time")
+                beside = answer.nbytes
+                self._send(Room(granted=job.beside(beside)))
+                continue
             asked, nbytes = asked + 1, nbytes + answer.nbytes
             if asked > most or answer.nbytes < 0:
                 raise ChannelClosed(f"a worker asks for slots {most} times at most for this job")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from types import TracebackType
 
@@ -134,24 +134,42 @@ class Room:
 
     def __init__(self, hold: Hold, loop: asyncio.AbstractEventLoop, make_room: MakeRoom) -> None:
         self._hold, self._loop, self._make_room = hold, loop, make_room
+        self._beside = 0
 
     def __call__(self, nbytes: int) -> bool:
-        """Whether there is; what is missing is held from here on if so."""
-        if 2 * nbytes <= self._hold.nbytes:
+        """Whether there is; what is missing is held from here on if so. Input stages are through."""
+        if not self._beside and 2 * nbytes <= self._hold.nbytes:
             return True
-        decided = asyncio.run_coroutine_threadsafe(self._grow(2 * nbytes), self._loop)
+        return self._decided(self._for_answer(nbytes))
+
+    def beside(self, nbytes: int) -> bool:
+        """Whether so many bytes more are there, while input stages work: until it is asked for an answer."""
+        return nbytes <= self._beside or self._decided(self._for_stages(nbytes))
+
+    def _decided(self, decision: Coroutine[None, None, bool]) -> bool:
+        decided = asyncio.run_coroutine_threadsafe(decision, self._loop)
         try:
             return decided.result(DECISION_S)
         except (TimeoutError, CancelledError):
             decided.cancel()
             return False
 
-    async def _grow(self, nbytes: int) -> bool:
+    async def _for_answer(self, nbytes: int) -> bool:
         """Twice an answer: what was laid out, beside what it was laid out from."""
-        nbytes = max(nbytes, self._hold.nbytes)
-        self._make_room(nbytes - self._hold.nbytes)
+        self._hold.resize(self._hold.nbytes - self._beside)
+        self._beside = 0
+        return self._grow(max(0, 2 * nbytes - self._hold.nbytes))
+
+    async def _for_stages(self, nbytes: int) -> bool:
+        if not self._grow(nbytes - self._beside):
+            return False
+        self._beside = nbytes
+        return True
+
+    def _grow(self, more: int) -> bool:
+        self._make_room(more)
         try:
-            self._hold.resize(nbytes)
+            self._hold.resize(self._hold.nbytes + more)
         except Overloaded:
             return False
         return True

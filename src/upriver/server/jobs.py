@@ -61,8 +61,8 @@ class Run(_Message):
     """Take one micro-batch from ``start`` to ``stop``.
 
     Its input lies in ``slot``: the stored bytes of each sample at ``blobs`` (offset, size), or the payload of
-    a data frame with that ``header``. Answered by one `NeedSlot` for each frame that has a payload and then
-    `Done`, or by `Failed`.
+    a data frame with that ``header``. Answered by a `NeedRoom` for each image that is larger than all before
+    it, one `NeedSlot` for each frame that has a payload and then `Done`, or by `Failed`.
 
     Attributes:
         program: Key of a program that was loaded.
@@ -151,7 +151,13 @@ class UseSlot(_Message):
     slot: int
 
 
-FromFront = Setup | MapSlot | Forget | LoadProgram | Run | RunCode | Measure | Weigh | UseSlot
+class Room(_Message):
+    """Whether there is memory for what `NeedRoom` named."""
+
+    granted: bool
+
+
+FromFront = Setup | MapSlot | Forget | LoadProgram | Run | RunCode | Measure | Weigh | UseSlot | Room
 
 # ----------------------------------------------------------------------------------- from a worker
 
@@ -177,6 +183,12 @@ class Loaded(_Message):
 
 class NeedSlot(_Message):
     """The answer takes so many bytes: where to?"""
+
+    nbytes: int
+
+
+class NeedRoom(_Message):
+    """Its next image takes so many bytes beyond `upriver.server.needs.DECODING_BYTES`: are they there?"""
 
     nbytes: int
 
@@ -220,4 +232,4 @@ class Failed(_Message):
     body: dict[str, Any]
 
 
-FromWorker = Hello | Loaded | NeedSlot | Done | Measured | Weighed | Failed
+FromWorker = Hello | Loaded | NeedSlot | NeedRoom | Done | Measured | Weighed | Failed

@@ -37,6 +37,10 @@ UNSEEN = 8
 are there. A JPEG is decoded to five times its bytes as a rule; should that not do, what is missing is asked
 for before it is taken."""
 
+DECODING_BYTES = 192 << 20
+"""Each worker's own, for one image at a time while it is decoded and changed: a JPEG of 16 megapixels, say.
+For a larger one it asks first, as only the image itself tells."""
+
 FLOAT = 4
 """Pixels as a tensor, over their bytes."""
 

@@ -436,7 +436,7 @@ class Runner:
         names = tuple(ref.object for ref in asked.dataset.locate(run.ids))
         chain = msgspec.json.encode(asked.dataset.chain.to_json())
         run = msgspec.structs.replace(run, object_names=names, chain=chain)
-        return Job(run=run, program=order.program, parts=blobs, room=room)
+        return Job(run=run, program=order.program, parts=blobs, room=room, beside=room.beside)
 
     async def _read(self, asked: Asked, ids: Sequence[int], clock: Clock) -> list[memoryview]:
         assert asked.dataset is not None

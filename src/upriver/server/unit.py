@@ -19,7 +19,7 @@ from upriver.server.line import Line
 from upriver.server.load import LoadMeter
 from upriver.server.memory import FREE_SLOTS, KEPT_BYTES
 from upriver.server.metrics import Metrics
-from upriver.server.needs import GRAPH_FACTOR, WEIGHED_BYTES
+from upriver.server.needs import DECODING_BYTES, GRAPH_FACTOR, WEIGHED_BYTES
 from upriver.server.pool import WorkerPool
 from upriver.server.programs import Programs
 from upriver.server.run import Runner
@@ -32,9 +32,6 @@ from upriver.store import Store
 from upriver.text import bytes_text
 
 log = logging.getLogger(__name__)
-
-BYTES_PER_PIXEL = 6
-"""Of a stored image while it is decoded: as it is, and turned to RGB."""
 
 LEAST_BYTES = 64 << 20
 """With less beside idle workers hardly any request fits."""
@@ -167,7 +164,7 @@ class Unit:
         resident = 0 if self.pool.hello is None else self.pool.hello.resident_bytes
         each = resident + FREE_SLOTS * KEPT_BYTES + GRAPH_FACTOR * WEIGHED_BYTES
         if self._config.stores:
-            each += self._config.caps.pixels * BYTES_PER_PIXEL
+            each += DECODING_BYTES
         nbytes = min(each * self._config.workers, self.budget.free_bytes)
         if self.budget.free_bytes - nbytes < LEAST_BYTES:
             log.warning(

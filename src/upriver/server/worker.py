@@ -8,6 +8,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 import psutil
@@ -46,7 +47,9 @@ from upriver.server.jobs import (
     MapSlot,
     Measure,
     Measured,
+    NeedRoom,
     NeedSlot,
+    Room,
     Run,
     RunCode,
     Setup,
@@ -55,10 +58,12 @@ from upriver.server.jobs import (
     Weighed,
 )
 from upriver.server.memory import Bytes, map_privately, map_shared
-from upriver.server.needs import WEIGHED_BYTES
+from upriver.server.needs import DECODING_BYTES, WEIGHED_BYTES
 from upriver.server.scale import Scale
 from upriver.text import error_text
 from upriver.types import MicroBatch
+
+_T = TypeVar("_T", UseSlot, Room)
 
 MAX_ENGINES = 32
 """Joined chains and programs kept; they hold no memory of their own."""
@@ -154,6 +159,7 @@ class Worker:
         self._warm: set[tuple[str, int]] = set()
         self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
         self._code = Code(setup.allow)
+        self._beside = 0
 
     def serve(self) -> None:
         """Take messages until the front is gone.
@@ -190,7 +196,7 @@ class Worker:
                 self._channel.send(self._measure(message))
             case Weigh():
                 self._channel.send(self._weigh(message, fds))
-            case Setup() | UseSlot():
+            case Setup() | UseSlot() | Room():
                 raise SystemExit(f"unexpected {type(message).__name__}")
 
     def _keep_up(self, message: MapSlot | Forget, fds: Sequence[int]) -> None:
@@ -240,7 +246,9 @@ class Worker:
     def _run(self, run: Run) -> None:
         clock = Clock()
         engine = self._engine(run)
-        batch = self._input(run, engine, clock)
+        self._beside = 0
+        with image.asking(self._make_room):
+            batch = self._input(run, engine, clock)
         if run.stop > batch.position:
             batch = engine.advance(batch, run.stop, clock)
         with clock.phase("encode"):
@@ -341,12 +349,31 @@ class Worker:
         self._channel.send(NeedSlot(nbytes=layout.nbytes))
         if not layout.nbytes:
             return self._head(batch, layout, layout.checksum())
+        slot = self._answer(UseSlot).slot
+        if slot == NO_SLOT:
+            raise Overloaded(f"no memory for an answer of {layout.nbytes} bytes now")
+        return self._head(batch, layout, layout.write_into(self._slots[slot].data))
+
+    def _make_room(self, nbytes: int) -> None:
+        """Before an image is decoded or changed, which takes so many bytes at once.
+
+        Raises:
+            Overloaded: If they are not there now.
+        """
+        beside = nbytes - DECODING_BYTES
+        if beside <= self._beside:
+            return
+        self._channel.send(NeedRoom(nbytes=beside))
+        if not self._answer(Room).granted:
+            raise Overloaded(f"no memory now for an image that takes {nbytes} bytes at once")
+        self._beside = beside
+
+    def _answer(self, kind: type[_T]) -> _T:
+        """The front's answer to a question; what else it says before is done."""
         while True:
             answer, fds = self._channel.receive()
-            if isinstance(answer, UseSlot):
-                if answer.slot == NO_SLOT:
-                    raise Overloaded(f"no memory for an answer of {layout.nbytes} bytes now")
-                return self._head(batch, layout, layout.write_into(self._slots[answer.slot].data))
+            if isinstance(answer, kind):
+                return answer
             try:
                 self._handle(answer, fds)
             finally:
