@@ -1,4 +1,4 @@
-"""A process may take smaller images than a dataset allows, and says so before it decodes; it asks for memory."""
+"""A process may take smaller images than a dataset allows, and asks for memory before it decodes one."""
 
 from __future__ import annotations
 
