@@ -48,6 +48,11 @@ CLUSTER: dict[str, Any] = {
 GONE = object()
 
 
+def label(value: object) -> str:
+    """Of a test's argument, the same in every process."""
+    return str(getattr(value, "__name__", value))[:40]
+
+
 def changed(document: dict[str, Any], path: str, value: object) -> str:
     """The document as JSON with one place set, or removed when ``value`` is GONE."""
     copy = json.loads(json.dumps(document))
@@ -157,7 +162,7 @@ REQUIRED = [
 ]
 
 
-@pytest.mark.parametrize(("document", "read", "path"), REQUIRED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("document", "read", "path"), REQUIRED, ids=label)
 def test_a_missing_field_is_named(document: dict[str, Any], read: Callable[[str], object], path: str) -> None:
     with pytest.raises(ConfigError, match=path.split("/")[-1]):
         read(changed(document, path, GONE))
@@ -207,7 +212,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("document", "read", "path", "value"), WRONG, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("document", "read", "path", "value"), WRONG, ids=label)
 def test_a_wrong_value_or_unknown_field_is_named(
     document: dict[str, Any], read: Callable[[str], object], path: str, value: object
 ) -> None:
