@@ -10,7 +10,7 @@ from upriver.errors import ConfigError, ServerUnavailable
 def no_thread_left():
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # another test's may have ended
 
 
 def test_memory_stores_cannot_be_embedded():
