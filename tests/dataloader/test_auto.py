@@ -12,9 +12,10 @@ import torch
 from upriver.dataloader.auto import LEAST_STEPS, PREPARED, SKIPPED, Auto, Measured, Steps, num_bytes
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local import Maker
+from upriver.dataloader.plan import Stretch
 from upriver.dataloader.share import AllHere, Part
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.pipeline.mapstyle import MapStyle
+from upriver.pipeline.mapstyle import DONE, START, MapStyle
 
 BATCH = 4
 NBYTES = BATCH * 250_000 * 4
@@ -92,7 +93,7 @@ def train(world: World, batches: int, candidates: Sequence[str] = ("p2", "p3")) 
         measured,
         here=AllHere,
         candidates=candidates,
-        part=lambda name, ratio: Part(ratio, whole=name == "p3"),
+        part=lambda name, ratio: Part(ratio, Stretch(start=START, stop=DONE, whole=name == "p3")),
         cpu_s=lambda: world.cpu_s,
         clock=lambda: world.now,
     )

@@ -18,9 +18,10 @@ from torch.utils.data import default_collate
 from tests.dataloader.datasets import Divided, Noisy, same
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local import Maker, Processes
+from upriver.dataloader.plan import Stretch
 from upriver.dataloader.share import Part
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.pipeline.mapstyle import RAW, MapStyle
+from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
 from upriver.pipeline.seeding import apart
 
 
@@ -47,13 +48,7 @@ class There:
         return True
 
     def _done(self, task: Task, raw: Sequence[Any] | None) -> Any:
-        if raw is None:
-            return self._maker.make(task)
-        rows = [
-            self._maker.source.make(each, epoch=task.epoch, sample=sample, start=RAW)
-            for each, sample in zip(raw, task.samples, strict=True)
-        ]
-        return self._maker.join(rows, epoch=task.epoch, batch=task.batch) if task.whole else rows
+        return self._maker.make(task._replace(given=raw))
 
     def _arrive(self, arrival: Arrival, pause: float) -> None:
         time.sleep(pause)
@@ -79,7 +74,7 @@ def run(
     maker = Maker(MapStyle(dataset, seed=3), default_collate)
     arrivals: Arrivals = SimpleQueue()
     there = There(maker, arrivals, failing=failing)
-    split = Part(share, whole=whole, reads_here=reads_here)
+    split = Part(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole))
     epoch = Epoch(
         2,
         iter(batches),
@@ -183,7 +178,7 @@ def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
         indices(),
         maker=maker,
         number_of=int,
-        split=Part(1.0, whole=True),
+        split=Part(1.0, Stretch(start=START, stop=DONE, whole=True)),
         elsewhere=There(maker, arrivals),
         arrivals=arrivals,
         ahead=5,

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from upriver.dataloader.local import Maker, Processes
-from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.pipeline.mapstyle import RAW
+from upriver.dataloader.local import Fed, Maker, Processes
+from upriver.dataloader.plan import Stretch
+from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
+from upriver.pipeline.mapstyle import DONE
 from upriver.pipeline.seeding import apart
 
 
@@ -24,7 +25,7 @@ class Elsewhere(Protocol):
         """Have a task done, for `Arrivals`, where it comes in any case; whether anybody takes it.
 
         Args:
-            raw: What was read of each sample; None where that is to be done there, too.
+            raw: Samples as they stand at its start; None where they are read there.
         """
 
 
@@ -32,12 +33,8 @@ class Split(Protocol):
     """Which samples of the next batch are made elsewhere."""
 
     @property
-    def reads_here(self) -> bool:
-        """Whether they are read on the training node all the same."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether batches that are made elsewhere are collated there."""
+    def stretch(self) -> Stretch:
+        """The stages of them that run elsewhere."""
 
     def __call__(self, count: int) -> Sequence[bool]:
         """For each of ``count`` samples, in order, whether it is."""
@@ -71,15 +68,20 @@ class Work:
     """A task under way.
 
     Attributes:
+        task: All of it, as it is done here.
         batch: What it is for.
         at: Places in the batch of the task's samples.
-        reads: Whether its samples are only read until now.
+        away: What of it is to be done elsewhere; None where nothing is, or all that is is done.
+        gone: Whether others are at that.
+        place: Who was.
     """
 
     task: Task
     batch: Batch
     at: Sequence[int] = field(repr=False)
-    reads: bool = False
+    away: Stretch | None = None
+    gone: bool = False
+    place: str = HERE
 
 
 class Epoch:
@@ -112,9 +114,10 @@ class Epoch:
     ) -> None:
         self._number, self._batches = number, batches
         self._maker, self._number_of = maker, number_of
+        self._start = maker.source.positions[0]
         self.split, self._ahead, self._on_made = split, ahead, on_made
         self._arrivals, self._elsewhere = arrivals, elsewhere
-        self._here: Processes | None = None
+        self._here: Processes | Fed | None = None
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
         self._work: dict[int, Work] = {}
@@ -123,7 +126,7 @@ class Epoch:
         self.hold = False
         """Whether nothing further is planned for now."""
 
-    def use(self, processes: Processes) -> None:
+    def use(self, processes: Processes | Fed) -> None:
         """Have processes do what is done on this machine; without any the thread that iterates does it."""
         self.plan()
         processes.start(self._arrivals, self._inline)
@@ -179,15 +182,25 @@ class Epoch:
             batch=batch.number,
             indices=indices,
             samples=tuple(map(self._number_of, indices)),
-            whole=len(places) == len(batch.indices) and (self.split.whole or not goes),
+            whole=len(places) == len(batch.indices) and (self.split.stretch.whole or not goes),
+            start=self._start,
         )
-        reads = goes and self.split.reads_here
-        self._work[number] = Work(task, batch, places, reads=reads)
+        work = self._work[number] = Work(task, batch, places, away=self.split.stretch if goes else None)
         batch.missing += 1
-        if reads:
-            self._do_here(task._replace(stop=RAW))
-        elif not (goes and self._given(task, None)):
+        if work.away is None:
             self._do_here(task)
+        elif work.away.start > self._start:
+            self._do_here(task._replace(stop=work.away.start))
+        else:
+            self._do_elsewhere(work, work.away, None)
+
+    def _do_elsewhere(self, work: Work, stretch: Stretch, values: Sequence[Any] | None) -> None:
+        """From where ``values`` stand; all of it here if nobody takes it."""
+        task = work.task._replace(start=stretch.start, stop=stretch.stop)
+        work.gone = self._given(task, values)
+        if not work.gone:
+            work.away = None
+            self._do_here(work.task)
 
     def _given(self, task: Task, raw: Sequence[Any] | None) -> bool:
         return self._elsewhere is not None and self._elsewhere.give(task, raw)
@@ -245,12 +258,18 @@ class Epoch:
 
     def _arrived(self, arrival: Arrival) -> None:
         work = self._work[arrival.number]
-        if arrival.error is not None and not arrival.final:
-            self._do_here(work.task)  # wherever it was, here the dataset can be had
-        elif arrival.error is None and work.reads:
-            work.reads = False
-            if not self._given(work.task, arrival.value):
-                self._do_here(work.task)
+        away = work.away
+        if arrival.error is not None:
+            if arrival.final:
+                self._finish(work, arrival)
+            else:
+                work.away = None
+                self._do_here(work.task)  # wherever it was, here the dataset can be had
+        elif away is not None and not work.gone:
+            self._do_elsewhere(work, away, arrival.value)
+        elif away is not None and away.stop < DONE:
+            work.away, work.place = None, arrival.place
+            self._do_here(work.task._replace(start=away.stop, given=arrival.value))
         else:
             self._finish(work, arrival)
 
@@ -261,7 +280,7 @@ class Epoch:
         if arrival.error is not None:
             batch.error = batch.error or arrival.error
             return
-        batch.made[arrival.place] += len(work.at)
+        batch.made[arrival.place if work.place == HERE else work.place] += len(work.at)
         if work.task.whole:
             batch.value, batch.whole = arrival.value, True
             return

@@ -9,25 +9,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from upriver.client import checks
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
 from upriver.dataloader.auto import Auto, Measured
+from upriver.dataloader.declared import Declared
 from upriver.dataloader.epoch import Epoch, Split
 from upriver.dataloader.hired import Hired
-from upriver.dataloader.local import Maker, Processes
-from upriver.dataloader.named import NamedDataset
-from upriver.dataloader.plan import Candidate, Offloading
-from upriver.dataloader.remote import Workers
+from upriver.dataloader.local import Fed, Maker, Processes, Source
+from upriver.dataloader.named import NamedDataset, name_of
+from upriver.dataloader.plan import Offloading, stretch_of
+from upriver.dataloader.remote import Asked, ByName, InStore, Workers
 from upriver.dataloader.share import AllHere, Part
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
+from upriver.pipeline import Dataset
 from upriver.pipeline.mapstyle import MapStyle
 
 Word: TypeAlias = Literal["auto", "never", "always"]
@@ -70,11 +72,12 @@ class DataLoader(TorchLoader[Any]):
     ``num_workers`` is.
 
     Args:
-        dataset: Any map-style dataset.
+        dataset: Any map-style dataset; or an `upriver.Dataset`, whose samples are (tensor, target).
         batch_size: As for PyTorch's loader, as are all others but the last.
         seed: Of what is drawn for samples; PyTorch's own, as `torch.manual_seed` has set it, if None.
         workers: Addresses of machines that run ``upriver worker``, or how many to start on this one, for a
-            try; for a dataset by name (`upriver.dataset`).
+            try; for a dataset by name (`upriver.dataset`). For an `upriver.Dataset`, of servers near its
+            store (``upriver serve``).
         offload: What of it runs there: what FastFlow's policy decides by what the first batches take
             (``auto``), nothing (``never``), everything (``always``), or an `Offloading`.
         token: Sent to workers with every request.
@@ -140,11 +143,10 @@ class DataLoader(TorchLoader[Any]):
             in_order=in_order,
         )
         self.epoch = 0
-        inner = dataset.dataset if isinstance(dataset, NamedDataset) else dataset
-        self._maker = Maker(MapStyle(inner, _seed(seed)), self._collate())
-        self._offload = _offload(offload)
+        self._maker = Maker(_source(dataset, _seed(seed)), self._collate())
+        self._offload = self._checked(offload)
         self._hired = self._hire(dataset, workers, Access(token, ca, certificate, key))
-        self._kept: Processes | None = None
+        self._kept: Processes | Fed | None = None
         self._made: Counter[str] = Counter()
         self._measured = Measured()
 
@@ -183,7 +185,7 @@ class DataLoader(TorchLoader[Any]):
                 weakref.finalize(epoch, processes.halt).atexit = False
         batches: Iterator[Any] = epoch
         if asked is not None and self._offload == "auto":
-            auto = Auto(epoch, self._measured, here=AllHere, candidates=asked.candidates, part=part)
+            auto = Auto(epoch, self._measured, here=AllHere, candidates=asked.candidates, part=self._part)
             batches = auto.batches()
         return map(pinned, batches) if self._pins else batches
 
@@ -201,7 +203,7 @@ class DataLoader(TorchLoader[Any]):
         decision = self._measured.decision
         if decision is None or decision.candidate is None:
             return None
-        return Offloading(candidate=cast(Candidate, decision.candidate), ratio=decision.ratio)
+        return Offloading(candidate=decision.candidate, ratio=decision.ratio)
 
     @property
     def why(self) -> str:
@@ -218,7 +220,24 @@ class DataLoader(TorchLoader[Any]):
 
     def _split(self) -> Split:
         decided = self.offloading
-        return AllHere() if decided is None else part(decided.candidate, decided.ratio)
+        return AllHere() if decided is None else self._part(decided.candidate, decided.ratio)
+
+    def _part(self, candidate: str, ratio: float) -> Part:
+        source = self._maker.source
+        return Part(ratio, stretch_of(candidate, source.positions, source.stages))
+
+    def _checked(self, offload: Offload) -> Offload:
+        """What is offloaded, where the dataset has it.
+
+        Raises:
+            ConfigError: If it has not.
+        """
+        if isinstance(offload, str) and offload in get_args(Word):
+            return offload
+        if not isinstance(offload, Offloading):
+            raise ConfigError(f"offload must be 'auto', 'never', 'always' or an Offloading, got {offload!r}")
+        self._part(offload.candidate, offload.ratio)
+        return offload
 
     def _hire(self, dataset: Any, workers: Sequence[str] | int, access: Access) -> Hired | None:
         """Whoever may make samples; nobody where none was named."""
@@ -229,18 +248,34 @@ class DataLoader(TorchLoader[Any]):
             urls = checks.addresses(workers)
         if not urls and not local:
             return None
+        tls = client_context(ca=access.ca, certificate=access.certificate, key=access.key)
+        return Hired(
+            self._asked(dataset),
+            self._maker,
+            clients=[ServerClient(url, token=checks.token(access.token), tls=tls) for url in urls],
+            local=local,
+        )
+
+    def _asked(self, dataset: Any) -> Asked:
+        """What workers are asked for.
+
+        Raises:
+            ConfigError: If they cannot make it.
+        """
+        collate = self.collate_fn if self.batch_sampler is not None else None
+        source = self._maker.source
+        if isinstance(source, Declared):
+            return InStore(source=source, joins=collate is default_collate)
         if not isinstance(dataset, NamedDataset):
             raise ConfigError(
                 "workers make datasets by name: upriver.dataset('package.module:callable', …); "
                 f"got a {type(dataset).__name__}"
             )
-        tls = client_context(ca=access.ca, certificate=access.certificate, key=access.key)
-        return Hired(
-            dataset,
-            self._maker,
-            collate=self.collate_fn if self.batch_sampler is not None else None,
-            clients=[ServerClient(url, token=checks.token(access.token), tls=tls) for url in urls],
-            local=local,
+        return ByName(
+            name=dataset.name,
+            arguments=dataset.arguments,
+            seed=self.seed,
+            collate=name_of(collate) if collate is not None else None,
         )
 
     # ------------------------------------------------------------------------------------ as PyTorch
@@ -263,11 +298,11 @@ class DataLoader(TorchLoader[Any]):
     def _collate(self) -> Callable[[list[Any]], Any]:
         return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)
 
-    def _processes(self, drawn: int) -> Processes:
+    def _processes(self, drawn: int) -> Processes | Fed:
         """PyTorch's own; those that persist do one epoch after another."""
         if self._kept is not None:
             return self._kept
-        found = Processes(
+        processes = Processes(
             self._maker,
             num_workers=self.num_workers,
             timeout=self.timeout,
@@ -277,6 +312,8 @@ class DataLoader(TorchLoader[Any]):
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.persistent_workers,
         )
+        source = self._maker.source
+        found = Fed(source, processes) if isinstance(source, Declared) else processes
         if self.persistent_workers:
             self._kept = found
         return found
@@ -292,15 +329,13 @@ class _OnlyOne:
         return self._convert(rows[0])
 
 
-def _offload(offload: Offload) -> Offload:
-    if isinstance(offload, Offloading) or (isinstance(offload, str) and offload in get_args(Word)):
-        return offload
-    raise ConfigError(f"offload must be 'auto', 'never', 'always' or an Offloading, got {offload!r}")
-
-
-def part(candidate: str, ratio: float) -> Part:
-    """A candidate for a share of the samples."""
-    return Part(ratio, whole=candidate == "p3", reads_here=candidate == "p1")
+def _source(dataset: Any, seed: int) -> Source:
+    match dataset:
+        case Dataset():
+            return Declared(dataset, seed)
+        case NamedDataset():
+            return MapStyle(dataset.dataset, seed)
+    return MapStyle(dataset, seed)
 
 
 def _seed(seed: int | None) -> int:

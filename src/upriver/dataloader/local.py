@@ -5,19 +5,56 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.pipeline.mapstyle import DONE, MapStyle
+from upriver.pipeline.mapstyle import DONE
+
+READERS = 4
+"""Threads that read at once, each the samples of one task."""
 
 IDLE = Task(number=-1, epoch=0, batch=0, indices=(), samples=(), whole=False)
 """Nothing to do: a loader process that got no task at all would be ended."""
+
+
+class Source(Protocol):
+    """A dataset, as a chain of stages from a sample's index to what a batch is made of."""
+
+    @property
+    def seed(self) -> int:
+        """Of what is drawn."""
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Where a sample can stand, from nothing but its index to the end."""
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What leads from each position to the next."""
+
+    def make_all(
+        self,
+        indices: Sequence[Any],
+        *,
+        epoch: int,
+        samples: Sequence[int],
+        start: int,
+        stop: int,
+        given: Sequence[Any] | None,
+    ) -> list[Any]:
+        """Some samples, or a stretch of their way; sets this process's generators and leaves them so."""
+
+    def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
+        """A batch of its samples; sets this process's generators and leaves them so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +66,19 @@ class Maker:
         collate: From a list of samples to a batch.
     """
 
-    source: MapStyle
+    source: Source
     collate: Callable[[list[Any]], Any]
 
     def make(self, task: Task) -> Any:
-        """A batch, its samples or what is read of them; sets this process's generators and leaves them so."""
-        rows = [
-            self.source.make(index, epoch=task.epoch, sample=sample, stop=task.stop)
-            for index, sample in zip(task.indices, task.samples, strict=True)
-        ]
+        """A batch, its samples or what they are on the way; sets this process's generators."""
+        rows = self.source.make_all(
+            task.indices,
+            epoch=task.epoch,
+            samples=task.samples,
+            start=task.start,
+            stop=task.stop,
+            given=task.given,
+        )
         joins = task.whole and task.stop == DONE
         return self.join(rows, epoch=task.epoch, batch=task.batch) if joins else rows
 
@@ -133,6 +174,78 @@ class Processes:
         if self._forward is not None:
             self._forward.join()
             self._forward = None
+
+
+class Fed:
+    """Loader processes that are given what they work on, which threads of the training process read.
+
+    A client of object stores has threads of its own, and in a forked process they are gone: it would wait for
+    them for ever.
+
+    Args:
+        source: Reads in its first stage.
+        processes: For what comes after.
+    """
+
+    def __init__(self, source: Source, processes: Processes) -> None:
+        self._source, self._processes = source, processes
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._arrivals: Arrivals = SimpleQueue()
+
+    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> None:
+        """See `Processes`."""
+        self._processes.start(arrivals, ())
+        self._arrivals = arrivals
+        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="upriver-read")
+        for task in tasks:
+            self.give(task)
+
+    def give(self, task: Task) -> None:
+        """See `Processes`."""
+        if task.given is not None:
+            self._work(task)
+        elif self._threads is None:
+            raise RuntimeError("loader processes were not started, or were stopped")
+        else:
+            self._threads.submit(self._read, task)
+
+    def halt(self) -> None:
+        """See `Processes`."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+        self._processes.halt()
+
+    def stop(self) -> None:
+        """See `Processes`."""
+        self.halt()
+        self._processes.stop()
+
+    def _read(self, task: Task) -> None:
+        read = self._source.positions[1]
+        try:
+            values = self._source.make_all(
+                task.indices,
+                epoch=task.epoch,
+                samples=task.samples,
+                start=task.start,
+                stop=read,
+                given=None,
+            )
+        except Exception as error:
+            self._arrivals.put(Arrival(task.number, error=error, final=True))
+            return
+        if task.stop == read:
+            self._arrivals.put(Arrival(task.number, values))
+        else:
+            with suppress(RuntimeError):  # the epoch is over
+                self._work(task._replace(start=read, given=values))
+
+    def _work(self, task: Task) -> None:
+        given = [each.numpy() if isinstance(each, torch.Tensor) else each for each in task.given]
+        with self._lock:
+            self._processes.give(task._replace(given=given))
 
 
 class _Forward(threading.Thread):

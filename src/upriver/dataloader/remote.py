@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from upriver.client.transport import AnswerClosed, RunAnswer, ServerClient
+from upriver.dataloader.declared import Declared
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
@@ -21,13 +24,14 @@ from upriver.errors import (
     Forbidden,
     NotAuthorized,
     NotExact,
+    ObjectNotFound,
     Overloaded,
     ProtocolError,
     ServerUnavailable,
     UpriverError,
 )
 from upriver.pipeline.mapstyle import DONE, RAW, START
-from upriver.protocol import CodeRef, Collate, RunRequest
+from upriver.protocol import DEFAULT_CAPS, CodeRef, Collate, DatasetRef, RunRequest
 from upriver.protocol.tree import build, flatten, identical
 from upriver.types import MicroBatch
 
@@ -48,7 +52,7 @@ PIECE = 16
 """Samples of a task that are made together, where they are not collated: a worker's processes share a task,
 and an answer has a bounded number of tensors."""
 
-NEVER = (ConfigError, Forbidden, NotAuthorized, NotExact, ProtocolError)
+NEVER = (ConfigError, Forbidden, NotAuthorized, NotExact, ObjectNotFound, ProtocolError)
 """What asking again would not change."""
 
 
@@ -87,9 +91,31 @@ class Worker:
     proving: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
 
+class Asked(Protocol):
+    """What workers are asked for."""
+
+    @property
+    def name(self) -> str:
+        """Of the dataset."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether they collate batches, too."""
+
+    def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
+        """The request for a task, and what is sent along.
+
+        Raises:
+            ConfigError: If it cannot be sent.
+        """
+
+    def value(self, task: Task, answers: Sequence[MicroBatch]) -> Any:
+        """What came of a task."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """What is asked for.
+class ByName:
+    """A user's own dataset, whose code workers have.
 
     Attributes:
         name: Of the dataset's code.
@@ -103,16 +129,17 @@ class Source:
     seed: int
     collate: str | None
 
-    def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
-        """The request for a task, and what is sent along.
+    @property
+    def joins(self) -> bool:
+        """Whether they can collate."""
+        return self.collate is not None
 
-        Raises:
-            ConfigError: If what was read cannot be sent.
-        """
+    def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
+        """See `Asked`."""
         collate, size = None, min(PIECE, len(task.samples))
         if task.whole and self.collate is not None:
             collate, size = Collate(name=self.collate, batches=(task.batch,)), len(task.samples)
-        pieces = [slice(at, at + size) for at in range(0, len(task.samples), size)]
+        pieces = _pieces(task, size)
         request = RunRequest(
             code=CodeRef(name=self.name, arguments=dict(self.arguments), collate=collate),
             micro_batches=tuple(task.samples[piece] for piece in pieces),
@@ -125,6 +152,66 @@ class Source:
         if raw is None:
             return request, []
         return request, [_sent(task.samples[piece], raw[piece]) for piece in pieces]
+
+    def value(self, task: Task, answers: Sequence[MicroBatch]) -> Any:
+        """See `Asked`."""
+        made = [build(batch.tree, batch.tensors) for batch in answers]
+        return made[0] if task.whole and self.joins else [sample for piece in made for sample in piece]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InStore:
+    """A dataset of ours, whose stages every server has that is near its store.
+
+    Attributes:
+        source: The dataset.
+        joins: Whether batches are what `torch.utils.data.default_collate` makes.
+    """
+
+    source: Declared
+    joins: bool
+
+    @property
+    def name(self) -> str:
+        """Of the dataset."""
+        return f"dataset {self.source.dataset.digest[:12]}"
+
+    def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
+        """See `Asked`."""
+        dataset = self.source.dataset
+        whole = task.whole and self.joins and len(task.samples) <= DEFAULT_CAPS.tensors
+        size = len(task.samples) if whole else min(PIECE, len(task.samples))
+        pieces = _pieces(task, size)
+        request = RunRequest(
+            dataset=DatasetRef(store=dataset.store.name, digest=dataset.digest),
+            micro_batches=tuple(task.samples[piece] for piece in pieces),
+            micro_batch=size,
+            start=max(task.start, dataset.chain.start),
+            stop=task.stop,
+            seed=self.source.seed,
+            epoch=task.epoch,
+            given=raw is not None,
+        )
+        if raw is None:
+            return request, []
+        return request, [
+            MicroBatch(ids=task.samples[piece], position=task.start, tensors=tuple(raw[piece]))
+            for piece in pieces
+        ]
+
+    def value(self, task: Task, answers: Sequence[MicroBatch]) -> Any:
+        """See `Asked`; of samples that are done, a row each."""
+        if task.stop < DONE:
+            return [tensor for batch in answers for tensor in batch.tensors]
+        rows = [batch.tensors[0][: len(batch.ids)] for batch in answers]
+        targets = self.source.targets(task.indices)
+        if task.whole and self.joins:
+            return [rows[0] if len(rows) == 1 else torch.cat(rows), torch.tensor(targets)]
+        return list(zip([row for piece in rows for row in piece], targets, strict=True))
+
+
+def _pieces(task: Task, size: int) -> list[slice]:
+    return [slice(at, at + size) for at in range(0, len(task.samples), size)]
 
 
 class Workers:
@@ -145,7 +232,7 @@ class Workers:
     def __init__(
         self,
         workers: Sequence[Worker],
-        source: Source,
+        source: Asked,
         arrivals: Arrivals,
         *,
         canary: Canary | None,
@@ -228,9 +315,8 @@ class Workers:
     def _made(self, worker: Worker, task: Task, raw: Sequence[Any] | None) -> Any:
         request, sent = self._source.request(task, raw)
         with worker.client.run(request, sent) as answer, self._open(answer):
-            made = [build(batch.tree, batch.tensors) for batch, _timings in answer]
-        joined = task.whole and self._source.collate is not None
-        return made[0] if joined else [sample for piece in made for sample in piece]
+            answers = [batch for batch, _timings in answer]
+        return self._source.value(task, answers)
 
     @contextmanager
     def _open(self, answer: RunAnswer) -> Iterator[None]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
+from upriver.dataloader.plan import Stretch
 from upriver.errors import ConfigError
+from upriver.pipeline.mapstyle import DONE, START
 from upriver.types import require_finite
 
 Place = TypeVar("Place", bound=Hashable)
@@ -56,8 +58,7 @@ class Shares(Generic[Place]):
 class AllHere:
     """No sample is made elsewhere."""
 
-    reads_here = False
-    whole = True
+    stretch = Stretch(start=START, stop=DONE, whole=True)
 
     def __call__(self, count: int) -> list[bool]:
         """For each of ``count`` samples that it is not."""
@@ -69,15 +70,19 @@ class Part:
 
     Args:
         ratio: The share, 0 to 1.
-        whole: Whether batches are made whole, here or elsewhere; samples one by one otherwise.
-        reads_here: Whether they are read here all the same.
+        stretch: Their stages that are. Where it is whole, whole batches are made here or elsewhere, and
+            samples one by one otherwise.
     """
 
-    def __init__(self, ratio: float, *, whole: bool, reads_here: bool = False) -> None:
+    def __init__(self, ratio: float, stretch: Stretch) -> None:
         require_finite("ratio", ratio, at_most=1)
-        self.ratio, self.whole, self.reads_here = ratio, whole, reads_here
+        self.ratio, self.stretch = ratio, stretch
         self._shares = Shares({True: ratio, False: 1 - ratio})
 
     def __call__(self, count: int) -> list[bool]:
         """For each of ``count`` samples whether it is."""
-        return [self._shares.next()] * count if self.whole else [self._shares.next() for _ in range(count)]
+        return (
+            [self._shares.next()] * count
+            if self.stretch.whole
+            else [self._shares.next() for _ in range(count)]
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
-from upriver.pipeline.mapstyle import DONE
+from upriver.pipeline.mapstyle import DONE, START
 
 HERE = "here"
 """The training node, as a place."""
@@ -20,7 +20,9 @@ class Task(NamedTuple):
         indices: What the sampler gave.
         samples: A number for each of them, for what is drawn.
         whole: Whether these are all of the batch, so that it is collated, too.
-        stop: `upriver.pipeline.mapstyle.RAW` where samples are only read.
+        start: Where its samples stand.
+        stop: Where they are to stand.
+        given: They themselves; None where they are still to be read.
     """
 
     number: int
@@ -29,7 +31,9 @@ class Task(NamedTuple):
     indices: tuple[Any, ...]
     samples: tuple[int, ...]
     whole: bool
+    start: int = START
     stop: int = DONE
+    given: Any = None
 
 
 class Arrival(NamedTuple):

@@ -107,12 +107,13 @@ class InputChain:
             spec = stage.spec(spec)
         return spec if _is_whole(spec) else None
 
-    def most_bytes(self, stored: Sizes, stop: int) -> tuple[Sizes, Sizes]:
+    def most_bytes(self, stored: Sizes, stop: int, *, start: int | None = None) -> tuple[Sizes, Sizes]:
         """What samples take at most, known before any of them is read.
 
         Args:
-            stored: Their stored bytes.
+            stored: Their bytes as they stand at ``start``.
             stop: Where they are taken to.
+            start: Where they are taken from; as they are stored if None.
 
         Returns:
             What each takes at ``stop``, infinite where only the sample tells; and what a stage has at once on
@@ -121,7 +122,8 @@ class InputChain:
         """
         spec: Spec | None = None
         taken, most = stored, np.zeros_like(stored)
-        for stage in self.stages[: stop - self.start]:
+        first = 0 if start is None else start - self.start
+        for stage in self.stages[first : stop - self.start]:
             spec = stage.spec(spec)
             given = np.full_like(stored, _nbytes(spec)) if _is_whole(spec) else stage.given_bytes(taken)
             known = np.where(np.isfinite(taken), taken, 0)

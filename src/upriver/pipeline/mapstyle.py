@@ -6,7 +6,7 @@ Any other one has a single step, ``dataset[index]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,6 +57,16 @@ class MapStyle:
             raise ConfigError(f"dataset must be map-style: {kind} has no samples by index (__getitem__)")
 
     @property
+    def positions(self) -> tuple[int, ...]:
+        """Where a sample can stand, from nothing but its index to the end."""
+        return (START, RAW, DONE) if self.divided else (START, DONE)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What leads from each position to the next."""
+        return ("read", "transform") if self.divided else ("make",)
+
+    @property
     def divided(self) -> bool:
         """Whether it can be read at one place and computed at another."""
         return isinstance(self.dataset, Divided)
@@ -92,6 +102,23 @@ class MapStyle:
             self._seed(epoch, sample, TRANSFORM)
             value = self.dataset.transform(value)
         return value
+
+    def make_all(
+        self,
+        indices: Sequence[Any],
+        *,
+        epoch: int,
+        samples: Sequence[int],
+        start: int = START,
+        stop: int = DONE,
+        given: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """:meth:`make` for some samples, which are ``given`` where they stand beyond their start."""
+        values = indices if given is None else given
+        return [
+            self.make(value, epoch=epoch, sample=sample, start=start, stop=stop)
+            for value, sample in zip(values, samples, strict=True)
+        ]
 
     def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
         """A batch of its samples; sets the generators of this process and leaves them so.

@@ -110,13 +110,15 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     With a ``dataset`` the inputs are its samples, and ``start`` is the start of its chain. Without one,
     ``start`` is at least 0 and the body goes on after this frame with one data frame for each entry of
-    ``micro_batches``, with the same ids, standing at ``start``. Either way one data frame and one stats frame
-    come back for each entry, in order.
+    ``micro_batches``, with the same ids, standing at ``start``. The same with a dataset whose samples are
+    ``given``: these stand before the end of its chain, a tensor for each. Either way one data frame and one
+    stats frame come back for each entry, in order.
 
     Attributes:
         program: Digest of the program; needed when ``stop`` or ``start`` is above 0.
         micro_batches: Sample ids, at most ``micro_batch`` in each.
         stop: Where the answers stand.
+        given: Whether samples of the dataset are sent along, and not read there.
         on_bad_sample: ``fail`` ends the answer with an error; ``skip`` pads the row and lists the id as
             skipped, but not of code.
         deadline_s: The answer is broken off when it has not gone out by then; the server may have a limit of
@@ -140,12 +142,13 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     larger: Annotated[tuple[Larger, ...], msgspec.Meta(max_length=MAX_LARGER)] = ()
     code: CodeRef | None = None
+    given: bool = False
     protocol: int = VERSION
 
     @property
     def sent(self) -> bool:
         """Whether its inputs are sent along."""
-        return self.dataset is None and (self.code is None or self.start == RAW)
+        return self.given or (self.dataset is None and (self.code is None or self.start == RAW))
 
     def check(self, caps: Caps) -> None:
         """Check what one field says of another.
@@ -158,6 +161,11 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ProtocolError(f"stop must be at least start, got [{self.start}, {self.stop})")
         if self.code is not None:
             self._check_code(self.code)
+        elif self.given and (self.dataset is None or self.start >= 0):
+            raise ProtocolError(
+                f"what is given are samples of a dataset before the end of its chain; got start {self.start}"
+                + ("" if self.dataset is not None else " and no dataset")
+            )
         elif self.dataset is None and self.start < 0:
             raise ProtocolError(f"start must be at least 0 without a dataset, got {self.start}")
         if self.program is None and self.stop > 0 and self.stop > self.start:
@@ -177,7 +185,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ProtocolError(f"a request has at most {caps.samples} samples, got {total}")
 
     def _check_code(self, code: CodeRef) -> None:
-        if self.dataset is not None or self.program is not None:
+        if self.dataset is not None or self.program is not None or self.given:
             raise ProtocolError("a request names code, or a dataset in a store and a program, not both")
         if self.larger or self.on_bad_sample != "fail":
             raise ProtocolError(

@@ -61,6 +61,11 @@ def _checked(request: RunRequest, index: int, batch: MicroBatch) -> MicroBatch:
             f"data frame {index} must hold samples {wanted[0]} at position {wanted[1]}, "
             f"got {batch.ids} at {batch.position}"
         )
+    if request.given and len(batch.tensors) != len(batch.ids):
+        raise ProtocolError(
+            f"data frame {index} must hold a tensor for each of {len(batch.ids)} samples, "
+            f"got {len(batch.tensors)}"
+        )
     if request.code is None:
         if batch.tree is not None:
             raise ProtocolError(f"data frame {index} has a tree, and only what is sent for code has one")

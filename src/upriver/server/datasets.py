@@ -130,8 +130,9 @@ class Datasets:
             tenant.check_objects(request.dataset.store, dataset, ids)
         finally:
             self._count(request.dataset)
-        if request.start != dataset.chain.start:
-            raise ProtocolError(f"this dataset's chain starts at {dataset.chain.start}, got {request.start}")
+        start = dataset.chain.start
+        if request.start < start or (request.start > start and not request.given):
+            raise ProtocolError(f"this dataset's chain starts at {start}, got {request.start}")
         if max(ids) >= len(dataset):
             raise ProtocolError(f"sample ids lie in 0..{len(dataset) - 1}, got {max(ids)}")
         return dataset

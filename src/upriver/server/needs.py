@@ -202,7 +202,7 @@ class Form:
         """
         if request.dataset is not None and self.count != 1:
             raise ProtocolError(f"a dataset gives one tensor, and the program takes {self.count}")
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(() if request.given else batches):
             where = f"data frame {index}: the program takes"
             if len(batch.tensors) != self.count:
                 raise ProtocolError(
@@ -315,6 +315,7 @@ def request_bytes(
     *,
     dataset: Dataset | None,
     weighed: Mapping[int, Weighed],
+    batches: Sequence[MicroBatch] = (),
 ) -> dict[int, int]:
     """What a request takes beside its program, by the samples of one forward pass.
 
@@ -322,9 +323,10 @@ def request_bytes(
         request: What is asked for.
         dataset: Where its samples come from; None where they came along.
         weighed: By samples of a forward pass, what its model stages take; empty where it asks for none.
+        batches: What came along.
     """
     sizes = tuple(weighed) or (request.micro_batch,)
-    given = Input() if dataset is None else input_of(request, dataset)
+    given = Input() if dataset is None else input_of(request, dataset, batches)
     return {size: _one_size(size // request.micro_batch, given, weighed.get(size)) for size in sorted(sizes)}
 
 
@@ -339,12 +341,15 @@ def _one_size(joined: int, given: Input, weighed: Weighed | None) -> int:
     return coming + max(before, weighed.peak_bytes) + weighed.out_bytes * (2 if works_ahead(weighed) else 1)
 
 
-def input_of(request: RunRequest, dataset: Dataset) -> Input:
+def input_of(request: RunRequest, dataset: Dataset, batches: Sequence[MicroBatch] = ()) -> Input:
     """What a request's micro-batches take; each number is that of the one where it is largest."""
     counts = [len(ids) for ids in request.micro_batches]
-    stored = dataset.sizes([sample for ids in request.micro_batches for sample in ids]).astype(np.float64)
+    if request.given:
+        stored = np.array([each.nbytes for batch in batches for each in batch.tensors], dtype=np.float64)
+    else:
+        stored = dataset.sizes([sample for ids in request.micro_batches for sample in ids]).astype(np.float64)
     stop = min(request.stop, 0)
-    out, working = dataset.chain.most_bytes(stored, stop)
+    out, working = dataset.chain.most_bytes(stored, stop, start=request.start)
     starts = np.cumsum([0, *counts[:-1]])
     largest = int(np.add.reduceat(stored, starts).max())
     rows = request.micro_batch * out.max() if stop == 0 else np.add.reduceat(out, starts).max()

@@ -225,7 +225,7 @@ class Runner:
         if request.program is None or request.stop <= 0:
             return {}
         named = {request.micro_batch: request.program}
-        if self._config.admission == "adaptive" and request.dataset is not None:  # tensors come as they are
+        if self._config.admission == "adaptive" and not request.sent:  # tensors come as they are
             named |= {larger.micro_batch: larger.program for larger in request.larger}
         return {size: await self._programs.know(tenant, digest) for size, digest in named.items()}
 
@@ -233,7 +233,7 @@ class Runner:
         """What a request takes beside its program, by the samples of a forward pass."""
         request = asked.request
         if request.code is None:
-            return request_bytes(request, dataset=asked.dataset, weighed=weighed)
+            return request_bytes(request, dataset=asked.dataset, weighed=weighed, batches=asked.batches)
         most = self._budget.most_bytes
         return {request.micro_batch: self._answers.bytes_of(asked, request.code, most_bytes=most)}
 
@@ -425,17 +425,18 @@ class Runner:
         room = Room(order.admitted.hold, asyncio.get_running_loop(), self._make_room)
         first = order.groups[index].start
         run = code_run(asked, request.code, first) if request.code is not None else _run_of(order, index)
+        if asked.dataset is not None:
+            names = tuple(ref.object for ref in asked.dataset.locate(run.ids))
+            chain = msgspec.json.encode(asked.dataset.chain.to_json())
+            run = msgspec.structs.replace(run, object_names=names, chain=chain)
         if asked.batches:
             layout = lay_out(asked.batches[first].tensors)
             header = data_head(asked.batches[first], layout, "")[PREFIX_NBYTES:]
             run = msgspec.structs.replace(run, header=header, payload_nbytes=layout.nbytes)
-            return Job(run=run, program=order.program, parts=layout.parts, room=room)
+            return Job(run=run, program=order.program, parts=layout.parts, room=room, beside=room.beside)
         if asked.dataset is None:
             return Job(run=run, program=None, parts=(), room=room)
         blobs = await self._read(asked, run.ids, clock)
-        names = tuple(ref.object for ref in asked.dataset.locate(run.ids))
-        chain = msgspec.json.encode(asked.dataset.chain.to_json())
-        run = msgspec.structs.replace(run, object_names=names, chain=chain)
         return Job(run=run, program=order.program, parts=blobs, room=room, beside=room.beside)
 
     async def _read(self, asked: Asked, ids: Sequence[int], clock: Clock) -> list[memoryview]:

@@ -321,7 +321,8 @@ class Worker:
     def _input(self, run: Run, engine: Engine, clock: Clock) -> MicroBatch:
         memory = self._slots[run.slot]
         if run.header:
-            return self._sent(run, torch.from_numpy(memory[: run.payload_nbytes]))
+            sent = self._sent(run, torch.from_numpy(memory[: run.payload_nbytes]))
+            return self._through_input(run, engine, sent, clock) if sent.position < 0 else sent
         return engine.begin(
             [memory[start : start + nbytes].data for start, nbytes in run.blobs],
             run.ids,
@@ -332,6 +333,31 @@ class Worker:
             on_bad_sample=run.on_bad_sample,
             clock=clock,
         )
+
+    def _through_input(self, run: Run, engine: Engine, sent: MicroBatch, clock: Clock) -> MicroBatch:
+        """Samples that were sent, which may be anything.
+
+        Raises:
+            ProtocolError: If they cannot be what stands there.
+        """
+        try:
+            return engine.resume(
+                sent,
+                object_names=run.object_names,
+                stop=min(run.stop, 0),
+                seed=run.seed,
+                epoch=run.epoch,
+                on_bad_sample=run.on_bad_sample,
+                clock=clock,
+            )
+        except (UpriverError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if _is_out_of_memory(error):
+                raise
+            raise ProtocolError(
+                f"what was sent is no sample at position {sent.position}: {_one_line(error)}"
+            ) from None
 
     def _sent(self, run: Run | RunCode, payload: torch.Tensor) -> MicroBatch:
         """What was sent along; its tensors are views of ``payload``."""

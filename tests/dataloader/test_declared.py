@@ -1,0 +1,197 @@
+"""Datasets with declared stages in the loader: any stretch elsewhere, in any share, and the same batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from tests.dataloader.datasets import same
+from tests.pipeline.making import encoded, pixels, write
+from upriver.client.embedded import EmbeddedServer
+from upriver.dataloader import DataLoader, Offloading
+from upriver.errors import BadSample, ConfigError
+from upriver.pipeline import (
+    ColorJitter,
+    Dataset,
+    Decode,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    index,
+)
+
+COUNT, SEED = 45, 3
+STAGES = (
+    Decode(),
+    RandomResizedCrop(24),
+    ColorJitter(brightness=0.4, hue=0.1),
+    RandomHorizontalFlip(),
+    Normalize(),
+)
+NAMES = ("read", "decode", "random_resized_crop", "color_jitter", "random_horizontal_flip", "normalize")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    files = {
+        f"{'ab'[each % 2]}/{each:02}.jpg": encoded(pixels(30 + each, 60 - each, each))
+        for each in range(COUNT)
+    }
+    dataset = index(write(tmp_path_factory.mktemp("declared"), files), stages=STAGES)
+    dataset.publish()
+    return dataset
+
+
+@pytest.fixture(scope="module")
+def servers(data: Dataset) -> Iterator[list[EmbeddedServer]]:
+    started = [EmbeddedServer.start({"default": data.store.uri}, workers=1, threads=1) for _ in range(2)]
+    yield started
+    for server in started:
+        server.close()
+
+
+def epochs(data: Dataset, **arguments: Any) -> list[list[Any]]:
+    loader = DataLoader(
+        data, batch_size=7, shuffle=True, generator=torch.Generator().manual_seed(1), seed=SEED, **arguments
+    )
+    return [list(loader) for _ in range(2)]
+
+
+class Plainly(torch.utils.data.Dataset[Any]):
+    """The same samples, one stage after the other."""
+
+    def __init__(self, data: Dataset, epoch: int) -> None:
+        self._data, self._epoch = data, epoch
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, at: int) -> Any:
+        (place,) = self._data.locate([at])
+        blob = torch.frombuffer(bytearray(self._data.store.get(place.object)), dtype=torch.uint8)
+        value = self._data.chain.run(
+            blob, sample=at, epoch=self._epoch, seed=SEED, start=-len(STAGES), stop=0
+        )
+        return value, int(self._data.targets[at])
+
+
+@pytest.fixture(scope="module")
+def reference(data: Dataset) -> list[list[Any]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        list(TorchLoader(Plainly(data, epoch), batch_size=7, shuffle=True, generator=generator))
+        for epoch in range(2)
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_those_of_pytorchs_loader(
+    data: Dataset, reference: list[list[Any]], num_workers: int
+) -> None:
+    assert same(epochs(data, num_workers=num_workers), reference)
+
+
+STRETCHES = [
+    *("p1", "p2", "p3", "read..collate", "decode..collate", "normalize..collate"),
+    *(f"{first}..{last}" for at, first in enumerate(NAMES) for last in NAMES[at:]),
+]
+
+
+@pytest.mark.parametrize("candidate", STRETCHES)
+def test_any_stretch_may_run_elsewhere(
+    data: Dataset, reference: list[list[Any]], servers: list[EmbeddedServer], candidate: str
+) -> None:
+    for ratio, count, num_workers in ((1.0, 1, 0), (0.3, 2, 1)):
+        urls = [server.url for server in servers[:count]]
+        arguments = {"workers": urls, "offload": Offloading(candidate=candidate, ratio=ratio)}
+        loader = DataLoader(
+            data,
+            batch_size=7,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(1),
+            seed=SEED,
+            num_workers=num_workers,
+            **arguments,
+        )
+        assert same([list(loader) for _ in range(2)], reference)
+        made = loader.report.made
+        there = sum(made.get(url, 0) for url in urls)
+        assert sum(made.values()) == 2 * COUNT and abs(there - 2 * COUNT * ratio) <= 14, loader.report
+
+
+def test_all_of_it_always_and_by_what_the_first_batches_take(
+    data: Dataset, reference: list[list[Any]], servers: list[EmbeddedServer]
+) -> None:
+    urls = [server.url for server in servers]
+    for offload in ("always", "auto", "never"):
+        assert same(epochs(data, workers=urls, offload=offload), reference)
+
+
+def test_what_may_be_worth_it_is_measured(data: Dataset, servers: list[EmbeddedServer]) -> None:
+    loader = DataLoader(data, batch_size=7, workers=[servers[0].url])
+    assert loader._hired is not None
+    assert loader._hired.candidates == ("p1", "read..random_horizontal_flip", "p2", "p3")
+
+
+def test_with_a_collate_function_of_ones_own(data: Dataset, servers: list[EmbeddedServer]) -> None:
+    here = epochs(data, collate_fn=list)
+    for offload in ("always", Offloading(candidate="p3"), Offloading(candidate="read..decode", ratio=0.5)):
+        assert same(epochs(data, collate_fn=list, workers=[servers[0].url], offload=offload), here)
+
+
+def test_a_server_that_dies_loses_its_share(data: Dataset, reference: list[list[Any]]) -> None:
+    with EmbeddedServer.start({"default": data.store.uri}, workers=1, threads=1) as server:
+        loader = DataLoader(
+            data,
+            batch_size=7,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(1),
+            seed=SEED,
+            workers=[server.url],
+            offload=Offloading(candidate="read..random_resized_crop", ratio=0.6),
+        )
+        iterator = iter(loader)
+        found = [next(iterator) for _ in range(2)]
+        os.kill(server.pid, signal.SIGKILL)
+        assert same([found + list(iterator), list(loader)], reference)
+        assert loader.report.made["here"] > 0
+
+
+def test_one_on_this_machine_for_a_try(data: Dataset, reference: list[list[Any]]) -> None:
+    assert same(epochs(data, workers=1, offload="always"), reference)
+
+
+def test_a_server_without_the_store_says_so(data: Dataset, tmp_path: Path) -> None:
+    with EmbeddedServer.start({"other": tmp_path.as_uri()}, workers=1, threads=1) as server:
+        loader = DataLoader(data, batch_size=7, workers=[server.url], offload="always")
+        list(loader)
+        assert loader.report.made == {"here": COUNT}
+        assert "no store 'default'" in loader.report.why_not[server.url]
+
+
+def test_a_bad_sample_is_named(tmp_path: Path) -> None:
+    files = {f"a/{each}.jpg": encoded(pixels(20, 20, each)) for each in range(6)}
+    files["a/4.jpg"] = files["a/4.jpg"][:100]
+    bad = index(write(tmp_path, files), stages=STAGES)
+    bad.publish()
+    with EmbeddedServer.start({"default": bad.store.uri}, workers=1, threads=1) as server:
+        for arguments in ({}, {"num_workers": 1}, {"workers": [server.url], "offload": "always"}):
+            iterator = iter(DataLoader(bad, batch_size=2, **arguments))
+            next(iterator), next(iterator)
+            with pytest.raises((BadSample, RuntimeError), match=r"sample 4 in object 'a/4\.jpg'"):
+                next(iterator)
+
+
+@pytest.mark.parametrize(
+    "candidate", ["decode..read", "collate..collate", "read..", "..read", "read..crop", "p4", "", 3, None]
+)
+def test_stretches_that_there_are_not(data: Dataset, candidate: Any) -> None:
+    with pytest.raises(ConfigError, match="candidate"):
+        DataLoader(data, offload=Offloading(candidate=candidate))
