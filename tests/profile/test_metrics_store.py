@@ -479,8 +479,10 @@ def test_jobs_that_are_killed_while_they_save_leave_whole_files(folder):
     done = run(
         folder,
         """
+        mother = os.getpid()
+
         def forever():
-            while True:
+            while os.getppid() == mother:
                 store.save(KEY, known(random.randrange(1, 10**6)))
 
         for turn in range(30):
@@ -684,7 +686,12 @@ def test_this_process_has_what_it_has(monkeypatch):
         (lambda: replace(LOCAL, ranks=0), "ranks must be"),
         (lambda: replace(LOCAL, device=""), "device must be a string of 1 to 200 characters, got ''"),
         (lambda: replace(LOCAL, machine=None), "machine must be"),
-        (lambda: LocalResources.here(0, "gpu"), "device must be one of PyTorch's, got 'gpu'"),
+        (lambda: LocalResources.here(0, "gpu"), "device must be one that PyTorch has here, got 'gpu'"),
+        (
+            lambda: LocalResources.here(0, "cuda:99"),
+            "device must be one that PyTorch has here, got 'cuda:99'",
+        ),
+        (lambda: LocalResources.here(0, 1.5), "device must be one that PyTorch has here, got 1.5"),
         (lambda: replace(ONE, address=""), "address must be"),
         (lambda: replace(ONE, cpus=0), "cpus must be"),
         (lambda: replace(ONE, processes="4"), "processes must be a whole number >= 1, got '4'"),

@@ -329,10 +329,12 @@ def _device_name(device: str | torch.device | None) -> str:
         device = "cuda" if in_use else "cpu"
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last where there is no CUDA
         given = printable(repr(device), 80)
-        raise ConfigError(f"device must be one of PyTorch's, got {given}: {error_text(error)}") from None
-    return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+        raise ConfigError(
+            f"device must be one that PyTorch has here, got {given}: {error_text(error)}"
+        ) from None
 
 
 def _digest_of(facts: Any) -> str:
