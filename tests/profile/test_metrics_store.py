@@ -203,6 +203,33 @@ def test_what_is_not_known_now_stays_as_it_was(folder):
     assert store.load(KEY) == Known(gthp=3, lthp=2, pcycle=4, candidates=(slower, P2))
 
 
+def test_what_was_only_told_is_not_new(folder, monkeypatch):
+    store = MetricsStore(folder)
+    store.save(KEY, ALL)
+    now = time.time() + 1000
+    monkeypatch.setattr(time, "time", lambda: now)
+    told = store.load(KEY)
+    slower = replace(P2, ocycle=1)
+    found = replace(told, lthp=7, candidates=(P1, slower))
+    assert found.beyond(told) == Known(lthp=7, candidates=(slower,))
+    store.save(KEY, found.beyond(told))
+    assert store.load(KEY) == found
+    assert store.load(KEY, max_age_s=500) == Known(lthp=7, candidates=(slower,))
+
+
+@given(before=knowns(), now=knowns())
+def test_what_is_new_makes_of_what_was_known_what_is_known_now(before, now):
+    with tempfile.TemporaryDirectory() as folder:
+        one, other = MetricsStore(Path(folder) / "one"), MetricsStore(Path(folder) / "other")
+        key = replace(KEY, remote=replace(REMOTE, candidates=("p1", "p2", "p3")))
+        for store in (one, other):
+            store.save(key, before)
+        one.save(key, now)
+        other.save(key, now.beyond(before))
+        assert one.load(key) == other.load(key)
+    assert now.beyond(now) == Known()
+
+
 def test_figures_may_be_too_old(folder, monkeypatch):
     now = time.time()
     store = MetricsStore(folder)

@@ -245,6 +245,16 @@ class Known:
                 require_finite(field, getattr(self, field), positive=True, at_most=MOST)
         _require_names([candidate.name for candidate in self.candidates])
 
+    def beyond(self, before: Known) -> Known:
+        """What of it was not known before, or is another now.
+
+        A job that saves no more than this does not make what it was only told look as if measured today.
+        """
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        new = {name: value for name, value in plain.items() if value != getattr(before, name)}
+        candidates = tuple(each for each in self.candidates if each not in before.candidates)
+        return Known(**new, candidates=candidates)
+
 
 # --------------------------------------------------------------------------------------------- the keys
 
@@ -391,7 +401,7 @@ class MetricsStore:
         return Known(**plain, candidates=candidates)
 
     def save(self, key: StoreKey, known: Known) -> None:
-        """Keep what is known of a job. What is not known now stays as it was.
+        """Keep what a job has measured, as of now. What it does not know stays as it was.
 
         Raises:
             ConfigError: If there is a candidate that is none of the key's.
