@@ -79,7 +79,17 @@ def test_nothing_is_offloaded_where_nothing_stalls(run: Run, file: Path) -> None
 def test_people_see_every_candidate_and_why(run: Run, file: Path) -> None:
     status, out, _ = run("--metrics", file)
     assert status == 0
-    for part in ("200 MB/s", "40.5 MB/s", "4.94 times", "p1", "p2", "p3", "70.95", "p2 for 46.0% of", "71.55"):
+    for part in (
+        "200 MB/s",
+        "40.5 MB/s",
+        "4.94 times",
+        "p1",
+        "p2",
+        "p3",
+        "70.95",
+        "p2 for 46.0% of",
+        "71.55",
+    ):
         assert part in out, part
 
 
@@ -93,7 +103,9 @@ def test_what_does_not_count_is_refused(run: Run, file: Path, tmp_path: Path) ->
         run, "--metrics", file, "--bandwidth", "1Mbit", "--sweep", "bandwidth=1Mbit,2Mbit"
     )
     assert "--profile would not" in refused(run, "--metrics", file, "--profile", tmp_path / "p.json")
-    assert "must be one of fastflow, upriver or all, got 'hapi'" in refused(run, "--metrics", file, "--policy", "hapi")
+    assert "must be one of fastflow, upriver or all, got 'hapi'" in refused(
+        run, "--metrics", file, "--policy", "hapi"
+    )
     assert "--metrics M.json" in refused(run, "--model", "torchvision:alexnet", "--policy", "fastflow")
 
 

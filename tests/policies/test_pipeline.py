@@ -89,7 +89,9 @@ def test_what_is_decided_is_sound(given):
 
 @given(st.floats(1e-300, 1e12), st.floats(1e-300, 1e12), st.floats(1e-300, 1e12), st.floats(0, 1e12))
 def test_any_numbers_that_metrics_take_are_answered(gthp, lthp, pcycle, other):
-    given = metrics(candidate("a", other, other), candidate("b", other, 0), gthp=gthp, lthp=lthp, pcycle=pcycle)
+    given = metrics(
+        candidate("a", other, other), candidate("b", other, 0), gthp=gthp, lthp=lthp, pcycle=pcycle
+    )
     found = decide(given)
     assert 0 <= found.ratio <= 1 and math.isfinite(promise(given, found))
 
@@ -135,7 +137,14 @@ def test_of_those_that_are_as_good_the_smallest_ratio_then_the_first():
 
 @pytest.mark.parametrize(
     ("gthp", "rthp", "offload"),
-    [(44, 40, False), (44.1, 40, True), (100, 3.9, False), (100, 4.1, True), (30, 90, False), (100, 0, False)],
+    [
+        (44, 40, False),
+        (44.1, 40, True),
+        (100, 3.9, False),
+        (100, 4.1, True),
+        (30, 90, False),
+        (100, 0, False),
+    ],
 )
 def test_nothing_is_offloaded_unless_more_than_the_threshold_is_won(gthp, rthp, offload):
     found = decide(metrics(candidate("p2", rthp, 0), gthp=gthp))

@@ -29,6 +29,7 @@ from upriver.dataloader.share import AllHere, Part
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline.mapstyle import MapStyle
+from upriver.policies import OFFLOAD_POLICIES, OffloadPolicy
 
 Word: TypeAlias = Literal["auto", "never", "always"]
 Offload: TypeAlias = Word | Offloading
@@ -75,8 +76,10 @@ class DataLoader(TorchLoader[Any]):
         seed: Of what is drawn for samples; PyTorch's own, as `torch.manual_seed` has set it, if None.
         workers: Addresses of machines that run ``upriver worker``, or how many to start on this one, for a
             try; for a dataset by name (`upriver.dataset`).
-        offload: What of it runs there: what FastFlow's policy decides by what the first batches take
-            (``auto``), nothing (``never``), everything (``always``), or an `Offloading`.
+        offload: What of it runs there: what a policy decides by what the first batches take (``auto``),
+            nothing (``never``), everything (``always``), or an `Offloading`.
+        policy: Of ``auto``: ``upriver`` takes the ratio with the most throughput and keeps it right while the
+            job runs; ``fastflow`` is FastFlow's Algorithm 1, decided once.
         token: Sent to workers with every request.
         ca: For https: authorities that vouch for workers, those of the system if None.
         certificate: For https: shown to workers that ask for one.
@@ -113,6 +116,7 @@ class DataLoader(TorchLoader[Any]):
         seed: int | None = None,
         workers: Sequence[str] | int = (),
         offload: Offload = "auto",
+        policy: str = "upriver",
         token: str | None = None,
         ca: FilePath | None = None,
         certificate: FilePath | None = None,
@@ -142,7 +146,7 @@ class DataLoader(TorchLoader[Any]):
         self.epoch = 0
         inner = dataset.dataset if isinstance(dataset, NamedDataset) else dataset
         self._maker = Maker(MapStyle(inner, _seed(seed)), self._collate())
-        self._offload = _offload(offload)
+        self._offload, self._policy = _offload(offload), _policy(policy)
         self._hired = self._hire(dataset, workers, Access(token, ca, certificate, key))
         self._kept: Processes | None = None
         self._made: Counter[str] = Counter()
@@ -163,6 +167,7 @@ class DataLoader(TorchLoader[Any]):
         arrivals: Arrivals = SimpleQueue()
         asked = self._hired if self._offload != "never" else None
         elsewhere = None if asked is None else asked.work(number, arrivals)
+        decides = asked is not None and self._offload == "auto"
         epoch = Epoch(
             number,
             self._indices(),
@@ -173,6 +178,7 @@ class DataLoader(TorchLoader[Any]):
             elsewhere=elsewhere,
             ahead=self._ahead(elsewhere),
             on_made=self._made.update,
+            hold=decides and self._measured.measuring,
         )
         if elsewhere is not None:
             weakref.finalize(epoch, elsewhere.close).atexit = False
@@ -182,16 +188,22 @@ class DataLoader(TorchLoader[Any]):
             if not self.persistent_workers:
                 weakref.finalize(epoch, processes.halt).atexit = False
         batches: Iterator[Any] = epoch
-        if asked is not None and self._offload == "auto":
-            auto = Auto(epoch, self._measured, here=AllHere, candidates=asked.candidates, part=part)
-            batches = auto.batches()
+        if asked is not None and decides:
+            batches = Auto(
+                epoch,
+                self._measured,
+                candidates=asked.candidates,
+                part=part,
+                policy=self._policy,
+                warm=self.num_workers,
+            )
         return map(pinned, batches) if self._pins else batches
 
     # ------------------------------------------------------------------------- where samples are made
 
     @property
     def offloading(self) -> Offloading | None:
-        """What is offloaded now; None where nothing is, or it is not decided yet."""
+        """What is offloaded now, the ratio as it is steered; None where nothing is, or it is not decided."""
         if self._hired is None or self._offload == "never":
             return None
         if isinstance(self._offload, Offloading):
@@ -205,7 +217,7 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def why(self) -> str:
-        """Why ``offload="auto"`` decided as it did; empty where it has not."""
+        """Why ``offload="auto"`` decided and steers as it does; empty where it has not decided."""
         return self._measured.decision.why if self._measured.decision is not None else ""
 
     @property
@@ -296,6 +308,12 @@ def _offload(offload: Offload) -> Offload:
     if isinstance(offload, Offloading) or (isinstance(offload, str) and offload in get_args(Word)):
         return offload
     raise ConfigError(f"offload must be 'auto', 'never', 'always' or an Offloading, got {offload!r}")
+
+
+def _policy(name: str) -> OffloadPolicy:
+    if isinstance(name, str) and name in OFFLOAD_POLICIES:
+        return OFFLOAD_POLICIES[name]
+    raise ConfigError(f"policy must be one of {', '.join(OFFLOAD_POLICIES)}, got {name!r}")
 
 
 def part(candidate: str, ratio: float) -> Part:

@@ -1,6 +1,6 @@
 """upriver's own policy for input pipelines: the candidate and the ratio with the most throughput.
 
-By the figures of FastFlow (Um et al., PVLDB 16(5), 2023, Table 1), with a model of both sides at work at once.
+From the figures of FastFlow (Um et al., PVLDB 16(5), 2023, Table 1), by a model of both sides at once.
 
 Symbols, for a candidate c
     G, L, P      ``Metrics.gthp``, ``lthp``, ``pcycle``
@@ -101,5 +101,5 @@ def smallest_ratio(metrics: Metrics, candidate: Candidate, least: float) -> floa
 
 
 def _cost(metrics: Metrics, candidate: Candidate) -> float:
-    """k."""
+    """What a megabyte made elsewhere costs the training node, by one made there: k."""
     return candidate.ocycle / metrics.pcycle
