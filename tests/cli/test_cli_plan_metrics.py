@@ -1,4 +1,4 @@
-"""``upriver plan --metrics``: FastFlow's decision as the document of the contract, and what is refused."""
+"""``upriver plan --metrics``: decisions as the document of the contract, and what is refused."""
 
 from __future__ import annotations
 
@@ -61,8 +61,13 @@ def test_the_document(run: Run, file: Path) -> None:
 
 
 def test_all_policies_that_go_by_metrics(run: Run, file: Path) -> None:
-    one = json.loads(run("--metrics", file, "--policy", "fastflow", "--json")[1])
-    assert json.loads(run("--metrics", file, "--json")[1]) == {"plans": {"fastflow": one}}
+    one, other = (
+        json.loads(run("--metrics", file, "--policy", name, "--json")[1]) for name in ("fastflow", "upriver")
+    )
+    assert json.loads(run("--metrics", file, "--json")[1]) == {"plans": {"fastflow": one, "upriver": other}}
+    assert other["policy"] == "upriver" and other["offload"] and other["candidate"] == "p2"
+    # Both sides are done at once at 34.5 / (40.5 + 34.5 x 0.9); 1 % less than that is enough.
+    assert 0.45 < other["ratio"] < 34.5 / (40.5 + 34.5 * 0.9)
 
 
 def test_nothing_is_offloaded_where_nothing_stalls(run: Run, file: Path) -> None:
@@ -74,7 +79,17 @@ def test_nothing_is_offloaded_where_nothing_stalls(run: Run, file: Path) -> None
 def test_people_see_every_candidate_and_why(run: Run, file: Path) -> None:
     status, out, _ = run("--metrics", file)
     assert status == 0
-    for part in ("200 MB/s", "40.5 MB/s", "4.94 times", "p1", "p2", "p3", "70.95", "p2 for 46.0% of the"):
+    for part in (
+        "200 MB/s",
+        "40.5 MB/s",
+        "4.94 times",
+        "p1",
+        "p2",
+        "p3",
+        "70.95",
+        "p2 for 46.0% of",
+        "71.55",
+    ):
         assert part in out, part
 
 
@@ -88,7 +103,9 @@ def test_what_does_not_count_is_refused(run: Run, file: Path, tmp_path: Path) ->
         run, "--metrics", file, "--bandwidth", "1Mbit", "--sweep", "bandwidth=1Mbit,2Mbit"
     )
     assert "--profile would not" in refused(run, "--metrics", file, "--profile", tmp_path / "p.json")
-    assert "must be fastflow or all, got 'hapi'" in refused(run, "--metrics", file, "--policy", "hapi")
+    assert "must be one of fastflow, upriver or all, got 'hapi'" in refused(
+        run, "--metrics", file, "--policy", "hapi"
+    )
     assert "--metrics M.json" in refused(run, "--model", "torchvision:alexnet", "--policy", "fastflow")
 
 

@@ -3,110 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from queue import SimpleQueue
-from typing import Any
+from itertools import islice
 
 import pytest
 import torch
 
-from upriver.dataloader.auto import LEAST_STEPS, PREPARED, SKIPPED, Auto, Measured, Steps, num_bytes
-from upriver.dataloader.epoch import Epoch
-from upriver.dataloader.local import Maker
-from upriver.dataloader.plan import Stretch
-from upriver.dataloader.share import AllHere, Part
-from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.pipeline.mapstyle import DONE, START, MapStyle
-
-BATCH = 4
-NBYTES = BATCH * 250_000 * 4
-"""Of a batch: 4 MB."""
+from tests.dataloader.world import BATCH, World
+from upriver.dataloader.auto import LEAST_STEPS, PREPARED, SKIPPED, Measured, Steps, num_bytes
 
 
-class World:
-    """A training node with a clock that moves by what is done, and workers with one of their own.
-
-    A sample takes ``here`` CPU seconds to make, a batch ``receive`` to take in that was made elsewhere, where
-    one is ready every ``there`` seconds at best; a step of the model takes ``step``.
-    """
-
-    def __init__(self, *, here: float, there: float, step: float, receive: float = 0.0) -> None:
-        self.now = self.cpu_s = self.free_at = 0.0
-        self.here, self.there, self.step, self.receive = here, there, step, receive
-        self.ready: dict[int, float] = {}
-        self.arrivals: Arrivals = Queue(self)
-        self.made_there = 0
-
-    # as dataset
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.now += self.here
-        self.cpu_s += self.here
-        return torch.zeros(250_000)
-
-    # as elsewhere
-    def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
-        self.made_there += len(task.indices)
-        self.free_at = max(self.now, self.free_at) + self.there * len(task.indices) / BATCH
-        self.ready[task.number] = self.free_at
-        value: Any = [torch.zeros(250_000) for _ in task.indices]
-        self.arrivals.put(Arrival(task.number, torch.stack(value) if task.whole else value, place="there"))
-        return True
-
-
-class Queue(SimpleQueue[Arrival]):
-    """What arrives does so at its time."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
-
-    def get(self, *args: Any) -> Arrival:
-        arrival = super().get(*args)
-        self.world.now = max(self.world.now, self.world.ready[arrival.number])
-        self.world.now += self.world.receive
-        self.world.cpu_s += self.world.receive
-        return arrival
-
-    def empty(self) -> bool:
-        return super().empty()
-
-
-def collate(rows: list[Any]) -> Any:
-    return torch.stack(rows)
-
-
-def train(world: World, batches: int, candidates: Sequence[str] = ("p2", "p3")) -> tuple[Measured, int]:
-    maker = Maker(MapStyle(world), collate)
-    indices = [tuple(range(at, at + BATCH)) for at in range(0, batches * BATCH, BATCH)]
-    epoch = Epoch(
-        0,
-        iter(indices),
-        maker=maker,
-        number_of=int,
-        split=AllHere(),
-        arrivals=world.arrivals,
-        elsewhere=world,
-        ahead=4,
-    )
-    measured = Measured()
-    auto = Auto(
-        epoch,
-        measured,
-        here=AllHere,
-        candidates=candidates,
-        part=lambda name, ratio: Part(ratio, Stretch(start=START, stop=DONE, whole=name == "p3")),
-        cpu_s=lambda: world.cpu_s,
-        clock=lambda: world.now,
-    )
-    count = 0
-    for batch in auto.batches():
-        assert batch.shape == (BATCH, 250_000)
-        count += 1
-        world.now += world.step
-    return measured, count
+def train(
+    world: World,
+    batches: int,
+    *,
+    measured: Measured | None = None,
+    number: int = 0,
+    leave: int | None = None,
+    policy: str = "fastflow",
+    candidates: Sequence[str] = ("p2", "p3"),
+) -> tuple[Measured, int]:
+    """What was measured in an epoch, and how many batches it had; all of them if it is not left early."""
+    measured = measured or Measured()
+    auto = world.auto(batches, measured, number=number, policy=policy, candidates=candidates)
+    return measured, len(world.train(islice(auto, leave)))
 
 
 def test_the_metrics_of_a_job_that_stalls():
-    world = World(here=0.1, there=0.2, step=0.1, receive=0.05)
+    world = World(here=0.1, there=0.05, step=0.1, receive=0.05)
     measured, count = train(world, 400)
     assert count == 400
     assert measured.gthp == pytest.approx(4 / 0.1)  # MB/s
@@ -124,7 +47,7 @@ def test_the_metrics_of_a_job_that_stalls():
 
 
 def test_a_job_that_does_not_stall_never_asks_anybody():
-    world = World(here=0.001, there=0.1, step=0.5)
+    world = World(here=0.001, there=0.025, step=0.5)
     measured, count = train(world, 100)
     assert count == 100 and world.made_there == 0
     assert measured.decision is not None and not measured.decision.offload
@@ -133,8 +56,51 @@ def test_a_job_that_does_not_stall_never_asks_anybody():
 
 def test_an_epoch_that_is_too_short_decides_nothing_and_loses_nothing():
     for batches in (0, 1, PREPARED, 2 * PREPARED + 3):
-        measured, count = train(World(here=0.1, there=0.2, step=0.1), batches)
+        measured, count = train(World(here=0.1, there=0.05, step=0.1), batches)
         assert count == batches and measured.decision is None
+
+
+def test_many_short_epochs_decide_as_one_long_one_does():
+    long, _ = train(World(here=0.1, there=0.05, step=0.1, receive=0.05), 400)
+    world, measured = World(here=0.1, there=0.05, step=0.1, receive=0.05), Measured()
+    epochs = 0
+    while measured.decision is None:
+        _, count = train(world, 5, measured=measured, number=epochs)
+        assert count == 5
+        epochs += 1
+        assert epochs < 60
+    assert measured.gthp == pytest.approx(long.gthp) and measured.pcycle == pytest.approx(long.pcycle)
+    assert measured.lthp == pytest.approx(long.lthp)
+    assert measured.ocycles == pytest.approx(long.ocycles)
+    assert measured.rthp == pytest.approx(long.rthp, rel=0.1)
+    assert long.decision is not None and measured.decision.ratio == pytest.approx(
+        long.decision.ratio, rel=0.1
+    )
+
+
+def test_an_epoch_that_is_left_early_loses_nothing_that_was_timed():
+    world, measured = World(here=0.1, there=0.05, step=0.1), Measured()
+    for number in range(40):
+        train(world, 30, measured=measured, number=number, leave=7)
+    assert measured.decision is not None and measured.gthp == pytest.approx(40)
+
+
+def test_what_a_sample_raises_takes_the_place_of_its_batch_and_measuring_goes_on():
+    world, measured = World(here=0.1, there=0.05, step=0.1, bad=range(0, 480, 48)), Measured()
+    batches = world.auto(120, measured, policy="fastflow", candidates=("p2",))
+    handed_out = raised = 0
+    while True:
+        try:
+            next(batches)
+        except LookupError:
+            raised += 1
+        except StopIteration:
+            break
+        else:
+            handed_out += 1
+            world.now += world.step
+    assert raised > 1 and handed_out + raised == 120
+    assert measured.decision is not None and measured.gthp == pytest.approx(40)
 
 
 def test_steps_are_enough_when_they_tell_the_same():

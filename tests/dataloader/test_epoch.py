@@ -69,6 +69,7 @@ def run(
     failing: float = 0.0,
     num_workers: int = 0,
     ahead: int = 4,
+    turns: Sequence[float] = (),
 ) -> tuple[list[Any], list[Task]]:
     dataset = Divided(200) if reads_here else Noisy(200)
     maker = Maker(MapStyle(dataset, seed=3), default_collate)
@@ -85,13 +86,18 @@ def run(
         arrivals=arrivals,
         ahead=ahead,
     )
-    if num_workers:
-        processes = Processes(maker, num_workers=num_workers)
+    processes = Processes(maker, num_workers=num_workers) if num_workers else None
+    if processes is not None:
         epoch.use(processes)
-        found = list(epoch)
+    found = []
+    for number, batch in enumerate(epoch):
+        found.append(batch)
+        split.turn(turns[number % len(turns)] if turns else share)
+    if processes is not None:
         processes.stop()
-        return found, there.made
-    return list(epoch), there.made
+    assert epoch.waits.samples == sum(map(len, batches))
+    assert len(there.made) == 0 or epoch.waits.given > 0
+    return found, there.made
 
 
 def reference(batches: list[tuple[int, ...]], *, reads_here: bool) -> list[Any]:
@@ -129,6 +135,41 @@ def test_the_same_batches_whatever_the_share_and_who_fails(
         failing=failing,
         ahead=ahead,
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 7), max_size=12),
+    order=st.permutations(range(90)),
+    turns=st.lists(st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1)), min_size=1, max_size=6),
+    whole=st.booleans(),
+    reads_here=st.booleans(),
+    failing=st.sampled_from([0.0, 0.3]),
+)
+def test_the_same_batches_where_the_share_changes_with_every_batch(
+    sizes, order, turns, whole, reads_here, failing
+):
+    check(
+        batches_of(sizes, order),
+        share=turns[0],
+        turns=turns,
+        whole=whole,
+        reads_here=reads_here,
+        failing=failing,
+    )
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_same_with_loader_processes_where_the_share_changes(whole: bool) -> None:
+    made = check(
+        batches_of([4] * 30, list(range(120))),
+        share=0.2,
+        turns=[0.9, 0.1, 0.5, 0.0, 1.0],
+        whole=whole,
+        num_workers=2,
+        ahead=6,
+    )
+    assert 30 < sum(len(task.indices) for task in made) < 90
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])

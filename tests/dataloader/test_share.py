@@ -4,34 +4,62 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.dataloader.share import Shares
+from upriver.dataloader.plan import Stretch
+from upriver.dataloader.share import AllHere, Part
 from upriver.errors import ConfigError
+from upriver.pipeline.mapstyle import DONE, START
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any), st.integers(1, 300))
-def test_every_place_is_within_one_of_its_share_at_every_prefix(weights, count):
-    dealer = Shares(dict(enumerate(map(float, weights))))
-    counts = [0] * len(weights)
-    for number in range(1, count + 1):
-        counts[dealer.next()] += 1
-        for place, weight in enumerate(weights):
-            assert abs(counts[place] - weight * number / sum(weights)) < 1 + 1e-9
-            assert weight or not counts[place]
+def stretch(*, whole: bool) -> Stretch:
+    return Stretch(start=START, stop=DONE, whole=whole)
 
 
-@given(st.floats(0, 1), st.integers(1, 400))
-def test_of_two_places_too(ratio, count):
-    dealer = Shares({"there": ratio, "here": 1 - ratio})
-    there = [dealer.next() for _ in range(count)].count("there")
-    assert abs(there - ratio * count) < 1 + 1e-9
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 60)), min_size=1, max_size=6))
+def test_a_share_holds_at_every_prefix_and_through_every_change(turns):
+    part = Part(turns[0][0], stretch(whole=False))
+    there = due = 0.0
+    for ratio, count in turns:
+        part.turn(ratio)
+        for _ in range(count):
+            goes = part(1)[0]
+            there, due = there + goes, due + ratio
+            assert abs(there - due) < 1 + 1e-6
+            assert ratio or not goes
+            assert ratio < 1 or goes
+
+
+@given(st.floats(0, 1), st.lists(st.integers(1, 9), max_size=50))
+def test_batches_that_are_made_whole_count_as_one(ratio, sizes):
+    samples, batches = Part(ratio, stretch(whole=False)), Part(ratio, stretch(whole=True))
+    assert [goes for size in sizes for goes in samples(size)] == samples_of(ratio, sum(sizes))
+    for size, goes in zip(sizes, samples_of(ratio, len(sizes)), strict=True):
+        assert batches(size) == [goes] * size
+
+
+def samples_of(ratio: float, count: int) -> list[bool]:
+    return Part(ratio, stretch(whole=False))(count)
 
 
 def test_a_third_is_every_third():
-    dealer = Shares({"there": 1, "here": 2})
-    assert [dealer.next() for _ in range(6)] == ["here", "there", "here"] * 2
+    assert Part(1 / 3, stretch(whole=False))(6) == [False, False, True] * 2
+
+
+def test_a_share_that_is_small_is_not_lost_to_changes():
+    part = Part(0.02, stretch(whole=True))
+    there = 0
+    for turn in range(100):
+        part.turn(0.02 + 0.001 * (turn % 2))
+        there += sum(part(4)[0] for _ in range(10))
+    assert there == pytest.approx(0.0205 * 1000, abs=1)
+
+
+def test_nothing_elsewhere():
+    assert AllHere()(3) == [False] * 3 and Part(0.0, stretch(whole=False))(3) == [False] * 3
 
 
 def test_shares_that_cannot_be():
-    for shares in ({"a": 0.0}, {"a": -1.0, "b": 2.0}, {"a": float("nan")}, {"a": float("inf")}, {}):
-        with pytest.raises(ConfigError, match="share"):
-            Shares(shares)
+    for ratio in (-0.1, 1.1, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="ratio"):
+            Part(ratio, stretch(whole=True))
+        with pytest.raises(ConfigError, match="ratio"):
+            Part(0.5, stretch(whole=True)).turn(ratio)

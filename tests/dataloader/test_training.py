@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dataloader.datasets import same
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
 
@@ -54,13 +55,30 @@ def test_the_same_losses(worker: EmbeddedServer, reference: Any, offload: Any, n
     assert not loader.report.why_not
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_ratio_that_is_steered_changes_no_batch(worker: EmbeddedServer) -> None:
+    def job(**arguments: Any) -> tuple[DataLoader, list[Any], set[float]]:
+        torch.manual_seed(3)
+        data = dataset("tests.dataloader.datasets:Slow", count=1200)
+        loader = DataLoader(data, batch_size=2, seed=5, shuffle=True, **arguments)
+        batches, ratios = [], set()
+        for batch in loader:
+            batches.append(batch)
+            if loader.offloading is not None:
+                ratios.add(loader.offloading.ratio)
+        return loader, batches, ratios
+
+    loader, batches, ratios = job(workers=[worker.url], num_workers=2)
+    assert len(ratios) > 1 and "steered to" in loader.why
+    assert same(batches, job(num_workers=2)[1])
+
+
+@pytest.mark.parametrize(("num_workers", "policy"), [(0, "upriver"), (2, "upriver"), (2, "fastflow")])
 def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
-    worker: EmbeddedServer, num_workers: int
+    worker: EmbeddedServer, num_workers: int, policy: str
 ) -> None:
     """Each takes a hundredth of a second, and nobody does anything with it."""
     data = dataset("tests.dataloader.datasets:Slow", count=1500)
-    loader = DataLoader(data, batch_size=2, workers=[worker.url], num_workers=num_workers)
+    loader = DataLoader(data, batch_size=2, workers=[worker.url], num_workers=num_workers, policy=policy)
     ids = [raw[:, 0].tolist() for raw, _ in loader]
     assert len(ids) == 750
     assert loader.offloading is not None and loader.report.made[worker.url] > 0

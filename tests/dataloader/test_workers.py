@@ -195,6 +195,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         ({"dataset": named(), "workers": [5]}, "http://HOST:PORT"),
         ({"dataset": named(), "offload": "sometimes"}, "'always' or an Offloading, got 'sometimes'"),
         ({"dataset": named(), "offload": 0.5}, "Offloading"),
+        ({"dataset": named(), "policy": "hapi"}, "policy must be one of fastflow, upriver, got 'hapi'"),
+        ({"dataset": named(), "policy": ["upriver"]}, "policy must be one of fastflow, upriver"),
         ({"dataset": named(), "workers": -1}, "workers"),
         ({"dataset": named(), "workers": True}, "workers"),
     ):

@@ -81,7 +81,7 @@ def plan(
         typer.Option(
             metavar="M.json",
             help="In place of a profile: what was measured of an input pipeline (upriver.metrics/1), for the "
-            "policy fastflow.",
+            "policies fastflow and upriver.",
         ),
     ] = None,
     policy: Annotated[str, typer.Option(metavar="NAME|all", help="Whose choice to show.")] = ALL,

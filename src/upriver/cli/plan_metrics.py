@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 from upriver.cli.common import emit, print_fields, print_table
 from upriver.cli.plan_question import read_metrics
 from upriver.errors import ConfigError
-from upriver.policies import fastflow
-from upriver.policies.fastflow import POLICY, Offload
+from upriver.policies import OFFLOAD_POLICIES, Offload, fastflow, pipeline
 from upriver.profile.metrics import Candidate, Metrics
 from upriver.text import wrapped
 
@@ -23,7 +22,7 @@ def plan_metrics(path: Path, policy: str, *, idle: Sequence[str], as_json: bool)
 
     Args:
         path: The file.
-        policy: ``fastflow``, or ``all`` of those that go by metrics.
+        policy: Name of one that goes by metrics, or ``all`` of them.
         idle: Options that were given and do not count here.
         as_json: Print the document that programs read.
 
@@ -32,18 +31,21 @@ def plan_metrics(path: Path, policy: str, *, idle: Sequence[str], as_json: bool)
     """
     if idle:
         raise ConfigError(f"--{', --'.join(idle)} would not count with --metrics")
-    if policy not in (POLICY, ALL):
-        raise ConfigError(f"with --metrics --policy must be {POLICY} or {ALL}, got {policy!r}")
+    if policy not in (*OFFLOAD_POLICIES, ALL):
+        names = ", ".join(OFFLOAD_POLICIES)
+        raise ConfigError(f"with --metrics --policy must be one of {names} or {ALL}, got {policy!r}")
     metrics = read_metrics(path)
-    decision = fastflow.decide(metrics)
-    document: dict[str, Any] = {"policy": POLICY, **asdict(decision)}
-    if policy == ALL:
-        document = {"plans": {POLICY: document}}
-    emit(document, as_json=as_json, text=lambda: _print(metrics, decision))
+    asked = OFFLOAD_POLICIES if policy == ALL else {policy: OFFLOAD_POLICIES[policy]}
+    decisions = {name: each.decide(metrics) for name, each in asked.items()}
+    documents: dict[str, dict[str, Any]] = {
+        name: {"policy": name, **asdict(decision)} for name, decision in decisions.items()
+    }
+    document = {"plans": documents} if policy == ALL else documents[policy]
+    emit(document, as_json=as_json, text=lambda: _print(metrics, decisions))
     return 0
 
 
-def _print(metrics: Metrics, decision: Offload) -> None:
+def _print(metrics: Metrics, decisions: Mapping[str, Offload]) -> None:
     print_fields(
         {
             "model alone": f"{metrics.gthp:g} MB/s",
@@ -54,11 +56,20 @@ def _print(metrics: Metrics, decision: Offload) -> None:
     )
     print()
     if metrics.candidates:
-        columns = ("candidate", "MB/s", "CPU s here", "estimate, MB/s", "offload at least", "at most")
+        columns = (
+            "candidate",
+            "MB/s",
+            "CPU s here",
+            "FastFlow's estimate",
+            "at least",
+            "both at once, MB/s",
+            "at",
+        )
         print_table(columns, [_row(metrics, each) for each in metrics.candidates], left=frozenset({0}))
         print()
-    head = f"{decision.candidate} for {decision.ratio:.1%} of the samples" if decision.offload else "all here"
-    print(wrapped(f"{POLICY}: {head}: {decision.why}."))
+    for name, decision in decisions.items():
+        part = f"{decision.candidate} for {decision.ratio:.1%} of the samples"
+        print(wrapped(f"{name}: {part if decision.offload else 'all here'}: {decision.why}."))
 
 
 def _row(metrics: Metrics, candidate: Candidate) -> list[str]:
@@ -67,6 +78,10 @@ def _row(metrics: Metrics, candidate: Candidate) -> list[str]:
         candidate.ocycle,
         fastflow.estimate(metrics, candidate),
         fastflow.lower(metrics, candidate),
-        candidate.rthp,
+        pipeline.highest(metrics, candidate),
     )
-    return [candidate.name, *(f"{number:.4g}" for number in numbers)]
+    return [
+        candidate.name,
+        *(f"{number:.4g}" for number in numbers),
+        f"{pipeline.crossing(metrics, candidate):.0%}",
+    ]

@@ -11,6 +11,9 @@ long it waits for a batch, and how long its consumer takes until it asks for the
 Departures
     - The model is not run on a copy: the steps that are timed are the user's own, on batches that are ready.
     - A candidate is measured only where something stalls, as in the paper, and can be left out by name.
+
+What an epoch leaves unfinished the next goes on with. A policy that promises a throughput is held to it: the
+ratio is steered, and where a job lacks too much of it all is measured anew (`upriver.dataloader.steer`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +32,9 @@ import psutil
 import torch
 
 from upriver.dataloader.epoch import Epoch, Split
-from upriver.policies import fastflow
-from upriver.policies.fastflow import Offload
+from upriver.dataloader.share import AllHere, Part
+from upriver.dataloader.steer import WINDOW, Kept, Steering, Step, Watch, Window, window_of
+from upriver.policies import OFFLOAD_POLICIES, Offload, OffloadPolicy, stalls
 from upriver.profile.metrics import SPEEDUP_THRESHOLD, Candidate, Metrics
 
 MOST_STEPS = 50
@@ -45,10 +50,22 @@ SKIPPED = 2
 PREPARED = 8
 """Batches that are prepared while nobody trains."""
 
+REST = 50
+"""Batches between measuring and measuring anew, for each that was handed out for measuring: 2 % of them are
+at most. Twice as many each time that nothing came of it."""
+
+MOST_REST = 1600
+
+SAME = 0.1
+"""Nothing came of it where the ratio differs by less."""
+
 MEGA = 1e6
 
-OVER = object()
-"""In place of a batch: there are no more."""
+HERE = ""
+"""Among the candidates: nothing is offloaded."""
+
+Course = Generator[None, Step | None, None]
+"""Stops where a batch is to be handed out, and is told how that went; None where the dataset failed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +103,30 @@ class Steps:
 
 
 @dataclass(eq=False, slots=True)
+class Timed:
+    """What has been timed of one way to make batches.
+
+    Attributes:
+        cpu_s: CPU seconds of batches prepared while nobody trained.
+        prepared: How many these are.
+        alone: Steps of the consumer alone.
+        both: Steps of both.
+        short: Whether an epoch has had too few batches to warm up with.
+    """
+
+    cpu_s: float = 0.0
+    prepared: int = 0
+    alone: Steps = field(default_factory=Steps)
+    both: Steps = field(default_factory=Steps)
+    short: bool = False
+
+    @property
+    def lacking(self) -> int:
+        """Batches to prepare."""
+        return PREPARED - min(self.prepared, len(self.alone.seconds))
+
+
+@dataclass(eq=False, slots=True)
 class Measured:
     """What has been measured so far; an epoch that ends early leaves the rest to the next.
 
@@ -93,9 +134,15 @@ class Measured:
         gthp: MB/s of the consumer alone.
         lthp: MB/s of both, all of it here.
         pcycle: CPU seconds of a batch, all of it here.
-        candidates: By name, as far as they were measured.
         ocycles: CPU seconds of a batch, where a candidate makes it.
-        decision: Once there is one.
+        rthp: MB/s of both, all of it offloaded, by candidate.
+        decision: Once there is one; its ratio is the one in force.
+        kept: How the decision is held to its promise.
+        anew: Whether it is being measured anew.
+        timed: What is not finished yet, by candidate.
+        spent: Batches handed out for measuring.
+        since: Batches handed out after it.
+        rest: Batches before it is measured anew, for each that was handed out for measuring.
     """
 
     gthp: float | None = None
@@ -104,6 +151,64 @@ class Measured:
     ocycles: dict[str, float] = field(default_factory=dict)
     rthp: dict[str, float] = field(default_factory=dict)
     decision: Offload | None = None
+    kept: Kept | None = None
+    anew: bool = False
+    timed: dict[str, Timed] = field(default_factory=dict)
+    spent: int = 0
+    since: int = 0
+    rest: int = REST
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the next batch is handed out for measuring."""
+        return self.decision is None or self.anew
+
+    def forget(self) -> None:
+        """All figures, to be measured anew; what was decided holds until there is another decision."""
+        self.gthp = self.lthp = self.pcycle = None
+        self.ocycles, self.rthp, self.timed = {}, {}, {}
+        self.anew, self.spent = True, 0
+
+    def decide(self, policy: OffloadPolicy, threshold: float, names: Sequence[str]) -> None:
+        """By the policy."""
+        metrics, before = self.metrics(threshold, names), self.decision
+        found = self.decision = policy.decide(metrics)
+        if before is not None:
+            as_before = found.candidate == before.candidate and abs(found.ratio - before.ratio) < SAME
+            self.rest = min(MOST_REST, 2 * self.rest) if as_before else REST
+        if policy.promise is not None:
+            promised = policy.promise(metrics, found)
+            self.kept = Kept(
+                why=found.why,
+                watch=Watch(promised, 1 - promised / metrics.gthp),
+                steering=self._steering(found),
+            )
+        self.anew, self.since = False, 0
+
+    def _steering(self, found: Offload) -> Steering | None:
+        if found.candidate is None:
+            return None
+        here, elsewhere = _positive(self.lthp), _positive(self.rthp[found.candidate])
+        return Steering(found.ratio, here=here, elsewhere=elsewhere)
+
+    def steer(self, seen: Window) -> float:
+        """The ratio in force from now on."""
+        decision, kept = self.decision, self.kept
+        if decision is None or kept is None or kept.steering is None:
+            return 0.0
+        ratio = kept.steering.turn(seen)
+        if ratio != decision.ratio:
+            self.decision = replace(
+                decision,
+                offload=ratio > 0,
+                candidate=decision.candidate if ratio > 0 else None,
+                ratio=ratio,
+                why=f"{kept.why}; steered to {ratio:.0%}, where {seen.here:.0%} of the time was waited for "
+                f"samples made here and {seen.elsewhere:.0%} for samples made elsewhere",
+            )
+            if not ratio:
+                kept.watch.expect(promised=0.0, waited=0.0)
+        return ratio
 
     def metrics(self, threshold: float, names: Sequence[str]) -> Metrics:
         """All of it as the policy takes it; candidates that were not measured are left out."""
@@ -125,16 +230,17 @@ def _positive(value: float | None) -> float:
     return max(value or 0.0, 1e-9)
 
 
-class Auto:
-    """An epoch whose first batches tell how the others are made.
+class Auto(Iterator[Any]):
+    """An epoch, in order, whose first batches tell how the others are made.
 
     Args:
         epoch: Makes them.
         measured: What is known; changed as more is.
-        here: Nothing is offloaded.
         candidates: What could be, all of it, by name.
         part: Some of it: by name and ratio.
+        policy: Decides by what was measured.
         threshold: FastFlow's SpeedUpThreshold.
+        warm: Batches to prepare before CPU seconds count, where processes have just begun.
         cpu_s: CPU seconds of this process and its loader processes so far.
         clock: Seconds.
     """
@@ -144,93 +250,154 @@ class Auto:
         epoch: Epoch,
         measured: Measured,
         *,
-        here: Callable[[], Split],
         candidates: Sequence[str],
-        part: Callable[[str, float], Split],
+        part: Callable[[str, float], Part],
+        policy: OffloadPolicy = OFFLOAD_POLICIES["upriver"],
         threshold: float = SPEEDUP_THRESHOLD,
+        warm: int = 0,
         cpu_s: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._epoch, self._measured, self._threshold = epoch, measured, threshold
-        self._here, self._candidates, self._part = here, candidates, part
-        self._cpu_s, self._clock = cpu_s or cpu_seconds, clock
+        self._epoch, self._clock = epoch, clock
+        self._last: Step | None = None
+        self._handed_s = 0.0
+        # It knows nothing of this object, so that an epoch that is dropped ends at once.
+        self._course = _Course(
+            epoch=epoch,
+            found=measured,
+            candidates=candidates,
+            part=part,
+            policy=policy,
+            threshold=threshold,
+            warm=warm,
+            cpu_s=cpu_s or cpu_seconds,
+        ).run()
 
-    def batches(self) -> Iterator[Any]:
-        """All of the epoch, in order."""
-        if self._measured.decision is None:
-            yield from self._measure()
-        decision = self._measured.decision
-        if decision is not None and decision.offload and decision.candidate is not None:
-            self._epoch.split = self._part(decision.candidate, decision.ratio)
-        else:
-            self._epoch.split = self._here()
-        yield from self._epoch
+    def __next__(self) -> Any:
+        """The next batch.
 
-    def _measure(self) -> Iterator[Any]:
-        found = self._measured
-        if found.lthp is None:
-            self._epoch.split = self._here()
-            found.pcycle, found.gthp = yield from self._prepare()
-            found.lthp = yield from self._train()
-        if found.lthp is None or found.pcycle is None or found.gthp is None:
-            return  # the epoch was too short
-        if fastflow.stalls(found.gthp, found.lthp, self._threshold):
-            for name in self._candidates:
-                if name in found.rthp:
-                    continue
-                self._epoch.split = self._part(name, 1.0)
-                ocycle, _ = yield from self._prepare()
-                rthp = yield from self._train()
-                if ocycle is None or rthp is None:
-                    return
-                found.ocycles[name], found.rthp[name] = ocycle, rthp
-        found.decision = fastflow.decide(found.metrics(self._threshold, self._candidates))
-
-    def _prepare(self) -> Generator[Any, None, tuple[float | None, float | None]]:
-        """Hand out what was planned before; prepare some batches; hand them out while nothing is prepared.
-
-        Returns:
-            CPU seconds that a batch took, and MB/s of their consumer; None where no batch was left.
+        Raises:
+            Exception: What the dataset raised for one of its samples; the next call goes on behind it.
         """
-        for _ in range(self._epoch.planned):
-            batch = next(self._epoch, OVER)
-            if batch is OVER:
-                return None, None
-            yield batch
-        warm = self._epoch.prepare(self._epoch.planned)
-        began = self._cpu_s()
-        count = self._epoch.prepare(warm + PREPARED) - warm
-        cpu_s = (self._cpu_s() - began) / count if count else None
-        steps = Steps()
-        self._epoch.hold = True
-        try:
-            for _ in range(warm + count):
-                batch = next(self._epoch)
-                began = self._clock()
-                yield batch
-                steps.add(self._clock() - began, num_bytes(batch))
-        finally:
-            self._epoch.hold = False
-        return cpu_s, steps.throughput if steps.seconds else None
+        last, self._last = self._last, None
+        if last is not None:
+            last = replace(last, consumed_s=self._clock() - self._handed_s)
+        self._course.send(last)
+        waits, asked_s = copy(self._epoch.waits), self._clock()
+        batch = next(self._epoch)
+        self._handed_s = self._clock()
+        self._last = Step(
+            waited_s=self._handed_s - asked_s,
+            consumed_s=0.0,
+            nbytes=num_bytes(batch),
+            waits=self._epoch.waits - waits,
+        )
+        return batch
 
-    def _train(self) -> Generator[Any, None, float | None]:
-        """Hand out batches as ever, and take the time.
 
-        Returns:
-            MB/s; None where too few batches were left.
+@dataclass(frozen=True, kw_only=True)
+class _Course:
+    """What is done between batches: measuring, deciding, and keeping to it."""
+
+    epoch: Epoch
+    found: Measured
+    candidates: Sequence[str]
+    part: Callable[[str, float], Part]
+    policy: OffloadPolicy
+    threshold: float
+    warm: int
+    cpu_s: Callable[[], float]
+
+    def run(self) -> Course:
+        """All of the epoch, and no end."""
+        planned_before = 0
+        while True:
+            if self.found.measuring:
+                yield from self._measure()
+                planned_before = self.epoch.planned
+            yield from self._keep(planned_before)
+
+    def _measure(self) -> Course:
+        found = self.found
+        if found.gthp is None or found.lthp is None or found.pcycle is None:
+            timed = yield from self._time(HERE, AllHere())
+            found.pcycle, found.gthp = timed.cpu_s / timed.prepared, timed.alone.throughput
+            found.lthp = timed.both.throughput
+        if stalls(found.gthp, found.lthp, self.threshold):
+            for name in self.candidates:
+                if name not in found.rthp:
+                    timed = yield from self._time(name, self.part(name, 1.0))
+                    found.ocycles[name] = timed.cpu_s / timed.prepared
+                    found.rthp[name] = timed.both.throughput
+        found.decide(self.policy, self.threshold, self.candidates)
+
+    def _time(self, name: str, split: Split) -> Generator[None, Step | None, Timed]:
+        """One way to make batches; goes on where the last epoch ended."""
+        self.epoch.split = split
+        timed = self.found.timed.setdefault(name, Timed())
+        while timed.lacking > 0:
+            yield from self._prepare(timed)
+        self.epoch.hold = False
+        skip = SKIPPED
+        while not timed.both.enough:
+            step = yield
+            self.found.spent += 1
+            if step is None:
+                continue
+            if skip:
+                skip -= 1
+            else:
+                timed.both.add(step.seconds, step.nbytes)
+        return timed
+
+    def _prepare(self, timed: Timed) -> Course:
+        """Hand out what was planned before; prepare some batches; hand them out while nothing is prepared."""
+        for _ in range(self.epoch.planned):
+            yield
+            self.found.spent += 1
+        planned = self.epoch.planned
+        warm = self.epoch.prepare(planned or (0 if timed.short else self.warm))
+        began_s = self.cpu_s()
+        count = self.epoch.prepare(warm + timed.lacking) - warm
+        timed.cpu_s += self.cpu_s() - began_s if count else 0.0
+        timed.prepared += count
+        timed.short = timed.short or (warm > 0 and not planned and not count)
+        self.epoch.hold = True
+        for _ in range(max(1, warm + count)):  # there may be none any more, which shows when one is asked for
+            step = yield
+            self.found.spent += 1
+            if step is not None:
+                timed.alone.add(step.consumed_s, step.nbytes)
+        self.epoch.hold = False
+
+    def _keep(self, planned_before: int) -> Course:
+        """Hand out batches as was decided, until all is to be measured anew.
+
+        Args:
+            planned_before: Batches on their way that were planned otherwise.
         """
-        steps = Steps()
-        for number in range(SKIPPED + MOST_STEPS):
-            began = self._clock()
-            batch = next(self._epoch, OVER)
-            if batch is OVER:
-                return steps.throughput if len(steps.seconds) >= LEAST_STEPS else None
-            yield batch
-            if number >= SKIPPED:
-                steps.add(self._clock() - began, num_bytes(batch))
-            if steps.enough:
-                break
-        return steps.throughput
+        found, decision, kept = self.found, self.found.decision, self.found.kept
+        part: Part | None = None
+        if decision is not None and decision.candidate is not None:
+            part = self.part(decision.candidate, decision.ratio)
+        self.epoch.split, self.epoch.hold = part or AllHere(), False
+        if kept is not None:
+            kept.skip = max(SKIPPED, planned_before)
+        while True:
+            step = yield
+            found.since += 1
+            if step is None or kept is None:
+                continue
+            window = kept.filled(step, window_of(part.ratio, whole=part.stretch.whole) if part else WINDOW)
+            if window is None:
+                continue
+            lacks = kept.watch.lacks(window, offloads=part is not None and part.ratio > 0)
+            if lacks and found.since >= found.rest * max(1, found.spent):
+                found.forget()
+                return
+            if part is not None and part.ratio != (ratio := found.steer(window)):
+                part.turn(ratio)
+                kept.skip = self.epoch.planned
 
 
 def num_bytes(value: Any) -> int:

@@ -6,9 +6,10 @@ or who fails. All of it belongs to the thread that iterates; what others have ma
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from upriver.dataloader.local import Fed, Maker, Processes
@@ -41,26 +42,62 @@ class Split(Protocol):
 
 
 @dataclass(eq=False, slots=True)
+class Waits:
+    """What handing out has waited for so far, and what became of what was to be made elsewhere.
+
+    Attributes:
+        here_s: Seconds in which nothing was missing of the next batch but what this machine makes.
+        elsewhere_s: In which nothing was but what others make, and nothing else was left to do.
+        both_s: In which both were missing, or the thread that trains made samples of later batches while
+            others were at the next one.
+        samples: Handed out.
+        given: Of these, such as were to be made elsewhere.
+        returned: Of these, such as nobody took or made there.
+    """
+
+    here_s: float = 0.0
+    elsewhere_s: float = 0.0
+    both_s: float = 0.0
+    samples: int = 0
+    given: int = 0
+    returned: int = 0
+
+    def __add__(self, more: Waits) -> Waits:
+        """Of both."""
+        return Waits(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
+
+    def __sub__(self, before: Waits) -> Waits:
+        """What has come since."""
+        return Waits(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
+
+
+@dataclass(eq=False, slots=True)
 class Batch:
     """A batch that is being made.
 
     Attributes:
         rows: Samples by their place in the batch.
         missing: Tasks that are not done.
+        away: Of these, those that others are at.
         value: The batch, where one task has made all of it.
         whole: Whether one has.
         error: What stands in its place.
         made: How many samples were made where.
+        given: Samples that were to be made elsewhere.
+        returned: Of these, such as nobody took or made there.
     """
 
     number: int
     indices: tuple[Any, ...]
     rows: list[Any] = field(repr=False)
     missing: int = 0
+    away: int = 0
     value: Any = None
     whole: bool = False
     error: Exception | None = None
     made: Counter[str] = field(default_factory=Counter, repr=False)
+    given: int = 0
+    returned: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -71,16 +108,16 @@ class Work:
         task: All of it, as it is done here.
         batch: What it is for.
         at: Places in the batch of the task's samples.
-        away: What of it is to be done elsewhere; None where nothing is, or all that is is done.
-        gone: Whether others are at that.
+        stretch: What of it is to be done elsewhere; None where nothing is, or all that is is done.
+        away: Whether others are at it.
         place: Who was.
     """
 
     task: Task
     batch: Batch
     at: Sequence[int] = field(repr=False)
-    away: Stretch | None = None
-    gone: bool = False
+    stretch: Stretch | None = None
+    away: bool = False
     place: str = HERE
 
 
@@ -97,6 +134,12 @@ class Epoch:
         elsewhere: Who takes what goes elsewhere; None where nobody does.
         ahead: Batches that are planned beyond the one that is handed out next, at most.
         on_made: Told of each batch that is handed out how many of its samples were made where.
+        hold: Whether nothing is planned before it is asked for.
+        clock: Seconds.
+
+    Attributes:
+        waits: What handing out has waited for.
+        hold: Whether nothing further is planned for now.
     """
 
     def __init__(
@@ -111,6 +154,8 @@ class Epoch:
         elsewhere: Elsewhere | None = None,
         ahead: int = 8,
         on_made: Callable[[Mapping[str, int]], object] = lambda made: None,
+        hold: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._number, self._batches = number, batches
         self._maker, self._number_of = maker, number_of
@@ -123,8 +168,7 @@ class Epoch:
         self._work: dict[int, Work] = {}
         self._next_task = self._next_batch = 0
         self._all_planned = False
-        self.hold = False
-        """Whether nothing further is planned for now."""
+        self.hold, self.waits, self._clock = hold, Waits(), clock
 
     def use(self, processes: Processes | Fed) -> None:
         """Have processes do what is done on this machine; without any the thread that iterates does it."""
@@ -185,25 +229,29 @@ class Epoch:
             whole=len(places) == len(batch.indices) and (self.split.stretch.whole or not goes),
             start=self._start,
         )
-        work = self._work[number] = Work(task, batch, places, away=self.split.stretch if goes else None)
+        work = self._work[number] = Work(task, batch, places, stretch=self.split.stretch if goes else None)
         batch.missing += 1
-        if work.away is None:
+        batch.given += goes * len(places)
+        if work.stretch is None:
             self._do_here(task)
-        elif work.away.start > self._start:
-            self._do_here(task._replace(stop=work.away.start))
+        elif work.stretch.start > self._start:
+            self._do_here(task._replace(stop=work.stretch.start))
         else:
-            self._do_elsewhere(work, work.away, None)
+            self._give(work, work.stretch, None)
 
-    def _do_elsewhere(self, work: Work, stretch: Stretch, values: Sequence[Any] | None) -> None:
-        """From where ``values`` stand; all of it here if nobody takes it."""
+    def _give(self, work: Work, stretch: Stretch, values: Sequence[Any] | None) -> None:
+        """To others, from where ``values`` stand; to this machine where none of them takes it."""
         task = work.task._replace(start=stretch.start, stop=stretch.stop)
-        work.gone = self._given(task, values)
-        if not work.gone:
-            work.away = None
-            self._do_here(work.task)
+        if self._elsewhere is not None and self._elsewhere.give(task, values):
+            work.away = True
+            work.batch.away += 1
+        else:
+            self._returned(work)
 
-    def _given(self, task: Task, raw: Sequence[Any] | None) -> bool:
-        return self._elsewhere is not None and self._elsewhere.give(task, raw)
+    def _returned(self, work: Work) -> None:
+        work.batch.returned += len(work.at)
+        work.stretch = None
+        self._do_here(work.task)  # wherever it was, here the dataset can be had
 
     def _do_here(self, task: Task) -> None:
         if self._here is None:
@@ -231,23 +279,43 @@ class Epoch:
             raise StopIteration
         batch = self._planned[0]
         while batch.missing:
-            self._wait()
+            self._wait_for(batch)
         self._planned.popleft()
         self.plan()
         if batch.error is not None:
             raise batch.error
         self._on_made(batch.made)
+        self.waits.samples += len(batch.indices)
+        self.waits.given += batch.given
+        self.waits.returned += batch.returned
         if batch.whole:
             return batch.value
         with apart():
             return self._maker.join(batch.rows, epoch=self._number, batch=batch.number)
 
-    def _wait(self) -> None:
-        """For whatever comes next; where nothing has come, and nobody else does it, do some of it."""
+    def _wait_for(self, batch: Batch) -> None:
+        """For whatever comes next, at the expense of whoever keeps the batch waiting."""
+        missing, away, began = batch.missing, batch.away, self._clock()
+        idle = self._wait()
+        wait_s = self._clock() - began
+        if not away:
+            self.waits.here_s += wait_s
+        elif away == missing and idle:
+            self.waits.elsewhere_s += wait_s
+        else:
+            self.waits.both_s += wait_s
+
+    def _wait(self) -> bool:
+        """For whatever comes next; where nothing has come, and nobody else does it, do some of it.
+
+        Returns:
+            Whether this thread had nothing to do meanwhile.
+        """
         if self._inline and self._arrivals.empty():
             self._arrived(self._made_inline(self._inline.popleft()))
-        else:
-            self._arrived(self._arrivals.get())
+            return False
+        self._arrived(self._arrivals.get())
+        return True
 
     def _made_inline(self, task: Task) -> Arrival:
         try:
@@ -258,18 +326,19 @@ class Epoch:
 
     def _arrived(self, arrival: Arrival) -> None:
         work = self._work[arrival.number]
-        away = work.away
+        stretch = work.stretch
+        work.batch.away -= work.away
+        was_away, work.away = work.away, False
         if arrival.error is not None:
             if arrival.final:
                 self._finish(work, arrival)
             else:
-                work.away = None
-                self._do_here(work.task)  # wherever it was, here the dataset can be had
-        elif away is not None and not work.gone:
-            self._do_elsewhere(work, away, arrival.value)
-        elif away is not None and away.stop < DONE:
-            work.away, work.place = None, arrival.place
-            self._do_here(work.task._replace(start=away.stop, given=arrival.value))
+                self._returned(work)
+        elif stretch is not None and not was_away:
+            self._give(work, stretch, arrival.value)
+        elif stretch is not None and stretch.stop < DONE:
+            work.stretch, work.place = None, arrival.place
+            self._do_here(work.task._replace(start=stretch.stop, given=arrival.value))
         else:
             self._finish(work, arrival)
 

@@ -31,6 +31,7 @@ from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
 from upriver.pipeline.mapstyle import MapStyle
+from upriver.policies import OFFLOAD_POLICIES, OffloadPolicy
 
 Word: TypeAlias = Literal["auto", "never", "always"]
 Offload: TypeAlias = Word | Offloading
@@ -78,8 +79,10 @@ class DataLoader(TorchLoader[Any]):
         workers: Addresses of machines that run ``upriver worker``, or how many to start on this one, for a
             try; for a dataset by name (`upriver.dataset`). For an `upriver.Dataset`, of servers near its
             store (``upriver serve``).
-        offload: What of it runs there: what FastFlow's policy decides by what the first batches take
-            (``auto``), nothing (``never``), everything (``always``), or an `Offloading`.
+        offload: What of it runs there: what a policy decides by what the first batches take (``auto``),
+            nothing (``never``), everything (``always``), or an `Offloading`.
+        policy: Of ``auto``: ``upriver`` takes the ratio with the most throughput and keeps it right while the
+            job runs; ``fastflow`` is FastFlow's Algorithm 1, decided once.
         token: Sent to workers with every request.
         ca: For https: authorities that vouch for workers, those of the system if None.
         certificate: For https: shown to workers that ask for one.
@@ -116,6 +119,7 @@ class DataLoader(TorchLoader[Any]):
         seed: int | None = None,
         workers: Sequence[str] | int = (),
         offload: Offload = "auto",
+        policy: str = "upriver",
         token: str | None = None,
         ca: FilePath | None = None,
         certificate: FilePath | None = None,
@@ -144,7 +148,7 @@ class DataLoader(TorchLoader[Any]):
         )
         self.epoch = 0
         self._maker = Maker(_source(dataset, _seed(seed)), self._collate())
-        self._offload = self._checked(offload)
+        self._offload, self._policy = self._checked(offload), _policy(policy)
         self._hired = self._hire(dataset, workers, Access(token, ca, certificate, key))
         self._kept: Processes | Fed | None = None
         self._made: Counter[str] = Counter()
@@ -165,6 +169,7 @@ class DataLoader(TorchLoader[Any]):
         arrivals: Arrivals = SimpleQueue()
         asked = self._hired if self._offload != "never" else None
         elsewhere = None if asked is None else asked.work(number, arrivals)
+        decides = asked is not None and self._offload == "auto"
         epoch = Epoch(
             number,
             self._indices(),
@@ -175,6 +180,7 @@ class DataLoader(TorchLoader[Any]):
             elsewhere=elsewhere,
             ahead=self._ahead(elsewhere),
             on_made=self._made.update,
+            hold=decides and self._measured.measuring,
         )
         if elsewhere is not None:
             weakref.finalize(epoch, elsewhere.close).atexit = False
@@ -184,16 +190,22 @@ class DataLoader(TorchLoader[Any]):
             if not self.persistent_workers:
                 weakref.finalize(epoch, processes.halt).atexit = False
         batches: Iterator[Any] = epoch
-        if asked is not None and self._offload == "auto":
-            auto = Auto(epoch, self._measured, here=AllHere, candidates=asked.candidates, part=self._part)
-            batches = auto.batches()
+        if asked is not None and decides:
+            batches = Auto(
+                epoch,
+                self._measured,
+                candidates=asked.candidates,
+                part=self._part,
+                policy=self._policy,
+                warm=self.num_workers,
+            )
         return map(pinned, batches) if self._pins else batches
 
     # ------------------------------------------------------------------------- where samples are made
 
     @property
     def offloading(self) -> Offloading | None:
-        """What is offloaded now; None where nothing is, or it is not decided yet."""
+        """What is offloaded now, the ratio as it is steered; None where nothing is, or it is not decided."""
         if self._hired is None or self._offload == "never":
             return None
         if isinstance(self._offload, Offloading):
@@ -207,7 +219,7 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def why(self) -> str:
-        """Why ``offload="auto"`` decided as it did; empty where it has not."""
+        """Why ``offload="auto"`` decided and steers as it does; empty where it has not decided."""
         return self._measured.decision.why if self._measured.decision is not None else ""
 
     @property
@@ -336,6 +348,12 @@ def _source(dataset: Any, seed: int) -> Source:
         case NamedDataset():
             return MapStyle(dataset.dataset, seed)
     return MapStyle(dataset, seed)
+
+
+def _policy(name: str) -> OffloadPolicy:
+    if isinstance(name, str) and name in OFFLOAD_POLICIES:
+        return OFFLOAD_POLICIES[name]
+    raise ConfigError(f"policy must be one of {', '.join(OFFLOAD_POLICIES)}, got {name!r}")
 
 
 def _seed(seed: int | None) -> int:

@@ -1,8 +1,8 @@
 """One algorithm per file, equal signatures; siblings never import each other.
 
 A policy is a pure function of (profile, cluster, workload) and always answers a plan; when what it would
-choose does not fit, the plan says so. `choose` is the border where that becomes an error. `fastflow` goes by
-what was measured of an input pipeline, and answers an `Offload`.
+choose does not fit, the plan says so. `choose` is the border where that becomes an error. `fastflow` and
+`pipeline` go by what was measured of an input pipeline, and answer an `Offload`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,23 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from upriver.errors import ConfigError, NoFeasibleCut
-from upriver.policies import exhaustive, freeze, hapi, hapi_bandwidth, neurosurgeon, nosplit, upriver
+from upriver.policies import (
+    exhaustive,
+    fastflow,
+    freeze,
+    hapi,
+    hapi_bandwidth,
+    neurosurgeon,
+    nosplit,
+    pipeline,
+    upriver,
+)
 from upriver.policies import min as min_
 from upriver.policies._common import Policy
+from upriver.policies._offload import Offload, OffloadPolicy, stalls
 from upriver.types import Cluster, Plan, Profile, Workload
 
-__all__ = ["POLICIES", "Policy", "choose"]
+__all__ = ["OFFLOAD_POLICIES", "POLICIES", "Offload", "OffloadPolicy", "Policy", "choose", "stalls"]
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -31,6 +42,14 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     }
 )
 """Every policy by its name, the name of its module."""
+
+OFFLOAD_POLICIES: Mapping[str, OffloadPolicy] = MappingProxyType(
+    {
+        fastflow.POLICY: OffloadPolicy(decide=fastflow.decide),
+        pipeline.POLICY: OffloadPolicy(decide=pipeline.decide, promise=pipeline.promise),
+    }
+)
+"""Those for input pipelines by their names."""
 
 
 def choose(policy: str, profile: Profile, cluster: Cluster, workload: Workload) -> Plan:

@@ -9,6 +9,7 @@ Symbols
     Rthp(p'), Ocycle(p')         ``Candidate.rthp``, ``ocycle``
     SpeedUpThreshold             ``Metrics.speedup_threshold``
     OffRatio                     ``Offload.ratio``
+    Line 3                       ``upriver.policies.stalls``
     P' (line 7)                  the candidate with the greatest ``estimate``
     Upper, Lower (lines 8, 9)    ``candidate.rthp`` and ``lower``
 
@@ -22,44 +23,23 @@ Departures
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from upriver.errors import ConfigError
+from upriver.policies._offload import Offload, here, unless_it_stalls
 from upriver.profile.metrics import Candidate, Metrics
 
 POLICY = "fastflow"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offload:
-    """The decision.
-
-    Attributes:
-        offload: Whether anything is.
-        candidate: Which stages, by the name of the candidate; None where nothing is offloaded.
-        ratio: Share of the samples for which it is, 0 to 1.
-        why: In a sentence, with the numbers that decided.
-    """
-
-    offload: bool
-    candidate: str | None
-    ratio: float
-    why: str
-
-
 def decide(metrics: Metrics) -> Offload:
     """Algorithm 1."""
+    nothing = unless_it_stalls(metrics)
+    if nothing is not None:
+        return nothing
     gthp, lthp = metrics.gthp, metrics.lthp
-    if not stalls(gthp, lthp, metrics.speedup_threshold):
-        return _here(
-            f"the model alone is {gthp / lthp:.2f} times as fast as with its input pipeline, and "
-            f"{metrics.speedup_threshold:g} times is the least that is worth it"
-        )
-    if not metrics.candidates:
-        return _here("there is nothing that could be offloaded")
     best = max(metrics.candidates, key=lambda candidate: estimate(metrics, candidate))
     if best.rthp == 0:
-        return _here(f"{best.name} is the best of what could be offloaded and delivers nothing")
+        return here(f"{best.name} is the best of what could be offloaded and delivers nothing")
     upper, least = best.rthp, lower(metrics, best)
     if least < upper:
         ratio, rule = upper / gthp, "Upper / Gthp, as the offloaded part can make up for what is lacking"
@@ -74,11 +54,6 @@ def decide(metrics: Metrics) -> Offload:
         f"training node alone has {lthp:.4g}; {ratio:.0%} of the samples: {rule} "
         f"(Lower {least:.4g}, Upper {upper:.4g} MB/s)",
     )
-
-
-def stalls(gthp: float, lthp: float, threshold: float) -> bool:
-    """Line 3: whether the input pipeline keeps the model waiting, and more than ``threshold`` can be won."""
-    return gthp > lthp and gthp / lthp > threshold
 
 
 def estimate(metrics: Metrics, candidate: Candidate) -> float:
@@ -107,7 +82,3 @@ def workers_needed(metrics: Metrics, candidate: Candidate, *, most: int) -> int:
     if lacking <= 0:
         return 0
     return most if candidate.rthp == 0 else min(most, math.ceil(lacking / candidate.rthp))
-
-
-def _here(why: str) -> Offload:
-    return Offload(offload=False, candidate=None, ratio=0.0, why=why)

@@ -1,0 +1,200 @@
+"""A training node, its loader processes and workers elsewhere, by a clock of our own: nothing ever sleeps."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from upriver.dataloader.auto import Auto, Measured
+from upriver.dataloader.epoch import Epoch, Split
+from upriver.dataloader.local import Maker
+from upriver.dataloader.plan import Stretch
+from upriver.dataloader.share import Part
+from upriver.dataloader.tasks import Arrival, Arrivals, Task
+from upriver.pipeline.mapstyle import DONE, START, MapStyle
+from upriver.policies import OFFLOAD_POLICIES, Offload
+
+BATCH = 4
+SAMPLE = torch.zeros(1).expand(250_000)
+"""1 MB, and no memory."""
+
+Change = Callable[["World"], None]
+
+
+class Queue(SimpleQueue[Arrival]):
+    """What arrives does so at its time, and costs the thread that takes it."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world, self.coming = world, list[tuple[float, int, Arrival, float]]()
+
+    def at(self, time: float, arrival: Arrival, cost: float = 0.0) -> None:
+        heapq.heappush(self.coming, (time, arrival.number, arrival, cost))
+
+    def get(self, *args: Any) -> Arrival:
+        time, _, arrival, cost = heapq.heappop(self.coming)
+        self.world.now = max(self.world.now, time) + cost
+        self.world.cpu_s += cost
+        return arrival
+
+    def empty(self) -> bool:
+        return not self.coming or self.coming[0][0] > self.world.now
+
+
+class Processes:
+    """Loader processes: each does one task at a time."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.free_at = world, [world.now] * world.processes
+
+    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            self.give(task)
+
+    def give(self, task: Task) -> None:
+        world, work = self.world, self.world.here * len(task.indices)
+        first = min(range(len(self.free_at)), key=self.free_at.__getitem__)
+        self.free_at[first] = max(world.now, self.free_at[first]) + work
+        world.cpu_s += work
+        value = [SAMPLE] * len(task.indices)
+        world.arrivals.at(self.free_at[first], Arrival(task.number, value))
+
+    def halt(self) -> None: ...
+
+
+class World:
+    """What everything costs.
+
+    Attributes:
+        here: CPU seconds of a sample on the training node.
+        there: Seconds of a sample elsewhere, where one is made after another.
+        step: Seconds that a batch takes the model.
+        receive: CPU seconds of taking in a batch that was made elsewhere.
+        latency: Seconds until one is there at least.
+        processes: Loader processes; 0: the thread that trains makes samples.
+        dead: Whether nobody takes anything elsewhere.
+        bad: Samples that cannot be made.
+    """
+
+    def __init__(
+        self,
+        *,
+        here: float,
+        there: float,
+        step: float,
+        receive: float = 0.0,
+        latency: float = 0.0,
+        processes: int = 0,
+        bad: Container[int] = (),
+    ) -> None:
+        self.now = self.cpu_s = self.free_at = 0.0
+        self.here, self.there, self.step, self.receive = here, there, step, receive
+        self.latency, self.processes, self.dead, self.bad = latency, processes, False, bad
+        self.arrivals: Queue = Queue(self)
+        self.made_there = 0
+        self.ratios: list[float] = []
+
+    # as dataset
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.bad:
+            raise LookupError(f"sample {index} is gone")
+        self.now += self.here
+        self.cpu_s += self.here
+        return SAMPLE
+
+    # as elsewhere
+    def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
+        if self.dead:
+            return False
+        count = len(task.indices)
+        self.made_there += count
+        self.free_at = max(self.now, self.free_at) + self.there * count
+        arrival = Arrival(task.number, [SAMPLE] * count, place="there")
+        self.arrivals.at(self.free_at + self.latency, arrival, self.receive * count / BATCH)
+        return True
+
+    def epoch(self, batches: int, split: Split, *, number: int = 0, hold: bool = False) -> Epoch:
+        self.arrivals = Queue(self)
+        epoch = Epoch(
+            number,
+            (tuple(range(at, at + BATCH)) for at in range(0, batches * BATCH, BATCH)),
+            maker=Maker(MapStyle(self), list),
+            number_of=int,
+            split=split,
+            arrivals=self.arrivals,
+            elsewhere=self,
+            ahead=4 + 2 * self.processes,
+            hold=hold,
+            clock=lambda: self.now,
+        )
+        if self.processes:
+            epoch.use(Processes(self))  # type: ignore[arg-type]
+        return epoch
+
+    def auto(
+        self,
+        batches: int,
+        measured: Measured,
+        *,
+        number: int = 0,
+        policy: str = "upriver",
+        candidates: Sequence[str] = ("p2", "p3"),
+    ) -> Iterator[Any]:
+        split = part(measured.decision)
+        return Auto(
+            self.epoch(batches, split, number=number, hold=measured.measuring),
+            measured,
+            candidates=candidates,
+            part=lambda name, ratio: Part(ratio, stretch(whole=name == "p3")),
+            policy=OFFLOAD_POLICIES[policy],
+            warm=self.processes,
+            cpu_s=lambda: self.cpu_s,
+            clock=lambda: self.now,
+        )
+
+    def train(
+        self,
+        batches: Iterator[Any],
+        measured: Measured | None = None,
+        changes: Mapping[int, Change] | None = None,
+    ) -> list[float]:
+        """When each batch was consumed; the ratio in force at each is kept."""
+        times = []
+        for number, batch in enumerate(batches):
+            assert len(batch) == BATCH
+            self.now += self.step
+            times.append(self.now)
+            if changes and number in changes:
+                changes[number](self)
+            if measured is not None:
+                self.ratios.append(measured.decision.ratio if measured.decision is not None else -1.0)
+        return times
+
+
+def stretch(*, whole: bool) -> Stretch:
+    """All of it."""
+    return Stretch(start=START, stop=DONE, whole=whole)
+
+
+def part(decision: Offload | None) -> Part:
+    if decision is None or decision.candidate is None:
+        return Part(0.0, stretch(whole=False))
+    return Part(decision.ratio, stretch(whole=decision.candidate == "p3"))
+
+
+def rate(times: Sequence[float], last: int) -> float:
+    """MB/s over the last batches."""
+    return BATCH * last / (times[-1] - times[-1 - last])
+
+
+def best(make: Callable[[], World], *, whole: bool) -> float:
+    """MB/s at the best ratio of a sweep in tenths."""
+    rates = []
+    for tenth in range(11):
+        world = make()
+        rates.append(rate(world.train(world.epoch(200, Part(tenth / 10, stretch(whole=whole)))), 150))
+    return max(rates)
