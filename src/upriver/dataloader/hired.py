@@ -1,21 +1,28 @@
-"""The workers of a loader: their addresses, those that it starts itself, and what they are asked for."""
+"""The workers of a loader: their addresses, those that are started for it, and what they are asked for."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from upriver.client.embedded import EmbeddedServer
+from upriver.client.fleet import Fleet, Provider
 from upriver.client.transport import ServerClient
 from upriver.dataloader.local import Maker
 from upriver.dataloader.named import NamedDataset, name_of
 from upriver.dataloader.plan import CANDIDATES, Candidate
-from upriver.dataloader.remote import Canary, Source, Worker, Workers
+from upriver.dataloader.remote import SLOTS, Canary, Source, Worker, Workers
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.pipeline.seeding import apart
 from upriver.protocol import BY_DEFAULT
+
+log = logging.getLogger("upriver")
+
+SLOTS_EACH = 2
+"""For each process of a worker that we know the number of: what it makes, and what is on its way to it."""
 
 
 class Hired:
@@ -26,7 +33,7 @@ class Hired:
         maker: Makes the same here.
         collate: What collates; None where batches are no lists of samples.
         clients: Workers by their addresses.
-        local: How many to start on this machine.
+        provider: Starts others, where there are to be.
     """
 
     def __init__(
@@ -36,7 +43,7 @@ class Hired:
         *,
         collate: Callable[[list[Any]], Any] | None,
         clients: Sequence[ServerClient],
-        local: int = 0,
+        provider: Provider | None = None,
     ) -> None:
         self._maker = maker
         self._source = Source(
@@ -46,9 +53,15 @@ class Hired:
             collate=name_of(collate) if collate is not None else None,
         )
         self._workers = [Worker(client.url, client) for client in clients]
-        self._local, self._started = local, list[EmbeddedServer]()
+        self._provider = provider
+        self._fleet = provider.open(_modules(self._source)) if provider is not None else None
+        self._coming: Future[Sequence[str]] | None = None
+        self._number, self._urls, self._epoch = 0, set[str](), 0
+        self.joined = 0
+        """Workers that have been started so far, and taken in."""
+        self._at_work = weakref.WeakSet[Workers]()
         self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._workers)
+        weakref.finalize(self, _close, self._workers, self._fleet)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -61,36 +74,129 @@ class Hired:
         """Why some are not asked, by address."""
         return {worker.url: worker.why_not for worker in self._workers if worker.why_not}
 
+    @property
+    def grows(self) -> bool:
+        """Whether it was left open how many there are to be."""
+        return self._provider is not None and self._provider.number is None
+
+    @property
+    def count(self) -> int:
+        """How many are asked."""
+        return sum(not worker.why_not for worker in self._workers)
+
+    @property
+    def most(self) -> int:
+        """How many there may be, with those that can be had now in addition."""
+        return min(self._most, self.count + max(0, self._fleet.room())) if self._fleet else self.count
+
     def work(self, epoch: int, arrivals: Arrivals) -> Workers:
         """Those who make samples of an epoch; some are started first, where that is to be."""
+        self._epoch = epoch
         self._start()
-        return Workers(
+        workers = Workers(
             self._workers,
             self._source,
             arrivals,
-            canary=self._canary(epoch),
+            canary=self._canary(),
             lock=self._lock,
+            most_slots=self._most * self._slots,
             owner=self,
         )
+        self._at_work.add(workers)
+        return workers
+
+    # ------------------------------------------------------------------------------ those that are started
+
+    def grow_to(self, number: int) -> None:
+        """Start what is missing to so many while training goes on; `come` takes them in."""
+        self._number = number
+        missing = number - len(self._urls)
+        if self._fleet is not None and self._coming is None and missing > 0:
+            self._coming = _started(self._fleet, missing)
+
+    def come(self) -> None:
+        """Take in those that have been started in the meantime."""
+        if self._coming is not None and self._coming.done():
+            urls, self._coming = self._coming.result(), None
+            self._take_in(urls)
+
+    def release(self, why: str) -> None:
+        """End those that were started; nobody asks for more of them."""
+        fleet, self._fleet = self._fleet, None
+        if fleet is not None:
+            for worker in self._workers:
+                worker.why_not = worker.why_not or why
+            fleet.stop()
 
     def _start(self) -> None:
-        """Workers on this machine, which end with this object."""
-        names = (self._source.name, self._source.collate)
-        allow = {name.partition(":")[0] for name in names if name is not None and name != BY_DEFAULT}
-        while len(self._started) < self._local:
-            self._started.append(EmbeddedServer.start_worker(sorted(allow), workers=1))
-            url = self._started[-1].url
-            self._workers.append(Worker(url, ServerClient(url)))
+        """Start as many as there are to be, or one where that is to be measured; replace those that ended."""
+        if self._fleet is None or self._provider is None:
+            return
+        if not self._number:
+            self._number = self._provider.number or 1
+            self._take_in(self._fleet.start(self._number))
+            return
+        self.come()
+        lost = set(self._fleet.lost())
+        for worker in self._workers:
+            if worker.url in lost:
+                worker.why_not = worker.why_not or "it has ended"
+        self._urls -= lost
+        self.grow_to(self._number)
 
-    def _canary(self, epoch: int) -> Canary | None:
-        """A sample of an epoch; None where everyone has shown that it makes the same."""
+    def _take_in(self, urls: Sequence[str]) -> None:
+        token = self._fleet.token if self._fleet is not None else None
+        come = [Worker(url, ServerClient(url, token=token), slots=self._slots) for url in urls]
+        self._workers.extend(come)
+        self._urls.update(urls)
+        self.joined += len(come)
+        canary = self._canary() if self._at_work else None
+        for workers in list(self._at_work):
+            workers.add(come, canary)
+
+    @property
+    def _slots(self) -> int:
+        """Of each that is started."""
+        return max(SLOTS, SLOTS_EACH * self._fleet.processes) if self._fleet is not None else SLOTS
+
+    @property
+    def _most(self) -> int:
+        return self._provider.most if self._provider is not None else 0
+
+    def _canary(self) -> Canary | None:
+        """A sample of this epoch; None where everyone has shown that it makes the same."""
         if all(worker.proved or worker.why_not for worker in self._workers):
             return None
-        task = Task(number=-1, epoch=epoch, batch=0, indices=(0,), samples=(0,), whole=False)
+        task = Task(number=-1, epoch=self._epoch, batch=0, indices=(0,), samples=(0,), whole=False)
         with apart():
             return Canary(task=task, value=self._maker.make(task))
 
 
-def _close(workers: Sequence[Worker]) -> None:
+def _modules(source: Source) -> list[str]:
+    """Whose code makes what is asked for: the dataset's module, and that of what collates."""
+    names = (source.name, source.collate)
+    return sorted({name.partition(":")[0] for name in names if name is not None and name != BY_DEFAULT})
+
+
+def _started(fleet: Fleet, count: int) -> Future[Sequence[str]]:
+    """Addresses of workers that a thread starts; of none where that fails, as training goes on without."""
+    future = Future[Sequence[str]]()
+
+    def work() -> None:
+        urls: Sequence[str] = ()
+        try:
+            urls = fleet.start(count)
+        except Exception as error:  # whatever it is, it costs their help and nothing else
+            log.warning("no further workers: %s", error)
+        finally:
+            future.set_result(urls)
+
+    threading.Thread(target=work, name="upriver-hiring", daemon=True).start()
+    return future
+
+
+def _close(workers: Sequence[Worker], fleet: Fleet | None) -> None:
     for worker in workers:
         worker.client.close()
+    if fleet is not None:
+        fleet.stop()

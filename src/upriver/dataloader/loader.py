@@ -16,10 +16,13 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
 from upriver.client import checks
+from upriver.client.fleet import Provider
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
 from upriver.dataloader.auto import Auto, Measured
+from upriver.dataloader.beside import provider_of
 from upriver.dataloader.epoch import Epoch, Split
+from upriver.dataloader.growth import growth
 from upriver.dataloader.hired import Hired
 from upriver.dataloader.local import Maker, Processes
 from upriver.dataloader.named import NamedDataset
@@ -34,8 +37,6 @@ Word: TypeAlias = Literal["auto", "never", "always"]
 Offload: TypeAlias = Word | Offloading
 
 MOST_SEED = 2**63 - 1
-MOST_LOCAL = 64
-"""Workers on this machine: for a try one or two do."""
 LEAST_AHEAD = 4
 """Batches that are planned beyond the next one, at least."""
 
@@ -73,8 +74,9 @@ class DataLoader(TorchLoader[Any]):
         dataset: Any map-style dataset.
         batch_size: As for PyTorch's loader, as are all others but the last.
         seed: Of what is drawn for samples; PyTorch's own, as `torch.manual_seed` has set it, if None.
-        workers: Addresses of machines that run ``upriver worker``, or how many to start on this one, for a
-            try; for a dataset by name (`upriver.dataset`).
+        workers: Addresses of machines that run ``upriver worker``, or what starts them
+            (`upriver.ray_workers`), or how many to start on this machine, for a try; ``auto`` for as many
+            here as are needed, on CPUs that training leaves. For a dataset by name (`upriver.dataset`).
         offload: What of it runs there: what FastFlow's policy decides by what the first batches take
             (``auto``), nothing (``never``), everything (``always``), or an `Offloading`.
         token: Sent to workers with every request.
@@ -111,7 +113,7 @@ class DataLoader(TorchLoader[Any]):
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int | None = None,
-        workers: Sequence[str] | int = (),
+        workers: Sequence[str] | int | Provider = (),
         offload: Offload = "auto",
         token: str | None = None,
         ca: FilePath | None = None,
@@ -147,6 +149,7 @@ class DataLoader(TorchLoader[Any]):
         self._kept: Processes | None = None
         self._made: Counter[str] = Counter()
         self._measured = Measured()
+        self._growth = growth(self._hired, self._measured, offload=self._offload)
 
     @property
     def seed(self) -> int:
@@ -183,8 +186,13 @@ class DataLoader(TorchLoader[Any]):
                 weakref.finalize(epoch, processes.halt).atexit = False
         batches: Iterator[Any] = epoch
         if asked is not None and self._offload == "auto":
-            auto = Auto(epoch, self._measured, here=AllHere, candidates=asked.candidates, part=part)
-            batches = auto.batches()
+
+            def begin(candidates: Sequence[str]) -> Iterator[Any]:
+                epoch.ahead = self._ahead(elsewhere)
+                auto = Auto(epoch, self._measured, here=AllHere, candidates=candidates, part=part)
+                return auto.batches()
+
+            batches = begin(asked.candidates) if self._growth is None else self._growth.batches(begin)
         return map(pinned, batches) if self._pins else batches
 
     # ------------------------------------------------------------------------- where samples are made
@@ -206,7 +214,9 @@ class DataLoader(TorchLoader[Any]):
     @property
     def why(self) -> str:
         """Why ``offload="auto"`` decided as it did; empty where it has not."""
-        return self._measured.decision.why if self._measured.decision is not None else ""
+        offloaded = self._measured.decision.why if self._measured.decision is not None else ""
+        number = self._growth.why if self._growth is not None else ""
+        return "; ".join(filter(None, (offloaded, number)))
 
     @property
     def report(self) -> Report:
@@ -220,14 +230,11 @@ class DataLoader(TorchLoader[Any]):
         decided = self.offloading
         return AllHere() if decided is None else part(decided.candidate, decided.ratio)
 
-    def _hire(self, dataset: Any, workers: Sequence[str] | int, access: Access) -> Hired | None:
+    def _hire(self, dataset: Any, workers: Sequence[str] | int | Provider, access: Access) -> Hired | None:
         """Whoever may make samples; nobody where none was named."""
-        local, urls = 0, tuple[str, ...]()
-        if isinstance(workers, int):
-            local = checks.whole("workers", workers, most=MOST_LOCAL)
-        else:
-            urls = checks.addresses(workers)
-        if not urls and not local:
+        provider = provider_of(workers, num_workers=self.num_workers)
+        urls = () if provider is not None else checks.addresses(cast(Sequence[str], workers))
+        if not urls and provider is None:
             return None
         if not isinstance(dataset, NamedDataset):
             raise ConfigError(
@@ -240,7 +247,7 @@ class DataLoader(TorchLoader[Any]):
             self._maker,
             collate=self.collate_fn if self.batch_sampler is not None else None,
             clients=[ServerClient(url, token=checks.token(access.token), tls=tls) for url in urls],
-            local=local,
+            provider=provider,
         )
 
     # ------------------------------------------------------------------------------------ as PyTorch
