@@ -232,7 +232,7 @@ tell()
 import time
 import ray
 ray.init(address, logging_level="WARNING", log_to_driver=False)
-loader = loader_of(upriver.ray_workers(2), offload=Offloading(candidate="p1"))
+loader = loader_of(upriver.ray_workers(2), offload=Offloading(candidate="p1"), num_workers=1)
 found = []
 for number, batch in enumerate(loader):
     found.append(batch)

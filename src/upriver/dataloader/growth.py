@@ -18,7 +18,7 @@ from upriver.dataloader.auto import Measured
 from upriver.dataloader.hired import Hired
 from upriver.errors import ConfigError
 from upriver.policies import fastflow
-from upriver.profile.metrics import SPEEDUP_THRESHOLD
+from upriver.profile.metrics import SPEEDUP_THRESHOLD, Metrics
 
 
 def growth(hired: Hired | None, measured: Measured, *, offload: object) -> Growth | None:
@@ -42,11 +42,11 @@ def growth(hired: Hired | None, measured: Measured, *, offload: object) -> Growt
 
 
 class Growth:
-    """Starts as many workers as one epoch after another shows to be needed.
+    """Starts as many workers as one of them shows to be needed.
 
     Args:
         hired: Has one worker at first, and can start others.
-        measured: What is known; when there are more workers what was measured with one is forgotten.
+        measured: What is known; when there are more workers, what was measured with fewer is forgotten.
         threshold: FastFlow's SpeedUpThreshold.
 
     Attributes:
@@ -58,7 +58,7 @@ class Growth:
         self._hired, self._measured, self._threshold = hired, measured, threshold
         self.candidates: tuple[str, ...] = hired.candidates
         self.why = ""
-        self._joined = hired.joined
+        self._known, self._released = hired.joined, False
 
     def batches(self, begin: Callable[[Sequence[str]], Iterator[Any]]) -> Iterator[Any]:
         """All of an epoch.
@@ -66,39 +66,41 @@ class Growth:
         Args:
             begin: What is left of it, with candidates that were not measured yet measured first.
         """
-        self._look()
-        while True:
-            for batch in begin(self.candidates):
-                yield batch
-                if self._look():
-                    break
-            else:
-                return
+        return _Batches(self, begin)
 
-    def _look(self) -> bool:
-        """Whether workers have come since one was measured; how many are to come is decided when it was."""
+    def look(self) -> bool:
+        """Called between batches: decides, once there are figures; whether they have to be had anew."""
         self._hired.come()
-        if self.why and self._hired.joined != self._joined:
-            self._joined = self._hired.joined
-            self._measured.rthp.clear()
-            self._measured.ocycles.clear()
-            self._measured.decision = None
+        if self.why and self._hired.joined != self._known:
+            self._begin_anew()
             return True
-        if not self.why and self._measured.decision is not None:
-            self._joined = self._hired.joined
+        if self._measured.decision is None:
+            if self._hired.released:  # somebody has found that it is to be decided again
+                self._hired.hire_again()
+        elif not self.why:
+            self._known = self._hired.joined
             self._decide()
         return False
+
+    def _begin_anew(self) -> None:
+        """With others, or with the one where it had been released: then how many is open again."""
+        if self._released:
+            self.candidates, self.why, self._released = self._hired.candidates, "", False
+        self._known = self._hired.joined
+        self._measured.rthp.clear()
+        self._measured.ocycles.clear()
+        self._measured.decision = None
 
     def _decide(self) -> None:
         metrics = self._measured.metrics(self._threshold, self.candidates)
         if not metrics.candidates:  # nothing stalls, and so nothing was measured
-            self.why = "no worker is needed"
-            self._hired.release("not needed: nothing keeps the model waiting")
-            return
-        if not self._hired.count:
-            self.why = "none of the workers can be used"
-            self._hired.release("")
-            return
+            self._release("no worker is needed", "not needed: nothing keeps the model waiting")
+        elif not self._hired.count:
+            self._release("none of the workers can be used", "not used")
+        else:
+            self._grow(metrics)
+
+    def _grow(self, metrics: Metrics) -> None:
         best = max(metrics.candidates, key=lambda candidate: fastflow.estimate(metrics, candidate))
         most = self._hired.most
         needed = max(1, fastflow.workers_needed(metrics, best, most=most))
@@ -108,3 +110,22 @@ class Growth:
             f"{fastflow.lower(metrics, best):.4g} / {best.rthp:.4g} MB/s"
         )
         self._hired.grow_to(needed)
+
+    def _release(self, why: str, why_not: str) -> None:
+        self.why = why
+        self._released = True
+        self._hired.release(why_not)
+
+
+class _Batches(Iterator[Any]):
+    """An epoch that is measured anew where workers have come."""
+
+    def __init__(self, growth: Growth, begin: Callable[[Sequence[str]], Iterator[Any]]) -> None:
+        self._growth, self._begin = growth, begin
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        anew = self._growth.look()
+        if self._batches is None or anew:
+            self._batches = self._begin(self._growth.candidates)
+        return next(self._batches)

@@ -16,6 +16,7 @@ from upriver.dataloader.named import NamedDataset, name_of
 from upriver.dataloader.plan import CANDIDATES, Candidate
 from upriver.dataloader.remote import SLOTS, Canary, Source, Worker, Workers
 from upriver.dataloader.tasks import Arrivals, Task
+from upriver.errors import UpriverError
 from upriver.pipeline.seeding import apart
 from upriver.protocol import BY_DEFAULT
 
@@ -54,14 +55,14 @@ class Hired:
         )
         self._workers = [Worker(client.url, client) for client in clients]
         self._provider = provider
-        self._fleet = provider.open(_modules(self._source)) if provider is not None else None
+        self._fleet = self._open()
         self._coming: Future[Sequence[str]] | None = None
         self._number, self._urls, self._epoch = 0, set[str](), 0
         self.joined = 0
         """Workers that have been started so far, and taken in."""
         self._at_work = weakref.WeakSet[Workers]()
         self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._workers, self._fleet)
+        weakref.finalize(self, _close, self._workers)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -78,6 +79,11 @@ class Hired:
     def grows(self) -> bool:
         """Whether it was left open how many there are to be."""
         return self._provider is not None and self._provider.number is None
+
+    @property
+    def released(self) -> bool:
+        """Whether those that were started have been ended, and can be started again."""
+        return self._provider is not None and self._fleet is None
 
     @property
     def count(self) -> int:
@@ -121,20 +127,42 @@ class Hired:
             self._take_in(urls)
 
     def release(self, why: str) -> None:
-        """End those that were started; nobody asks for more of them."""
-        fleet, self._fleet = self._fleet, None
+        """End those that were started.
+
+        Args:
+            why: They are not asked any more.
+        """
+        fleet, self._fleet, self._coming = self._fleet, None, None
         if fleet is not None:
             for worker in self._workers:
                 worker.why_not = worker.why_not or why
             fleet.stop()
+
+    def hire_again(self) -> None:
+        """Start one while training goes on, after all were released; where that cannot be, nobody is."""
+        try:
+            self._fleet = self._open()
+        except UpriverError as error:
+            log.warning("no worker can be started again: %s", error)
+            self._provider = None
+        self._urls.clear()
+        self.grow_to(1)
+
+    def _open(self) -> Fleet | None:
+        if self._provider is None:
+            return None
+        fleet = self._provider.open(_modules(self._source))
+        weakref.finalize(self, fleet.stop)
+        return fleet
 
     def _start(self) -> None:
         """Start as many as there are to be, or one where that is to be measured; replace those that ended."""
         if self._fleet is None or self._provider is None:
             return
         if not self._number:
-            self._number = self._provider.number or 1
-            self._take_in(self._fleet.start(self._number))
+            number = self._provider.number or 1
+            self._take_in(self._fleet.start(number))
+            self._number = number
             return
         self.come()
         lost = set(self._fleet.lost())
@@ -195,8 +223,6 @@ def _started(fleet: Fleet, count: int) -> Future[Sequence[str]]:
     return future
 
 
-def _close(workers: Sequence[Worker], fleet: Fleet | None) -> None:
+def _close(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.client.close()
-    if fleet is not None:
-        fleet.stop()
