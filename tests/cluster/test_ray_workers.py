@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,7 +179,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Started,
         for process in family:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        subprocess.run(["rm", "-r", str(folder)], check=False)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -277,6 +278,7 @@ tell()
             training.hear()
             [front] = servers(started)
             everyone = with_children([front])
+            assert sum("boot.py" in " ".join(one.cmdline()) for one in everyone) == 2, "one for each CPU"
             training.process.send_signal(signal.SIGKILL)
             training.process.wait()
         until(lambda: not any(map(lives, everyone)))

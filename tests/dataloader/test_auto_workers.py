@@ -282,6 +282,30 @@ def test_a_fleet_that_is_stopped_starts_nobody() -> None:
 # ------------------------------------------------------------------------------------------- what cannot be
 
 
+def named_rows(batch: list[Any]) -> list[Any]:
+    return list(batch)
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "modules"),
+    [
+        (None, ["tests.dataloader.datasets"]),
+        (rows, ["tests.dataloader.datasets"]),
+        (named_rows, ["tests.dataloader.datasets", "tests.dataloader.test_auto_workers"]),
+    ],
+)
+def test_what_is_allowed_is_what_makes_the_batches(collate_fn: Any, modules: list[str]) -> None:
+    asked: list[list[str]] = []
+
+    class Asked(LocalWorkers):
+        def open(self, allow: Sequence[str]) -> Fleet:
+            asked.append(list(allow))
+            return LocalFleet(allow, most=1)
+
+    DataLoader(named(), collate_fn=collate_fn, workers=Asked(number=1, most=1))
+    assert asked == [modules]
+
+
 def test_only_cpus_that_training_leaves() -> None:
     assert beside_training(0, cpus=8) == LocalWorkers(number=None, most=7)
     assert beside_training(5, cpus=8).most == 2

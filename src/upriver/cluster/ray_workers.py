@@ -25,8 +25,8 @@ from upriver.client.fleet import Fleet, Provider
 from upriver.cluster.child import START_TIMEOUT_S, ServerProcess
 from upriver.cluster.deploy import LOCAL, before_import, join, reason, start
 from upriver.cluster.document import ANYONE, token_hash
-from upriver.errors import ConfigError, ServerUnavailable
-from upriver.text import printable
+from upriver.errors import ConfigError, ServerUnavailable, UpriverError
+from upriver.text import printable, said
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class RayWorkers(Provider):
         Raises:
             ConfigError: If there is no cluster, or Ray is not installed.
         """
-        ray = connected(self.address, num_cpus=(self.number or self.most) * self.cpus)
+        ray = connected(self.address, num_cpus=(self.number or 1) * self.cpus)
         return RayFleet(ray, allow, cpus=self.cpus, start_timeout_s=self.start_timeout_s)
 
 
@@ -264,7 +264,10 @@ class RayFleet(Fleet):
 
     def room(self) -> int:
         """By the CPUs that nobody on the cluster has taken."""
-        return int(self._free("available_resources") // self._cpus)
+        try:
+            return int(self._free("available_resources") // self._cpus)
+        except Exception:  # Ray's own kinds: the cluster is gone
+            return 0
 
     def start(self, count: int) -> Sequence[str]:
         """Start actors, and wait until their servers take requests."""
@@ -280,9 +283,11 @@ class RayFleet(Fleet):
                     self._actors.append(actor)
                 asked[actor.url.remote()] = actor
             urls, failures = self._wait_for(asked)
-        except BaseException:
+        except BaseException as error:
             self._kill(asked.values())
-            raise
+            if isinstance(error, UpriverError) or not isinstance(error, Exception):
+                raise
+            raise ServerUnavailable(f"Ray starts no worker: {said(str(error))}") from error
         if not urls:
             raise ServerUnavailable(f"no worker could be started on the Ray cluster: {failures[0]}")
         if failures:
@@ -296,7 +301,7 @@ class RayFleet(Fleet):
         if not serving:
             return []
         ends = [end for _, end in serving.values()]
-        if self._ray.is_initialized():
+        with suppress(Exception):  # Ray's own kinds: the cluster is gone, and all with it
             ends, _ = self._ray.wait(ends, num_returns=len(ends), timeout=0)
         ended = set(ends)
         gone = [url for url, (_, end) in serving.items() if end in ended]
