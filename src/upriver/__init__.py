@@ -18,6 +18,7 @@ _PLACES = {
     "DataLoader": "upriver.dataloader",
     "Offloading": "upriver.dataloader",
     "dataset": "upriver.dataloader",
+    "ray_workers": "upriver.cluster.ray_workers",
     "Dataset": "upriver.pipeline",
     "index": "upriver.pipeline",
     "Decode": "upriver.pipeline",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from upriver.client.connect import connect as connect
     from upriver.client.job import FinetuneJob as FinetuneJob
     from upriver.client.link import LinkMeter as LinkMeter
+    from upriver.cluster.ray_workers import ray_workers as ray_workers
     from upriver.dataloader import DataLoader as DataLoader
     from upriver.dataloader import Offloading as Offloading
     from upriver.dataloader import dataset as dataset

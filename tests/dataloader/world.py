@@ -144,9 +144,14 @@ class World:
         policy: str = "upriver",
         candidates: Sequence[str] = ("p2", "p3"),
     ) -> Iterator[Any]:
-        split = part(measured.decision)
+        epoch = self.epoch(batches, part(measured.decision), number=number, hold=measured.measuring)
+        return self.auto_of(epoch, measured, policy=policy, candidates=candidates)
+
+    def auto_of(
+        self, epoch: Epoch, measured: Measured, *, policy: str = "upriver", candidates: Sequence[str]
+    ) -> Iterator[Any]:
         return Auto(
-            self.epoch(batches, split, number=number, hold=measured.measuring),
+            epoch,
             measured,
             candidates=candidates,
             part=lambda name, ratio: Part(ratio, stretch(whole=name == "p3")),

@@ -1,4 +1,4 @@
-"""A replica's own server: an ``upriver serve`` of its own process, which ends with the replica.
+"""A replica's own server: an ``upriver serve`` or ``worker`` of its own process, which ends with the replica.
 
 Tensors then never pass through Ray's processes, and neither do tokens: what the server is told reaches it as
 a file of mode 0600, which is gone as soon as it has been read.
@@ -78,6 +78,7 @@ class ServerProcess:
         *,
         host: str,
         grace_s: float,
+        command: str = "serve",
         timeout_s: float = START_TIMEOUT_S,
     ) -> ServerProcess:
         """Start a server on a free port and wait until it takes requests.
@@ -86,6 +87,7 @@ class ServerProcess:
             document: What it is told (see `upriver.cluster.document.portable`).
             host: Address to bind.
             grace_s: How long requests may go on when it is closed; it has been told the same.
+            command: Of ``upriver``: ``serve`` or ``worker``.
             timeout_s: How long starting may take.
 
         Raises:
@@ -99,7 +101,7 @@ class ServerProcess:
         theirs, ours = os.pipe()
         with tempfile.TemporaryDirectory(prefix="upriver-") as folder:
             try:
-                process = _spawn(_written(Path(folder), toml_text(told)), parent_pipe=theirs)
+                process = _spawn(command, _written(Path(folder), toml_text(told)), parent_pipe=theirs)
             except BaseException:
                 os.close(ours)
                 raise
@@ -134,6 +136,10 @@ class ServerProcess:
     def running(self) -> bool:
         """Whether the process has not ended."""
         return self._process.poll() is None
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._process.wait()
 
     def check(self) -> None:
         """See that it lives.
@@ -202,11 +208,10 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _spawn(config: Path, *, parent_pipe: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "upriver", "serve"]
-    command += ["--config", str(config), "--parent-pipe", str(parent_pipe)]
+def _spawn(command: str, config: Path, *, parent_pipe: int) -> subprocess.Popen[bytes]:
+    options = ["--config", str(config), "--parent-pipe", str(parent_pipe)]
     return subprocess.Popen(
-        command,
+        [sys.executable, "-m", "upriver", command, *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -200,9 +200,11 @@ def _connected(ray: Any, deployment: Deployment) -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="upriver-ray-", dir="/tmp") if deployment.local else None
     try:
         if folder is not None:
-            _start(ray, deployment, folder)
+            # Whoever asks for so many replicas on one machine gets them; they share its cores.
+            num_cpus = max(1, math.ceil(deployment.scale.most * deployment.scale.num_cpus))
+            start(ray, num_cpus=num_cpus, loopback=deployment.loopback, folder=folder, namespace=NAMESPACE)
         else:
-            _join(ray, deployment.address)
+            join(ray, deployment.address, namespace=NAMESPACE)
         yield
     finally:
         ray.shutdown()
@@ -210,15 +212,21 @@ def _connected(ray: Any, deployment: Deployment) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(ray: Any, deployment: Deployment, folder: str) -> None:
-    scale = deployment.scale
-    node = {"_node_ip_address": "127.0.0.1"} if deployment.loopback else {}
+def start(ray: Any, *, num_cpus: int, loopback: bool, folder: str, namespace: str | None = None) -> None:
+    """Start a cluster of our own, and connect to it.
+
+    Args:
+        num_cpus: That Ray hands out. Accelerators it counts itself: a replica is told which one is its own,
+            and that must be there.
+        loopback: Whether only this machine may reach it.
+        folder: For its files and sockets.
+        namespace: Of named actors.
+    """
+    node = {"_node_ip_address": "127.0.0.1"} if loopback else {}
     ray.init(
         address=LOCAL,
-        namespace=NAMESPACE,
-        # Whoever asks for so many replicas on one machine gets them; they share its cores. Accelerators Ray
-        # counts itself: a replica is told which one is its own, and that must be there.
-        num_cpus=max(1, math.ceil(scale.most * scale.num_cpus)),
+        namespace=namespace,
+        num_cpus=num_cpus,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
         logging_level=logging.WARNING,
@@ -228,12 +236,17 @@ def _start(ray: Any, deployment: Deployment, folder: str) -> None:
     )
 
 
-def _join(ray: Any, address: str) -> None:
+def join(ray: Any, address: str, *, namespace: str | None = None) -> None:
+    """Connect to a cluster that runs.
+
+    Raises:
+        ConfigError: If there is none.
+    """
     try:
         _reach(address)
         ray.init(
             address=address,
-            namespace=NAMESPACE,
+            namespace=namespace,
             logging_level=logging.WARNING,
             log_to_driver=False,
         )

@@ -169,6 +169,13 @@ class Measured:
         self.ocycles, self.rthp, self.timed = {}, {}, {}
         self.anew, self.spent = True, 0
 
+    def forget_candidates(self) -> None:
+        """What workers deliver, as there are others now; what was decided holds until it is decided anew."""
+        self.rthp.clear()
+        self.ocycles.clear()
+        self.timed = {name: timed for name, timed in self.timed.items() if name == HERE}
+        self.anew, self.spent = True, 0
+
     def decide(self, policy: OffloadPolicy, threshold: float, names: Sequence[str]) -> None:
         """By the policy."""
         metrics, before = self.metrics(threshold, names), self.decision

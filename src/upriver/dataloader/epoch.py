@@ -160,7 +160,7 @@ class Epoch:
         self._number, self._batches = number, batches
         self._maker, self._number_of = maker, number_of
         self._start = maker.source.positions[0]
-        self.split, self._ahead, self._on_made = split, ahead, on_made
+        self.split, self.ahead, self._on_made = split, ahead, on_made
         self._arrivals, self._elsewhere = arrivals, elsewhere
         self._here: Processes | Fed | None = None
         self._planned: deque[Batch] = deque()
@@ -195,7 +195,7 @@ class Epoch:
     def plan(self) -> None:
         """Plan as far ahead as may be, and have everybody begin."""
         if not self.hold:
-            self._plan_to(self._ahead + 1)
+            self._plan_to(self.ahead + 1)
 
     def _plan_to(self, count: int) -> None:
         while len(self._planned) < count and not self._all_planned:

@@ -1,22 +1,30 @@
-"""The workers of a loader: their addresses, those that it starts itself, and what they are asked for."""
+"""The workers of a loader: their addresses, those that are started for it, and what they are asked for."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 
-from upriver.client.embedded import EmbeddedServer
+from upriver.client.fleet import Fleet, Provider, Serves
 from upriver.client.transport import ServerClient
 from upriver.dataloader.auto import num_bytes
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.local import Maker
 from upriver.dataloader.plan import name_of_stretch
-from upriver.dataloader.remote import Asked, ByName, Canary, InStore, Worker, Workers
+from upriver.dataloader.remote import SLOTS, Asked, ByName, Canary, InStore, Worker, Workers
 from upriver.dataloader.tasks import Arrivals, Task
+from upriver.errors import UpriverError
 from upriver.pipeline.seeding import apart
 from upriver.protocol import BY_DEFAULT
+
+log = logging.getLogger("upriver")
+
+SLOTS_EACH = 2
+"""For each process of a worker that we know the number of: what it makes, and what is on its way to it."""
 
 
 class Hired:
@@ -26,7 +34,7 @@ class Hired:
         asked: What they are asked for.
         maker: Makes the same here.
         clients: Workers by their addresses.
-        local: How many to start on this machine.
+        provider: Starts others, where there are to be.
     """
 
     def __init__(
@@ -35,11 +43,17 @@ class Hired:
         maker: Maker,
         *,
         clients: Sequence[ServerClient],
-        local: int = 0,
+        provider: Provider | None = None,
     ) -> None:
         self._maker, self._asked = maker, asked
         self._workers = [Worker(client.url, client) for client in clients]
-        self._local, self._started = local, list[EmbeddedServer]()
+        self._provider = provider
+        self._fleet = self._open()
+        self._coming: Future[Sequence[str]] | None = None
+        self._number, self._urls, self._epoch = 0, set[str](), 0
+        self.joined = 0
+        """Workers that have been started so far, and taken in."""
+        self._at_work = weakref.WeakSet[Workers]()
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._workers)
 
@@ -72,46 +86,163 @@ class Hired:
         """Why some are not asked, by address."""
         return {worker.url: worker.why_not for worker in self._workers if worker.why_not}
 
+    @property
+    def grows(self) -> bool:
+        """Whether it was left open how many there are to be."""
+        return self._provider is not None and self._provider.number is None
+
+    @property
+    def released(self) -> bool:
+        """Whether those that were started have been ended, and can be started again."""
+        return self._provider is not None and self._fleet is None
+
+    @property
+    def count(self) -> int:
+        """How many are asked."""
+        return sum(not worker.why_not for worker in self._workers)
+
+    @property
+    def most(self) -> int:
+        """How many there may be, with those that can be had now in addition."""
+        return min(self._most, self.count + max(0, self._fleet.room())) if self._fleet else self.count
+
     def work(self, epoch: int, arrivals: Arrivals) -> Workers:
         """Those who make samples of an epoch; some are started first, where that is to be."""
+        self._epoch = epoch
         self._start()
-        return Workers(
+        workers = Workers(
             self._workers,
             self._asked,
             arrivals,
-            canary=self._canary(epoch),
+            canary=self._canary(),
             lock=self._lock,
+            most_slots=self._most * self._slots,
             owner=self,
         )
+        self._at_work.add(workers)
+        return workers
+
+    # ------------------------------------------------------------------------------ those that are started
+
+    def grow_to(self, number: int) -> None:
+        """Start what is missing to so many while training goes on; `come` takes them in."""
+        self._number = number
+        missing = number - len(self._urls)
+        if self._fleet is not None and self._coming is None and missing > 0:
+            self._coming = _started(self._fleet, missing)
+
+    def come(self) -> None:
+        """Take in those that have been started in the meantime."""
+        if self._coming is not None and self._coming.done():
+            urls, self._coming = self._coming.result(), None
+            self._take_in(urls)
+
+    def release(self, why: str) -> None:
+        """End those that were started.
+
+        Args:
+            why: They are not asked any more.
+        """
+        fleet, self._fleet, self._coming = self._fleet, None, None
+        if fleet is not None:
+            for worker in self._workers:
+                worker.why_not = worker.why_not or why
+            fleet.stop()
+
+    def hire_again(self) -> None:
+        """Start one while training goes on, after all were released; where that cannot be, nobody is."""
+        try:
+            self._fleet = self._open()
+        except UpriverError as error:
+            log.warning("no worker can be started again: %s", error)
+            self._provider = None
+        self._urls.clear()
+        self.grow_to(1)
+
+    def _open(self) -> Fleet | None:
+        if self._provider is None:
+            return None
+        fleet = self._provider.open(_what(self._asked))
+        weakref.finalize(self, fleet.stop)
+        return fleet
 
     def _start(self) -> None:
-        """Workers on this machine, which end with this object."""
-        while len(self._started) < self._local:
-            self._started.append(self._server())
-            url = self._started[-1].url
-            self._workers.append(Worker(url, ServerClient(url)))
+        """Start as many as there are to be, or one where that is to be measured; replace those that ended."""
+        if self._fleet is None or self._provider is None:
+            return
+        if not self._number:
+            number = self._provider.number or 1
+            self._take_in(self._fleet.start(number))
+            self._number = number
+            return
+        self.come()
+        lost = set(self._fleet.lost())
+        for worker in self._workers:
+            if worker.url in lost:
+                worker.why_not = worker.why_not or "it has ended"
+        self._urls -= lost
+        self.grow_to(self._number)
 
-    def _server(self) -> EmbeddedServer:
-        if isinstance(self._asked, InStore):
-            store = self._asked.source.dataset.store
-            return EmbeddedServer.start({store.name: store.uri}, workers=1)
-        assert isinstance(self._asked, ByName)
-        names = (self._asked.name, self._asked.collate)
-        allow = {name.partition(":")[0] for name in names if name is not None and name != BY_DEFAULT}
-        return EmbeddedServer.start_worker(sorted(allow), workers=1)
+    def _take_in(self, urls: Sequence[str]) -> None:
+        token = self._fleet.token if self._fleet is not None else None
+        come = [Worker(url, ServerClient(url, token=token), slots=self._slots) for url in urls]
+        self._workers.extend(come)
+        self._urls.update(urls)
+        self.joined += len(come)
+        canary = self._canary() if self._at_work else None
+        for workers in list(self._at_work):
+            workers.add(come, canary)
+
+    @property
+    def _slots(self) -> int:
+        """Of each that is started."""
+        return max(SLOTS, SLOTS_EACH * self._fleet.processes) if self._fleet is not None else SLOTS
+
+    @property
+    def _most(self) -> int:
+        return self._provider.most if self._provider is not None else 0
 
     def _first(self, epoch: int) -> Task:
         """A task for one sample."""
         start = self._maker.source.positions[0]
         return Task(number=-1, epoch=epoch, batch=0, indices=(0,), samples=(0,), whole=False, start=start)
 
-    def _canary(self, epoch: int) -> Canary | None:
-        """A sample of an epoch; None where everyone has shown that it makes the same."""
+    def _canary(self) -> Canary | None:
+        """A sample of this epoch; None where everyone has shown that it makes the same."""
         if all(worker.proved or worker.why_not for worker in self._workers):
             return None
-        task = self._first(epoch)
+        task = self._first(self._epoch)
         with apart():
             return Canary(task=task, value=self._maker.make(task))
+
+
+def _what(asked: Asked) -> Serves:
+    """What workers that are started are to have: the store of a dataset of ours; otherwise code."""
+    if isinstance(asked, InStore):
+        store = asked.source.dataset.store
+        return Serves(stores={store.name: store.uri})
+    assert isinstance(asked, ByName)
+    names = (asked.name, asked.collate)
+    return Serves(
+        allow=sorted({name.partition(":")[0] for name in names if name is not None and name != BY_DEFAULT})
+    )
+
+
+def _started(fleet: Fleet, count: int) -> Future[Sequence[str]]:
+    """Addresses of workers that a thread starts; of none where that fails, as training goes on without."""
+    future = Future[Sequence[str]]()
+
+    def work() -> None:
+        urls: Sequence[str] = ()
+        try:
+            urls = fleet.start(count)
+        except Exception as error:  # whatever it is, it costs their help and nothing else
+            log.warning("no further workers: %s", error)
+        finally:
+            future.set_result(urls)
+
+    threading.Thread(target=work, name="upriver-hiring", daemon=True).start()
+    return future
 
 
 def _close(workers: Sequence[Worker]) -> None:

@@ -9,18 +9,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, default_collate
 
 from upriver.client import checks
+from upriver.client.fleet import Provider
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
 from upriver.dataloader.auto import Auto, Measured
+from upriver.dataloader.beside import provider_of
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.epoch import Epoch, Split
+from upriver.dataloader.growth import growth
 from upriver.dataloader.hired import Hired
 from upriver.dataloader.local import Fed, Maker, Processes, Source
 from upriver.dataloader.named import NamedDataset, name_of
@@ -37,8 +40,6 @@ Word: TypeAlias = Literal["auto", "never", "always"]
 Offload: TypeAlias = Word | Offloading
 
 MOST_SEED = 2**63 - 1
-MOST_LOCAL = 64
-"""Workers on this machine: for a try one or two do."""
 LEAST_AHEAD = 4
 """Batches that are planned beyond the next one, at least."""
 
@@ -76,9 +77,10 @@ class DataLoader(TorchLoader[Any]):
         dataset: Any map-style dataset; or an `upriver.Dataset`, whose samples are (tensor, target).
         batch_size: As for PyTorch's loader, as are all others but the last.
         seed: Of what is drawn for samples; PyTorch's own, as `torch.manual_seed` has set it, if None.
-        workers: Addresses of machines that run ``upriver worker``, or how many to start on this one, for a
-            try; for a dataset by name (`upriver.dataset`). For an `upriver.Dataset`, of servers near its
-            store (``upriver serve``).
+        workers: Addresses of machines that run ``upriver worker``, or what starts them
+            (`upriver.ray_workers`), or how many to start on this machine, for a try; ``auto`` for as many
+            here as are needed, on CPUs that training leaves. For a dataset by name (`upriver.dataset`). For
+            an `upriver.Dataset`, of servers near its store (``upriver serve``).
         offload: What of it runs there: what a policy decides by what the first batches take (``auto``),
             nothing (``never``), everything (``always``), or an `Offloading`.
         policy: Of ``auto``: ``upriver`` takes the ratio with the most throughput and keeps it right while the
@@ -117,7 +119,7 @@ class DataLoader(TorchLoader[Any]):
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int | None = None,
-        workers: Sequence[str] | int = (),
+        workers: Sequence[str] | int | Provider = (),
         offload: Offload = "auto",
         policy: str = "upriver",
         token: str | None = None,
@@ -153,6 +155,7 @@ class DataLoader(TorchLoader[Any]):
         self._kept: Processes | Fed | None = None
         self._made: Counter[str] = Counter()
         self._measured = Measured()
+        self._growth = growth(self._hired, self._measured, offload=self._offload)
 
     @property
     def seed(self) -> int:
@@ -191,14 +194,19 @@ class DataLoader(TorchLoader[Any]):
                 weakref.finalize(epoch, processes.halt).atexit = False
         batches: Iterator[Any] = epoch
         if asked is not None and decides:
-            batches = Auto(
-                epoch,
-                self._measured,
-                candidates=asked.candidates,
-                part=self._part,
-                policy=self._policy,
-                warm=self.num_workers,
-            )
+
+            def begin(candidates: Sequence[str]) -> Iterator[Any]:
+                epoch.ahead = self._ahead(elsewhere)
+                return Auto(
+                    epoch,
+                    self._measured,
+                    candidates=candidates,
+                    part=self._part,
+                    policy=self._policy,
+                    warm=self.num_workers,
+                )
+
+            batches = begin(asked.candidates) if self._growth is None else self._growth.batches(begin)
         return map(pinned, batches) if self._pins else batches
 
     # ------------------------------------------------------------------------- where samples are made
@@ -220,7 +228,9 @@ class DataLoader(TorchLoader[Any]):
     @property
     def why(self) -> str:
         """Why ``offload="auto"`` decided and steers as it does; empty where it has not decided."""
-        return self._measured.decision.why if self._measured.decision is not None else ""
+        offloaded = self._measured.decision.why if self._measured.decision is not None else ""
+        number = self._growth.why if self._growth is not None else ""
+        return "; ".join(filter(None, (offloaded, number)))
 
     @property
     def report(self) -> Report:
@@ -251,21 +261,18 @@ class DataLoader(TorchLoader[Any]):
         self._part(offload.candidate, offload.ratio)
         return offload
 
-    def _hire(self, dataset: Any, workers: Sequence[str] | int, access: Access) -> Hired | None:
+    def _hire(self, dataset: Any, workers: Sequence[str] | int | Provider, access: Access) -> Hired | None:
         """Whoever may make samples; nobody where none was named."""
-        local, urls = 0, tuple[str, ...]()
-        if isinstance(workers, int):
-            local = checks.whole("workers", workers, most=MOST_LOCAL)
-        else:
-            urls = checks.addresses(workers)
-        if not urls and not local:
+        provider = provider_of(workers, num_workers=self.num_workers)
+        urls = () if provider is not None else checks.addresses(cast(Sequence[str], workers))
+        if not urls and provider is None:
             return None
         tls = client_context(ca=access.ca, certificate=access.certificate, key=access.key)
         return Hired(
             self._asked(dataset),
             self._maker,
             clients=[ServerClient(url, token=checks.token(access.token), tls=tls) for url in urls],
-            local=local,
+            provider=provider,
         )
 
     def _asked(self, dataset: Any) -> Asked:

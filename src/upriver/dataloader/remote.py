@@ -226,6 +226,7 @@ class Workers:
         arrivals: Where what they make comes.
         canary: What each must make first; None where all have.
         lock: Of the workers, who may be asked for several epochs at once.
+        most_slots: Tasks that can be under way at once when all are there that may be added.
         owner: Lives as long as this does.
     """
 
@@ -237,6 +238,7 @@ class Workers:
         *,
         canary: Canary | None,
         lock: threading.Lock,
+        most_slots: int = 0,
         owner: object = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -247,7 +249,7 @@ class Workers:
         self._answers: set[RunAnswer] = set()
         self._under_way: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(
-            sum(worker.slots for worker in workers), thread_name_prefix="upriver-worker"
+            max(most_slots, sum(worker.slots for worker in workers)), thread_name_prefix="upriver-worker"
         )
 
     @property
@@ -265,6 +267,18 @@ class Workers:
             self._waiting.append((task, raw))
             self._deal()
         return True
+
+    def add(self, workers: Sequence[Worker], canary: Canary | None) -> None:
+        """Have more of them from now on.
+
+        Args:
+            canary: What they must make first.
+        """
+        with self._lock:
+            self._workers.extend(workers)
+            self._canary = canary
+            back = [] if self._closed else self._deal()
+        self._send_back(back)
 
     def close(self) -> None:
         """Break off whatever is under way."""
