@@ -47,6 +47,9 @@ SETTLED = 0.02
 SKIPPED = 2
 """Steps after a change that do not count: what was under way is not yet what is measured."""
 
+_ALL_THREADS = 2
+"""In the number of a process's clock: CPU time of all its threads (clock_getcpuclockid in the C library)."""
+
 PREPARED = 8
 """Batches that are prepared while nobody trains."""
 
@@ -248,6 +251,7 @@ class Auto(Iterator[Any]):
         policy: Decides by what was measured.
         threshold: FastFlow's SpeedUpThreshold.
         warm: Batches to prepare before CPU seconds count, where processes have just begun.
+        on_decided: Told when it has been.
         cpu_s: CPU seconds of this process and its loader processes so far.
         clock: Seconds.
     """
@@ -262,6 +266,7 @@ class Auto(Iterator[Any]):
         policy: OffloadPolicy = OFFLOAD_POLICIES["upriver"],
         threshold: float = SPEEDUP_THRESHOLD,
         warm: int = 0,
+        on_decided: Callable[[], object] = lambda: None,
         cpu_s: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -277,6 +282,7 @@ class Auto(Iterator[Any]):
             policy=policy,
             threshold=threshold,
             warm=warm,
+            on_decided=on_decided,
             cpu_s=cpu_s or cpu_seconds,
         ).run()
 
@@ -313,6 +319,7 @@ class _Course:
     policy: OffloadPolicy
     threshold: float
     warm: int
+    on_decided: Callable[[], object]
     cpu_s: Callable[[], float]
 
     def run(self) -> Course:
@@ -337,6 +344,7 @@ class _Course:
                     found.ocycles[name] = timed.cpu_s / timed.prepared
                     found.rthp[name] = timed.both.throughput
         found.decide(self.policy, self.threshold, self.candidates)
+        self.on_decided()
 
     def _time(self, name: str, split: Split) -> Generator[None, Step | None, Timed]:
         """One way to make batches; goes on where the last epoch ended."""
@@ -423,8 +431,15 @@ def num_bytes(value: Any) -> int:
 
 def cpu_seconds() -> float:
     """CPU seconds of this process and its loader processes so far; of no worker, wherever it runs."""
-    total = sum(psutil.Process().cpu_times()[:2])
-    for child in multiprocessing.active_children():
-        with suppress(psutil.Error):
-            total += sum(psutil.Process(child.pid).cpu_times()[:2])
-    return float(total)
+    return time.process_time() + sum(_cpu_seconds_of(each.pid) for each in multiprocessing.active_children())
+
+
+def _cpu_seconds_of(pid: int | None) -> float:
+    """Of another process, by its clock where there is one: /proc counts hundredths, which are too coarse."""
+    if pid is None:
+        return 0.0
+    with suppress(OSError):
+        return time.clock_gettime((~pid << 3) | _ALL_THREADS)
+    with suppress(psutil.Error):
+        return float(sum(psutil.Process(pid).cpu_times()[:2]))
+    return 0.0

@@ -19,6 +19,7 @@ from upriver.dataloader.remote import SLOTS, Asked, ByName, Canary, InStore, Wor
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.errors import UpriverError
 from upriver.pipeline.seeding import apart
+from upriver.profile.metrics_store import RemoteResources, RemoteWorker, sample_key
 from upriver.protocol import BY_DEFAULT
 
 log = logging.getLogger("upriver")
@@ -55,7 +56,23 @@ class Hired:
         """Workers that have been started so far, and taken in."""
         self._at_work = weakref.WeakSet[Workers]()
         self._lock = threading.Lock()
+        self.form = ""
+        """Of a sample, and what collates it; known once one was made."""
         weakref.finalize(self, _close, self._workers)
+
+    @property
+    def pipeline(self) -> str:
+        """Names what is asked of workers, for figures that are kept."""
+        return self._asked.key
+
+    @property
+    def resources(self) -> RemoteResources:
+        """Who makes samples; those that are started here have another address each time."""
+        workers = [
+            RemoteWorker(address="started" if worker.url in self._urls else worker.url)
+            for worker in self._workers
+        ]
+        return RemoteResources(workers=tuple(workers), candidates=self.candidates)
 
     @cached_property
     def candidates(self) -> tuple[str, ...]:
@@ -213,7 +230,9 @@ class Hired:
             return None
         task = self._first(self._epoch)
         with apart():
-            return Canary(task=task, value=self._maker.make(task))
+            canary = Canary(task=task, value=self._maker.make(task))
+        self.form = f"{sample_key(canary.value)} {self._asked.collates}"
+        return canary
 
 
 def _what(asked: Asked) -> Serves:

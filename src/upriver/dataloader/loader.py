@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, default_collate
 
@@ -27,7 +28,8 @@ from upriver.dataloader.growth import growth
 from upriver.dataloader.hired import Hired
 from upriver.dataloader.local import Fed, Maker, Processes, Source
 from upriver.dataloader.named import NamedDataset, name_of
-from upriver.dataloader.plan import Offloading, stretch_of
+from upriver.dataloader.plan import CANDIDATES, Offloading, stretch_of
+from upriver.dataloader.recall import Recall
 from upriver.dataloader.remote import Asked, ByName, InStore, Workers
 from upriver.dataloader.share import AllHere, Part
 from upriver.dataloader.tasks import Arrivals
@@ -85,6 +87,8 @@ class DataLoader(TorchLoader[Any]):
             nothing (``never``), everything (``always``), or an `Offloading`.
         policy: Of ``auto``: ``upriver`` takes the ratio with the most throughput and keeps it right while the
             job runs; ``fastflow`` is FastFlow's Algorithm 1, decided once.
+        model: What is trained, or a name for it: figures of ``auto`` are kept for later jobs that train the
+            same on the same machines. None keeps nothing.
         token: Sent to workers with every request.
         ca: For https: authorities that vouch for workers, those of the system if None.
         certificate: For https: shown to workers that ask for one.
@@ -122,6 +126,7 @@ class DataLoader(TorchLoader[Any]):
         workers: Sequence[str] | int | Provider = (),
         offload: Offload = "auto",
         policy: str = "upriver",
+        model: str | nn.Module | None = None,
         token: str | None = None,
         ca: FilePath | None = None,
         certificate: FilePath | None = None,
@@ -155,6 +160,7 @@ class DataLoader(TorchLoader[Any]):
         self._kept: Processes | Fed | None = None
         self._made: Counter[str] = Counter()
         self._measured = Measured()
+        self._recall = self._recalled(model)
         self._growth = growth(self._hired, self._measured, offload=self._offload)
 
     @property
@@ -194,6 +200,11 @@ class DataLoader(TorchLoader[Any]):
                 weakref.finalize(epoch, processes.halt).atexit = False
         batches: Iterator[Any] = epoch
         if asked is not None and decides:
+            if self._recall is not None:
+                self._recall.begin()
+            candidates = asked.candidates
+            if self._policy is OFFLOAD_POLICIES["fastflow"]:  # the paper's own
+                candidates = tuple(name for name in candidates if name in CANDIDATES)
 
             def begin(candidates: Sequence[str]) -> Iterator[Any]:
                 epoch.ahead = self._ahead(elsewhere)
@@ -204,9 +215,10 @@ class DataLoader(TorchLoader[Any]):
                     part=self._part,
                     policy=self._policy,
                     warm=self.num_workers,
+                    on_decided=self._recall.keep if self._recall is not None else lambda: None,
                 )
 
-            batches = begin(asked.candidates) if self._growth is None else self._growth.batches(begin)
+            batches = begin(candidates) if self._growth is None else self._growth.batches(begin)
         return map(pinned, batches) if self._pins else batches
 
     # ------------------------------------------------------------------------- where samples are made
@@ -275,6 +287,14 @@ class DataLoader(TorchLoader[Any]):
             provider=provider,
         )
 
+    def _recalled(self, model: str | nn.Module | None) -> Recall | None:
+        """What earlier jobs have found; None where figures of this one would be those of no other."""
+        size = None if self.batch_sampler is None else getattr(self.batch_sampler, "batch_size", 0)
+        fixed = size is None or (isinstance(size, int) and size > 0)
+        if model is None or self._hired is None or self._hired.grows or not fixed:
+            return None
+        return Recall(model, self._hired, self._measured, batch_size=size, num_workers=self.num_workers)
+
     def _asked(self, dataset: Any) -> Asked:
         """What workers are asked for.
 
@@ -295,6 +315,7 @@ class DataLoader(TorchLoader[Any]):
             arguments=dataset.arguments,
             seed=self.seed,
             collate=name_of(collate) if collate is not None else None,
+            code=type(dataset.dataset),
         )
 
     # ------------------------------------------------------------------------------------ as PyTorch

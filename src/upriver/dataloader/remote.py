@@ -31,7 +31,8 @@ from upriver.errors import (
     UpriverError,
 )
 from upriver.pipeline.mapstyle import DONE, RAW, START
-from upriver.protocol import DEFAULT_CAPS, CodeRef, Collate, DatasetRef, RunRequest
+from upriver.profile.metrics_store import pipeline_key
+from upriver.protocol import BY_DEFAULT, DEFAULT_CAPS, CodeRef, Collate, DatasetRef, RunRequest
 from upriver.protocol.tree import build, flatten, identical
 from upriver.types import MicroBatch
 
@@ -102,6 +103,14 @@ class Asked(Protocol):
     def joins(self) -> bool:
         """Whether they collate batches, too."""
 
+    @property
+    def collates(self) -> str | None:
+        """Name of what collates; None where that has none."""
+
+    @property
+    def key(self) -> str:
+        """Names all of it, for figures that are kept."""
+
     def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
         """The request for a task, and what is sent along.
 
@@ -122,17 +131,29 @@ class ByName:
         arguments: Its keyword arguments.
         seed: Of what is drawn.
         collate: Name of what collates; None where batches are collated here.
+        code: What makes it.
     """
 
     name: str
     arguments: Mapping[str, Any]
     seed: int
     collate: str | None
+    code: object = None
 
     @property
     def joins(self) -> bool:
         """Whether they can collate."""
         return self.collate is not None
+
+    @property
+    def collates(self) -> str | None:
+        """See `Asked`."""
+        return self.collate
+
+    @property
+    def key(self) -> str:
+        """See `Asked`."""
+        return pipeline_key(self.name, self.arguments, self.collate, code=self.code)
 
     def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
         """See `Asked`."""
@@ -175,6 +196,16 @@ class InStore:
     def name(self) -> str:
         """Of the dataset."""
         return f"dataset {self.source.dataset.digest[:12]}"
+
+    @property
+    def collates(self) -> str | None:
+        """See `Asked`."""
+        return BY_DEFAULT if self.joins else None
+
+    @property
+    def key(self) -> str:
+        """See `Asked`."""
+        return pipeline_key(self.source.dataset.digest, {}, self.collates)
 
     def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
         """See `Asked`."""
