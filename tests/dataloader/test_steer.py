@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -304,6 +305,25 @@ def test_the_direction_is_that_of_the_side_that_waits_least_for_a_sample() -> No
     # Equal waits, but nine times as many samples were made elsewhere: one of those waits for less.
     assert steered(0.9, *[window(0.3, 0.3)] * 15) > 0.9
     assert steered(0.1, *[window(0.3, 0.3)] * 15) < 0.1
+
+
+def test_a_ratio_that_gave_more_is_gone_back_to_and_rested_at() -> None:
+    """The waits say less and less, and the throughput falls with it: workers were not what was short."""
+    law, ratios = Steering(0.4, here=5.0, elsewhere=5.0), []
+    for _ in range(120):
+        # 1 MB/s is lost with each hundredth that is not made elsewhere.
+        ratios.append(law.turn(window(0.0, 0.4, mb=max(1.0, 10 - 100 * abs(law.ratio - 0.4)))))
+    assert min(ratios) > 0.35 and sum(ratio > 0.38 for ratio in ratios) > 100
+    rests = [len(list(run)) for _, run in groupby(ratios)]
+    assert max(rests[: len(rests) // 2]) < max(rests) and max(rests) > 20
+
+
+def test_a_job_that_has_changed_does_not_go_back() -> None:
+    law = Steering(0.4, here=5.0, elsewhere=5.0)
+    law.turn(window(0.0, 0.01, mb=20))
+    for _ in range(40):  # workers are half as fast: so is the job, at the ratio that was best
+        law.turn(window(0.0, 0.4, mb=0.3 * 10 / law.ratio) if law.ratio > 0.25 else window(0.4, 0.0))
+    assert 0.2 < law.ratio < 0.32
 
 
 def test_waits_that_do_not_matter_change_nothing() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.dataloader.datasets import same
 from upriver.client.embedded import EmbeddedServer
-from upriver.dataloader import DataLoader, Offloading, dataset
+from upriver.dataloader import DataLoader, Offloading, dataset, steer
 
 EPOCHS = 2
 COUNT = 400
@@ -55,7 +55,11 @@ def test_the_same_losses(worker: EmbeddedServer, reference: Any, offload: Any, n
     assert not loader.report.why_not
 
 
-def test_a_ratio_that_is_steered_changes_no_batch(worker: EmbeddedServer) -> None:
+def test_a_ratio_that_is_steered_changes_no_batch(
+    worker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steer, "WINDOW_S", 0.05)
+
     def job(**arguments: Any) -> tuple[DataLoader, list[Any], set[float]]:
         torch.manual_seed(3)
         data = dataset("tests.dataloader.datasets:Slow", count=1200)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -144,6 +145,8 @@ def test_what_is_decided_is_sound(gthp, lthp, pcycle, pairs):
     for each in given.candidates:
         assert math.isfinite(estimate(given, each)) and math.isfinite(lower(given, each))
     assert metrics_from_json(metrics_to_json(given)) == given
+    waits = replace(given, pseconds=lthp)
+    assert metrics_from_json(metrics_to_json(waits)) == waits and decide(waits) == found
 
 
 # ------------------------------------------------------------------------------------------ the file
@@ -160,6 +163,12 @@ GOOD = {
 def test_a_file_is_read_with_the_papers_threshold_where_it_names_none():
     assert metrics_from_json(json.dumps(GOOD)) == metrics(P2)
     assert metrics_from_json(json.dumps(GOOD | {"speedup_threshold": 2})).speedup_threshold == 2
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 1e308, "1", True])
+def test_seconds_that_cannot_be_are_named(value):
+    with pytest.raises(ConfigError, match="pseconds"):
+        metrics_from_json(json.dumps(GOOD | {"pseconds": value}))
 
 
 @pytest.mark.parametrize("field", ["gthp", "lthp", "pcycle", "speedup_threshold"])

@@ -18,8 +18,14 @@ def candidate(name: str, rthp: float, ocycle: float) -> Candidate:
     return Candidate(name=name, rthp=rthp, ocycle=ocycle)
 
 
-def metrics(*candidates: Candidate, gthp: float = 100, lthp: float = 40, pcycle: float = 10) -> Metrics:
-    return Metrics(gthp=gthp, lthp=lthp, pcycle=pcycle, candidates=candidates)
+def metrics(
+    *candidates: Candidate,
+    gthp: float = 100,
+    lthp: float = 40,
+    pcycle: float = 10,
+    pseconds: float | None = None,
+) -> Metrics:
+    return Metrics(gthp=gthp, lthp=lthp, pcycle=pcycle, pseconds=pseconds, candidates=candidates)
 
 
 speed = st.floats(0.1, 1000)
@@ -29,24 +35,29 @@ pairs = st.lists(
     max_size=4,
 )
 questions = st.builds(
-    lambda gthp, lthp, pairs: metrics(
-        *(candidate(f"c{number}", *pair) for number, pair in enumerate(pairs)), gthp=gthp, lthp=lthp
+    lambda gthp, lthp, pairs, pseconds: metrics(
+        *(candidate(f"c{number}", *pair) for number, pair in enumerate(pairs)),
+        gthp=gthp,
+        lthp=lthp,
+        pseconds=pseconds,
     ),
     speed,
     speed,
     pairs,
+    st.one_of(st.none(), st.floats(0.1, 40)),
 )
 
 
 def brute(given: Metrics, each: Candidate) -> tuple[float, float]:
     """The greatest throughput over a grid of ratios, refined around its best, and the smallest such ratio."""
     low, high = 0.0, 1.0
+    cost = each.ocycle / max(given.pcycle, given.pseconds or 0)
     for _ in range(4):
         ratios = np.linspace(low, high, 401)
         with np.errstate(divide="ignore"):
             times = [
                 np.full_like(ratios, 1 / given.gthp),
-                ((1 - ratios) + ratios * each.ocycle / given.pcycle) / given.lthp,
+                ((1 - ratios) + ratios * cost) / given.lthp,
                 np.divide(ratios, each.rthp, out=np.where(ratios > 0, np.inf, 0.0), where=each.rthp > 0),
             ]
         found = 1 / np.maximum.reduce(times)
@@ -119,6 +130,15 @@ def test_what_a_sample_made_elsewhere_costs_here_counts():
     assert decide(metrics(dear, cheap)).candidate == "cheap"
     assert not decide(metrics(candidate("p1", 90, 10))).offload  # as much as making it
     assert not decide(metrics(candidate("p1", 90, 20))).offload
+
+
+def test_a_pipeline_that_waits_more_than_it_computes_is_offloaded_too():
+    waits = candidate("p2", 40, 2)
+    assert not decide(metrics(waits, pcycle=1)).offload
+    found = decide(metrics(waits, pcycle=1, pseconds=10))
+    assert found.offload and promise(metrics(waits, pcycle=1, pseconds=10), found) > 70
+    # One that computes in several processes takes fewer seconds than CPU seconds.
+    assert decide(metrics(waits, pcycle=10, pseconds=1)) == decide(metrics(waits, pcycle=10))
 
 
 def test_everything_where_the_training_node_keeps_up_with_no_more():

@@ -137,6 +137,7 @@ class Measured:
         gthp: MB/s of the consumer alone.
         lthp: MB/s of both, all of it here.
         pcycle: CPU seconds of a batch, all of it here.
+        pseconds: Seconds of a batch at ``lthp``.
         ocycles: CPU seconds of a batch, where a candidate makes it.
         rthp: MB/s of both, all of it offloaded, by candidate.
         decision: Once there is one; its ratio is the one in force.
@@ -151,6 +152,7 @@ class Measured:
     gthp: float | None = None
     lthp: float | None = None
     pcycle: float | None = None
+    pseconds: float | None = None
     ocycles: dict[str, float] = field(default_factory=dict)
     rthp: dict[str, float] = field(default_factory=dict)
     decision: Offload | None = None
@@ -168,7 +170,7 @@ class Measured:
 
     def forget(self) -> None:
         """All figures, to be measured anew; what was decided holds until there is another decision."""
-        self.gthp = self.lthp = self.pcycle = None
+        self.gthp = self.lthp = self.pcycle = self.pseconds = None
         self.ocycles, self.rthp, self.timed = {}, {}, {}
         self.anew, self.spent = True, 0
 
@@ -231,6 +233,7 @@ class Measured:
             gthp=_positive(self.gthp),
             lthp=_positive(self.lthp),
             pcycle=_positive(self.pcycle),
+            pseconds=self.pseconds or None,
             speedup_threshold=threshold,
             candidates=candidates,
         )
@@ -336,7 +339,7 @@ class _Course:
         if found.gthp is None or found.lthp is None or found.pcycle is None:
             timed = yield from self._time(HERE, AllHere())
             found.pcycle, found.gthp = timed.cpu_s / timed.prepared, timed.alone.throughput
-            found.lthp = timed.both.throughput
+            found.lthp, found.pseconds = timed.both.throughput, statistics.fmean(timed.both.seconds)
         if stalls(found.gthp, found.lthp, self.threshold):
             for name in self.candidates:
                 if name not in found.rthp:

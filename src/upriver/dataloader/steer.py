@@ -27,6 +27,10 @@ the other side shows what it can do.
 Besides
     f > FAILED    r falls by f r / 2, to PROBE at least, so that a machine that comes back is noticed; what
                   was known of workers counts again as soon as nothing comes back.
+    T fell        by WORSE since another ratio was in force, and r goes away from that: it is tried again. If
+                  it gives more, what was waited for has misled (waiting for one sample on its way is no lack
+                  of workers); it stays there the next time that this happens, for PATIENCE windows, and twice
+                  as many each time after that. If not, the job has changed.
     no waits      for PATIENCE windows: r falls by EASE, to find out whether workers are needed. Each time
                   that they were PATIENCE is doubled.
 """
@@ -35,6 +39,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from upriver.dataloader.epoch import Waits
 
@@ -54,6 +59,9 @@ ahead do not hide a side for so long."""
 
 FAILED, PROBE = 0.1, 0.01
 
+WORSE, APART = 0.1, 0.05
+"""Throughputs and ratios, of the side with less to do, that differ by more are not the same."""
+
 NONE = 0.002
 """A share below it is none, of either side."""
 
@@ -61,6 +69,9 @@ EASE, PATIENCE, MOST_PATIENCE = 0.02, 4, 64
 
 WINDOW, MOST_WINDOW = 16, 40
 """Batches."""
+
+WINDOW_S = 0.8
+"""Seconds, at least: a machine that pauses for a moment is no trend."""
 
 PER_WINDOW = 2
 """Batches of either side that a window should hold, where they are made whole."""
@@ -154,6 +165,13 @@ def window_of(ratio: float, *, whole: bool) -> int:
     return min(MOST_WINDOW, max(WINDOW, math.ceil(PER_WINDOW / less)))
 
 
+class Point(NamedTuple):
+    """A ratio, and the MB/s that it gave."""
+
+    ratio: float
+    throughput: float
+
+
 class Steering:
     """The law.
 
@@ -172,11 +190,51 @@ class Steering:
         self._before_failing: float | None = None
         self._late, self._windows = "", 0
         self._quiet, self._patience, self._eased = 0, PATIENCE, False
+        self._best: Point | None = None
+        self._left: Point | None = None
+        self._rest = self._next_rest = 0
 
     def turn(self, seen: Window) -> float:
         """The ratio after a window in which it was as it is."""
         if not seen.waits.given or not self.ratio:
             return self.ratio  # it tells nothing of workers
+        now = Point(self.ratio, seen.throughput)
+        if seen.failed > FAILED:
+            self._fail(seen)
+        elif self._left is not None:
+            self._judge(now, self._left)
+        else:
+            self._rest -= self._rest > 0
+            if not self._rest:
+                self._follow(seen)
+            self._look_back(now)
+        return self.ratio
+
+    def _look_back(self, now: Point) -> None:
+        """To the ratio that gave the most, where there is less now, and what was waited for leads away."""
+        best = self._best
+        if best is None or now.throughput >= best.throughput:
+            self._best = now
+        elif now.throughput < (1 - WORSE) * best.throughput:
+            if abs(now.ratio - best.ratio) < APART * min(best.ratio, 1 - best.ratio):
+                self._best, self._rest = now, 0
+            elif (self.ratio - now.ratio) * (best.ratio - now.ratio) <= 0:
+                self._left, self.ratio = now, best.ratio
+
+    def _judge(self, now: Point, left: Point) -> None:
+        """Whether a ratio that gave more still does; it is rested at the next time, and longer each time."""
+        self._left, self._late = None, ""
+        if now.throughput > (1 + WORSE / 2) * left.throughput:
+            self._best, self._rest = now, self._next_rest
+            self._next_rest = min(MOST_PATIENCE, max(PATIENCE, 2 * self._next_rest))
+            self._here = max(self._here, (1 - now.ratio) * now.throughput)
+            self._elsewhere = max(self._elsewhere, now.ratio * now.throughput)
+        else:  # the job has changed
+            self._best, self.ratio = None, left.ratio
+            self._rest = self._next_rest = 0
+
+    def _follow(self, seen: Window) -> None:
+        """By what was waited for."""
         ratio = self.ratio
         # Of the time, for each sample that is made there: what one fewer would spare.
         here = seen.here / (1 - ratio) if ratio < 1 else 0.0
@@ -185,16 +243,13 @@ class Steering:
             self._quiet = 0
         elif seen.waits.given < seen.waits.samples or ratio == 1:
             self._quiet += 1  # where nothing was made here it tells nothing of this side
-        if seen.failed > FAILED:
-            self._fail(seen)
-        elif (late := (here - elsewhere) * (1 - ratio)) > BAND:
+        if (late := (here - elsewhere) * (1 - ratio)) > BAND:
             self._rise(seen, late)
         elif (late := (elsewhere - here) * ratio) > BAND:
             self._fall(seen, late)
         elif self._quiet >= self._patience:
             self._quiet, self._eased = 0, True
             self._to(ratio - min(EASE, max((1 - ratio) / 4, NONE)))
-        return self.ratio
 
     def _rise(self, seen: Window, late: float) -> None:
         if self._eased:
@@ -214,6 +269,7 @@ class Steering:
     def _fail(self, seen: Window) -> None:
         if self._before_failing is None:
             self._before_failing = self._elsewhere
+        self._best = self._left = None
         self._to(max(self.ratio * (1 - seen.failed / 2), min(self.ratio, PROBE)))
 
     def _way(self) -> float:
@@ -290,7 +346,7 @@ class Kept:
             self.skip -= 1
             return None
         self.window.add(step)
-        if self.window.steps < size:
+        if self.window.steps < size or self.window.seconds < WINDOW_S:
             return None
         window, self.window = self.window, Window()
         return window

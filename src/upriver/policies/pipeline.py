@@ -4,8 +4,10 @@ From the figures of FastFlow (Um et al., PVLDB 16(5), 2023, Table 1), by a model
 
 Symbols, for a candidate c
     G, L, P      ``Metrics.gthp``, ``lthp``, ``pcycle``
+    S            ``Metrics.pseconds``, P where it is not known
     R, O         ``Candidate.rthp``, ``ocycle``
-    k = O / P    what a megabyte that is made elsewhere still costs the training node, by one made there
+    k            O / max(P, S): what a megabyte that is made elsewhere still costs the training node, by one
+                 made there; by O / P alone nothing would be won from a pipeline that waits, for its storage
     T(r)         MB/s of training with a share r of the samples offloaded
 
 Model
@@ -102,4 +104,4 @@ def smallest_ratio(metrics: Metrics, candidate: Candidate, least: float) -> floa
 
 def _cost(metrics: Metrics, candidate: Candidate) -> float:
     """What a megabyte made elsewhere costs the training node, by one made there: k."""
-    return candidate.ocycle / metrics.pcycle
+    return candidate.ocycle / max(metrics.pcycle, metrics.pseconds or 0.0)

@@ -66,6 +66,8 @@ class Metrics:
         gthp: Throughput of the model alone, its input ready in memory, MB/s.
         lthp: Training throughput with all of the input pipeline on the training node, MB/s.
         pcycle: CPU seconds that this costs the training node.
+        pseconds: Seconds that this takes with ``lthp``: more than ``pcycle`` where the input pipeline waits
+            more than it computes; None where it is not known, or cycles are no seconds.
         speedup_threshold: The least that offloading must promise, as a factor.
         candidates: In the order in which one wins a tie; empty where nothing stalls and none was measured.
 
@@ -78,10 +80,13 @@ class Metrics:
     pcycle: float
     speedup_threshold: float = SPEEDUP_THRESHOLD
     candidates: tuple[Candidate, ...] = ()
+    pseconds: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("gthp", "lthp", "pcycle", "speedup_threshold"):
             require_finite(field, getattr(self, field), positive=True, at_most=MOST)
+        if self.pseconds is not None:
+            require_finite("pseconds", self.pseconds, positive=True, at_most=MOST)
         names = [candidate.name for candidate in self.candidates]
         if len(names) > MAX_CANDIDATES:
             raise ConfigError(f"there are at most {MAX_CANDIDATES} candidates, got {len(names)}")
@@ -102,6 +107,7 @@ class _Metrics(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     pcycle: float
     speedup_threshold: float = SPEEDUP_THRESHOLD
     candidates: list[_Candidate] = []
+    pseconds: float | None = None
 
 
 def metrics_from_json(text: str | bytes) -> Metrics:
@@ -122,5 +128,6 @@ def metrics_from_json(text: str | bytes) -> Metrics:
 
 def metrics_to_json(metrics: Metrics) -> str:
     """Write metrics; `metrics_from_json` gives equal ones back."""
-    fields = {"schema": METRICS_SCHEMA, **msgspec.to_builtins(metrics)}
+    known = {name: value for name, value in msgspec.to_builtins(metrics).items() if value is not None}
+    fields = {"schema": METRICS_SCHEMA, **known}
     return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
