@@ -15,7 +15,8 @@ from typing import Any
 
 import _netns
 from _slowed import cpu_s
-from input_workloads import DISK_VARIABLE, WORKLOADS
+from input_model import EPOCHS
+from input_workloads import CLASSES, DISK_VARIABLE, WORKLOADS
 from testbed import Service, Testbed, burst_for
 
 TRAINER_CORE, WORKER_CORE = 0, 1
@@ -246,7 +247,7 @@ def peer(
         "addresses": dict(bed.addresses),
         "packages": [path for path in sys.path if path.endswith("site-packages")],
     }
-    script = _here / f"input_peer_{name}.py"
+    script, before = _here / f"input_peer_{name}.py", bed.bytes_carried()
     other = bed.popen(
         "storage",
         [*argv, script, "worker", json.dumps(spec)],
@@ -263,7 +264,11 @@ def peer(
         raise Failed(f"{name}: {error}") from None
     finally:
         bed.end(other)
-    return found
+    wanted = [EPOCHS * len(range(target, setting.samples, CLASSES)) for target in range(CLASSES)]
+    if found["targets"] != wanted:
+        raise Failed(f"{name}: of the classes there were {found['targets']} samples, not {wanted}")
+    carried = bed.bytes_carried() - before
+    return {**found, "to_worker": carried.from_compute, "from_worker": carried.from_storage}
 
 
 def paths() -> dict[str, str]:
