@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,16 @@ TRAINER_CORE, WORKER_CORE = 0, 1
 START_LIMIT_S, EPOCH_LIMIT_S, PEER_LIMIT_S = 300.0, 600.0, 900.0
 MBIT = 1e6 / 8
 TENTHS = tuple(number / 10 for number in range(1, 11))
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+
+BORROW = """
+import json, runpy, sys
+sys.path += json.loads(sys.argv[-1])["packages"]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a peer's module in that peer's environment, with what else it needs from this one; its own win."""
 
 _here = Path(__file__).resolve().parent
 
@@ -85,9 +95,9 @@ class Setting:
         """Of an epoch."""
         return self.batches * self.batch_size
 
-    def without_peers(self) -> Setting:
-        """The same with no other system."""
-        return replace(self, peers=())
+    def with_peers(self, *names: str) -> Setting:
+        """The same with these other systems."""
+        return replace(self, peers=names)
 
 
 class Bed(Testbed):
@@ -222,15 +232,13 @@ class Job:
         return answer
 
 
-def peer(
-    bed: Bed, name: str, argv: Sequence[object], setting: Setting, root: Path, wait_s: float
-) -> dict[str, Any]:
+def peer(bed: Bed, name: str, python: Path, setting: Setting, root: Path, wait_s: float) -> dict[str, Any]:
     """Run another system on both hosts: a child on each, of which the trainer's prints what it found.
 
     Args:
         bed: Where.
         name: Of its module, ``input_peer_NAME.py``.
-        argv: What runs Python with that system installed.
+        python: Of an environment that has it.
         setting: What.
         root: Folder of the stored files.
         wait_s: The accelerator's time for a batch.
@@ -250,14 +258,17 @@ def peer(
     script, before = _here / f"input_peer_{name}.py", bed.bytes_carried()
     other = bed.popen(
         "storage",
-        [*argv, script, "worker", json.dumps(spec)],
-        env={**paths(), **bed.disk},
+        [python, "-c", BORROW, script, "worker", json.dumps(spec)],
+        env={**paths(), **QUIET, **bed.disk},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
         done = bed.run(
-            "compute", [*argv, script, "trainer", json.dumps(spec)], timeout_s=PEER_LIMIT_S, env=paths()
+            "compute",
+            [python, "-c", BORROW, script, "trainer", json.dumps(spec)],
+            timeout_s=PEER_LIMIT_S,
+            env={**paths(), **QUIET},
         )
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (_netns.TestbedError, ValueError, IndexError) as error:

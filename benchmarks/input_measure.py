@@ -89,7 +89,7 @@ def measure(job: Job, setting: Setting, tick: Tick) -> Told:
     turns(epochs, [*labels, *POLICIES], setting.repeats)
     candidate = learned[POLICIES[-1]][-1]["candidate"] or OTHERWISE
     for each in CANDIDATES if setting.disk_mbit is not None else (candidate,):
-        sweep(epochs, each, setting.ratios, repeats=SWEEPS if each == candidate else 1)
+        sweep(epochs, each, setting.ratios, repeats=min(SWEEPS, setting.repeats) if each == candidate else 1)
     told = {way: rows for way, rows in epochs.rows.items()}
     return {
         **found,

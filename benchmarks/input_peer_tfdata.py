@@ -2,10 +2,12 @@
 
 As FastFlow's TF-DSLR (PVLDB 16(5), section 7.1): dispatcher and one worker on the worker's host, another
 worker in the trainer's process, elements given out one by one to whoever asks (``DYNAMIC``), everything
-autotuned. Samples are made by the same code as everywhere, through ``tf.numpy_function``, which names a Python
-function by its number in the process: both hosts build the same dataset, so that a number means the same.
+autotuned. Samples are made by the same code as everywhere, through ``tf.numpy_function``, which names a
+Python function by its number in the process: both hosts build the same dataset, so that a number means the
+same.
 
-It runs in an environment with tensorflow-cpu, and takes PyTorch and the rest from the trainer's.
+It runs in an environment with tensorflow-cpu; `input_bed.BORROW` adds PyTorch and the rest from the
+trainer's.
 """
 
 from __future__ import annotations
@@ -17,10 +19,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-SPEC: Mapping[str, Any] = json.loads(sys.argv[2])
-sys.path += SPEC["packages"]  # behind its own, which win
 
 import tensorflow as tf
 import torch
@@ -107,4 +105,4 @@ def _wait_for(address: tuple[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    {"worker": worker, "trainer": trainer}[sys.argv[1]](SPEC)
+    {"worker": worker, "trainer": trainer}[sys.argv[1]](json.loads(sys.argv[2]))

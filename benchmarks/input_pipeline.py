@@ -26,7 +26,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,25 +77,27 @@ _here = Path(__file__).resolve().parent
 MEASURING = ("bed", "data", "job", "measure", "model", "workloads")
 """Modules that decide what a setting's figures are, beside the package."""
 
-ENVIRONMENTS: Mapping[str, Callable[[], Sequence[object]]] = {
-    "ray": lambda: [sys.executable],
-    "tfdata": lambda: [tensorflow()],
+ENVIRONMENTS: Mapping[str, tuple[str, str]] = {
+    "tfdata": ("TENSORFLOW", "tensorflow-cpu==2.21.0"),
+    "ray": ("RAY", "ray[data]==2.60.0"),
 }
+"""Of peers: what the variable that names an environment of their own ends with, and what it must have."""
 
 
-def tensorflow() -> Path:
-    """The interpreter of an environment that has tensorflow-cpu.
+def interpreter(name: str) -> Path:
+    """Of the environment that has a peer.
 
     Raises:
         Failed: If there is none.
     """
-    place = Path(os.environ.get("UPRIVER_BENCHMARK_TENSORFLOW", ROOT / ".venv-tensorflow"))
+    ending, package = ENVIRONMENTS[name]
+    variable = f"UPRIVER_BENCHMARK_{ending}"
+    place = Path(os.environ.get(variable, ROOT / f".venv-{ending.lower()}"))
     found = place / "bin" / "python"
     if not found.exists():
         raise Failed(
-            f"tfdata: no {found}; make it with `python -m venv {place}` and "
-            f"`{place}/bin/pip install tensorflow-cpu==2.21.0`, or name another one in "
-            "UPRIVER_BENCHMARK_TENSORFLOW"
+            f"{name}: no {found}; make it with `python -m venv {place}` and `{place}/bin/pip install "
+            f"'{package}'`, or name another environment in {variable}"
         )
     return found
 
@@ -188,7 +190,7 @@ def run(setting: Setting, keys: Sequence[str], records: Records, root: Path, bar
                 continue
             bar(PEERS[name])
             try:
-                told = peer(bed, name, ENVIRONMENTS[name](), setting, root, wait_s)
+                told = peer(bed, name, interpreter(name), setting, root, wait_s)
             except Failed as error:
                 failed.append(str(error))
                 continue
@@ -250,7 +252,7 @@ def main() -> None:
     records = Records(options.out / f"{name}.jsonl")
     wanted = [setting for setting in settings if any(setting.key.startswith(part) for part in options.only)]
     if options.no_peers:
-        wanted = [setting.without_peers() for setting in wanted]
+        wanted = [setting.with_peers() for setting in wanted]
     if options.list:
         for setting in wanted:
             print(f"{setting.key}: {', '.join(missing(setting, records)) or 'finished'}")
