@@ -35,8 +35,7 @@ from torch.utils.data import default_collate
 import upriver
 from input_model import Consumer, train
 from input_workloads import NAME, Samples
-from upriver.dataloader.epoch import Epoch
-from upriver.dataloader.plan import Candidate
+from upriver.dataloader.epoch import Epoch, Split
 
 HERE = "here"
 AGAIN = " again"
@@ -51,14 +50,15 @@ class TakesNext:
 
     Args:
         epoch: Whose batches they are.
+        split: Says which stages of them run there.
     """
 
-    reads_here = False
-    whole = True
-
-    def __init__(self, epoch: Epoch) -> None:
-        self._epoch = epoch
+    def __init__(self, epoch: Epoch, split: Split) -> None:
+        self._epoch, self._split = epoch, split
         self._goes: deque[bool] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._split, name)
 
     def __call__(self, count: int) -> Sequence[bool]:
         """For each sample of the batch that is planned next."""
@@ -78,7 +78,7 @@ class Greedy(upriver.DataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         epoch = super().__iter__()
-        epoch.split = TakesNext(epoch)
+        epoch.split = TakesNext(epoch, epoch.split)
         return cast(Iterator[Any], epoch)
 
 
@@ -172,7 +172,7 @@ class Trainer:
             case (("fastflow" | "upriver"), _):
                 options |= {"offload": "auto"} | _policy(kind)
             case (("p1" | "p2" | "p3"), [ratio]):
-                options["offload"] = upriver.Offloading(candidate=cast(Candidate, kind), ratio=float(ratio))
+                options["offload"] = upriver.Offloading(candidate=kind, ratio=float(ratio))
             case _:
                 raise ValueError(f"no such way: {way!r}")
         return make(data, **options, **workers)

@@ -52,7 +52,7 @@ class Consumer:
         began = time.perf_counter()
         model, optimizer = self._parts(values)
         loss = nn.functional.cross_entropy(model(values), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         self.losses.append(loss.item())

@@ -212,7 +212,7 @@ def run_all(
     with ExitStack() as stack:
         stack.enter_context(sigterm_raises())
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), refresh_per_second=1))
         for kind in FILES:
             if any(WORKLOADS[setting.workload].kind == kind for setting in settings):
                 make_data(root, kind, files)

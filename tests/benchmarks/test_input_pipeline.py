@@ -84,7 +84,7 @@ def test_a_step_is_its_wait_and_what_follows() -> None:
         consumer(*values)
         clock.now += 1.0
 
-    found = train(slow(clock, waits), step, clock=clock)  # type: ignore[arg-type]
+    found = train(slow(clock, waits), step, clock=clock)
     assert found == {"steps_s": [4.0, 1.0, 3.0], "waits_s": waits, "seconds": 8.0}
 
 
@@ -97,6 +97,9 @@ def test_a_peers_epochs_end_with_their_samples() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- ways
+
+
+SPLIT: Any = SimpleNamespace(name="whole batches")
 
 
 def planned(*missing: int) -> Any:
@@ -113,7 +116,7 @@ def plan(epoch: Any, split: TakesNext) -> bool:
 
 def test_greedy_gives_to_whoever_has_less_to_do() -> None:
     epoch = planned()
-    split = TakesNext(epoch)
+    split = TakesNext(epoch, SPLIT)
     assert [plan(epoch, split) for _ in range(4)] == [False, True, False, True]
     for at in (1, 3):  # the worker is done with its two
         epoch._planned[at].missing = 0
@@ -122,7 +125,7 @@ def test_greedy_gives_to_whoever_has_less_to_do() -> None:
 
 def test_greedy_looks_at_what_has_come_and_forgets_what_was_handed_out() -> None:
     epoch = planned()
-    split = TakesNext(epoch)
+    split = TakesNext(epoch, SPLIT)
     assert [plan(epoch, split) for _ in range(2)] == [False, True]
     epoch._arrived = lambda arrival: setattr(epoch._planned[arrival], "missing", 0)
     epoch._arrivals.put(0)
@@ -133,7 +136,8 @@ def test_greedy_looks_at_what_has_come_and_forgets_what_was_handed_out() -> None
 
 def test_what_was_planned_before_greedy_does_not_count() -> None:
     epoch = planned(1, 1, 1)
-    assert [plan(epoch, TakesNext(epoch))] == [False]
+    split = TakesNext(epoch, SPLIT)
+    assert [plan(epoch, split)] == [False] and split.name == "whole batches"
 
 
 class Deciding(upriver.DataLoader):
@@ -270,7 +274,7 @@ class Simulated:
 
 def measured(setting: Setting = SETTING, **options: Any) -> tuple[dict[str, Any], Simulated]:
     job = Simulated(**options)
-    return measure(job, setting, lambda way: None), job  # type: ignore[arg-type]
+    return measure(job, setting, lambda way: None), job
 
 
 @pytest.mark.parametrize(("stall", "wait_s"), [(0.0, 1.2), (0.2, 0.7), (0.8, 0.1), (0.95, 0.0)])
