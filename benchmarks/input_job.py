@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,8 @@ class TakesNext:
     """
 
     def __init__(self, epoch: Epoch, split: Split) -> None:
-        self._epoch, self._split = epoch, split
+        self._epoch = weakref.proxy(epoch)  # which has this one, and must end as soon as nobody iterates
+        self._split = split
         self._goes: deque[bool] = deque()
 
     def __getattr__(self, name: str) -> Any:

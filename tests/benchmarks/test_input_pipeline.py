@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,10 +104,15 @@ def test_a_peers_epochs_end_with_their_samples() -> None:
 SPLIT: Any = SimpleNamespace(name="whole batches")
 
 
-def planned(*missing: int) -> Any:
-    """An epoch as far as `TakesNext` sees it."""
-    batches = [SimpleNamespace(missing=each) for each in missing]
-    return SimpleNamespace(_planned=deque(batches), _arrivals=SimpleQueue(), _arrived=lambda arrival: None)
+class Planned:
+    """An epoch as far as `TakesNext` sees it; what arrives is the place of a batch that is there."""
+
+    def __init__(self, *missing: int) -> None:
+        self._planned = deque(SimpleNamespace(missing=each) for each in missing)
+        self._arrivals: SimpleQueue[int] = SimpleQueue()
+
+    def _arrived(self, at: int) -> None:
+        self._planned[at].missing = 0
 
 
 def plan(epoch: Any, split: TakesNext) -> bool:
@@ -115,7 +122,7 @@ def plan(epoch: Any, split: TakesNext) -> bool:
 
 
 def test_greedy_gives_to_whoever_has_less_to_do() -> None:
-    epoch = planned()
+    epoch = Planned()
     split = TakesNext(epoch, SPLIT)
     assert [plan(epoch, split) for _ in range(4)] == [False, True, False, True]
     for at in (1, 3):  # the worker is done with its two
@@ -124,10 +131,9 @@ def test_greedy_gives_to_whoever_has_less_to_do() -> None:
 
 
 def test_greedy_looks_at_what_has_come_and_forgets_what_was_handed_out() -> None:
-    epoch = planned()
+    epoch = Planned()
     split = TakesNext(epoch, SPLIT)
     assert [plan(epoch, split) for _ in range(2)] == [False, True]
-    epoch._arrived = lambda arrival: setattr(epoch._planned[arrival], "missing", 0)
     epoch._arrivals.put(0)
     assert plan(epoch, split) is False, "its batch was there"
     epoch._planned.popleft()
@@ -135,7 +141,7 @@ def test_greedy_looks_at_what_has_come_and_forgets_what_was_handed_out() -> None
 
 
 def test_what_was_planned_before_greedy_does_not_count() -> None:
-    epoch = planned(1, 1, 1)
+    epoch = Planned(1, 1, 1)
     split = TakesNext(epoch, SPLIT)
     assert [plan(epoch, split)] == [False] and split.name == "whole batches"
 
@@ -217,6 +223,18 @@ def test_pytorchs_loader_has_the_same_samples(trainer: Trainer, reference: dict[
     trainer.open("torch 0", num_workers=1)
     told = trainer.epoch("torch 0", number=1, wait_s=0.0)
     assert told["targets"] == reference["targets"] and "made_here" not in told
+
+
+def test_a_greedy_epoch_that_nobody_iterates_ends_at_once(trainer: Trainer) -> None:
+    epoch = iter(trainer._made("greedy", 0, torch.Generator()))
+    next(epoch)
+    left = weakref.ref(epoch)
+    gc.disable()  # which would end it at some time, in whichever thread
+    try:
+        del epoch
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("way", ["nowhere", "p4 0.5", "remote 0.5", "p2"])
