@@ -37,7 +37,8 @@ OTHERWISE = "p2"
 """The candidate whose ratios are tried where upriver offloads nothing."""
 
 HOPELESS = 2.0
-"""A way that takes so many times the best is not repeated, nor are larger ratios tried behind two of them."""
+"""A way that takes so many times the best is not repeated; a candidate is not tried beyond two ratios that
+take so many times its own best."""
 
 Tick = Callable[[str], None]
 Told = dict[str, Any]
@@ -146,14 +147,14 @@ def turns(epochs: Epochs, ways: Sequence[str], repeats: int) -> None:
 
 
 def sweep(epochs: Epochs, candidate: str, ratios: Sequence[float], *, repeats: int) -> None:
-    """A candidate at every ratio, as far as it promises anything."""
-    hopeless = 0
-    ways = []
+    """A candidate at every ratio, from the smallest, until it is far beyond its best one."""
+    ways, best_s, hopeless = list[str](), epochs.first_s(HERE), 0
     for ratio in ratios:
-        way = f"{candidate} {ratio:g}"
-        epochs.run(way, 0)
-        ways.append(way)
-        hopeless = hopeless + 1 if epochs.first_s(way) > HOPELESS * epochs.best_s else 0
+        ways.append(f"{candidate} {ratio:g}")
+        epochs.run(ways[-1], 0)
+        seconds = epochs.first_s(ways[-1])
+        best_s = min(best_s, seconds)
+        hopeless = hopeless + 1 if seconds > HOPELESS * best_s else 0
         if hopeless == 2:
             break
     for number in range(1, repeats):

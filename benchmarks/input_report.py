@@ -410,9 +410,10 @@ loader by how many samples of each class there were. Different:{unequal}
   core 1 and another one. Links of 200 Mbit/s are shaped by `tc tbf` both ways. A slow disk is an object
   server beside the worker behind a shaped loopback device that carries nothing else.
 - In a setting all ways take turns, an epoch each, after their processes have started and policies have
-  decided; ratios are run {sweeps} times. Ways that take twice the best are not repeated, nor are larger
-  ratios tried behind two such ones. Peers run right after, on the same two hosts, in one pass over four
-  epochs, of which the first is left out. Peers that have not been run: {missing}.
+  decided; ratios are run {sweeps} times. Ways that take twice the best are not repeated, nor is a candidate
+  tried beyond two ratios that take twice its own best. Peers run right after, on the same
+  two hosts, in one pass over four epochs, of which the first is left out. Peers that have not been run:
+  {missing}.
 - Commits {commits}; {machine}.
   {versions}. Peers: {peers}.
 

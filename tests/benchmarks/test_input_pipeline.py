@@ -265,7 +265,7 @@ class Simulated:
         kind, _, rest = way.partition(" ")
         shares = {"torch": 0.0, HERE: 0.0, "remote": 1.0, "greedy": 0.5}
         ratio = float(rest) if kind in ("p1", "p2", "p3") else shares.get(kind, 2 / 3)
-        step_s = max(1.0 - ratio, 0.5 * ratio * (4 if kind == "p3" else 1), 0.1 + wait_s)
+        step_s = max(1.0 - ratio, 0.5 * ratio * (8 if kind == "p3" else 1), 0.1 + wait_s)
         step_s += 0.5 if way == "torch 0" else 0.0
         policy = kind in ("fastflow", "upriver")
         return {
@@ -319,12 +319,17 @@ def test_everything_runs_in_turns_and_as_often_as_it_must() -> None:
 
 def test_what_is_hopeless_is_not_repeated_nor_tried_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_measure, "OTHERWISE", "p3")
-    found, job = measured(decides_after=99)  # p3 is taken, which is slow beyond a third
+    found, job = measured(decides_after=99)  # p3 is taken, which is slow
     assert found["candidate"] == "p3" and len(found["learned"]["upriver"]) == input_measure.MOST_LEARNING
     seconds = {way: rows[0]["seconds"] for way, rows in found["epochs"].items()}
     slow_ones = [way for way, each in seconds.items() if each > HOPELESS * min(seconds.values())]
-    assert "p3 0.8" in slow_ones and "p3 0.9" in slow_ones and job.count("p3 1") == 0
-    assert [job.count(way) for way in ("p3 0.1", "p3 0.5", "p3 0.8")] == [2, 2, 1]
+    assert "p3 0.5" in slow_ones and "p3 0.8" in slow_ones and job.count("p3 0.9") == 0
+    assert [job.count(way) for way in ("p3 0.1", "p3 0.5", "p3 0.8")] == [2, 1, 1]
+
+
+def test_small_ratios_are_no_reason_to_stop_where_large_ones_are_needed() -> None:
+    _, job = measured(Setting(workload="R", stall=0.8, batches=10, repeats=2, ratios=(0.1, 0.2, 0.3, 0.6)))
+    assert [job.count(f"p2 {ratio}") for ratio in (0.1, 0.2, 0.3, 0.6)] == [1, 1, 1, 2]
 
 
 def test_every_candidate_is_forced_where_the_disk_is_slow() -> None:
