@@ -412,8 +412,8 @@ loader by how many samples of each class there were. Different:{unequal}
 - In a setting all ways take turns, an epoch each, after their processes have started and policies have
   decided; ratios are run {sweeps} times. Ways that take twice the best are not repeated, nor is a candidate
   tried beyond two ratios that take twice its own best. Peers run right after, on the same
-  two hosts, in one pass over four epochs, of which the first is left out. Peers that have not been run:
-  {missing}.
+  two hosts, in one pass over four epochs, of which the first is left out.
+- Peers that have not been run: {missing}.
 - Commits {commits}; {machine}.
   {versions}. Peers: {peers}.
 
