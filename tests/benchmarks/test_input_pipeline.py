@@ -279,6 +279,7 @@ class Simulated:
             "cpu_s": {"trainer": 3.0, "worker": 1.0},
             "decided": policy and before + 1 >= self.decides_after,
             "candidate": "p2" if policy and before + 1 >= self.decides_after else None,
+            "ratio": 2 / 3,
             "made_here": 100 - round(100 * ratio),
             "made_elsewhere": round(100 * ratio),
         }
@@ -477,6 +478,14 @@ def test_profiling_is_what_its_batches_took_beyond_their_due(tmp_path: Path) -> 
     row = {**found.row, "again": known}
     again = Found(SETTING, SimpleNamespace(rows={SETTING.key: row}))
     assert again.learning("upriver", again=True) == (0.0, 0.0), "decided before it began"
+
+
+def test_profiling_without_a_decision_is_missed(tmp_path: Path) -> None:
+    met = Found(SETTING, recorded(tmp_path / "met"))
+    assert met.goals["profiling"] and met.decided("upriver") == "p2 67%"
+    never = Found(SETTING, recorded(tmp_path / "never", decides_after=99))
+    assert never.decided("upriver") == "" and "none yet" in page([never], "page")
+    assert not never.goals["profiling"] and not never.goals["profiling, stored metrics"]
 
 
 def test_where_nothing_stalls_nothing_may_be_offloaded(tmp_path: Path) -> None:
