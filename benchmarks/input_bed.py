@@ -63,7 +63,7 @@ class Setting:
     disk_mbit: float | None = None
     batch_scale: float = 1.0
     batches: int = 40
-    repeats: int = 3
+    repeats: int = 5
     ratios: tuple[float, ...] = TENTHS
     peers: tuple[str, ...] = ()
 
