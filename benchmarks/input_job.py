@@ -1,0 +1,251 @@
+"""The training side of `input_bed.Job`: takes orders as JSON lines, and answers each with one.
+
+An order is an epoch in one way: where its samples are made, and who decides it. A way keeps its loader, and
+so its processes and what it has measured, until it is closed; each epoch begins from the same model with no
+batch fetched ahead, and its content is that of its number alone.
+
+Ways
+    torch 1         PyTorch's own loader with so many processes
+    here            upriver with nothing offloaded
+    remote          everything offloaded
+    greedy          whoever has the least to do takes the next batch
+    p2 0.3          a candidate and a ratio
+    fastflow        FastFlow's policy
+    upriver         upriver's own
+    … again         the same, begun anew with what was stored of the first time
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import os
+import sys
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import default_collate
+
+import upriver
+from input_model import Consumer, train
+from input_workloads import NAME, Samples
+from upriver.dataloader.epoch import Epoch, Split
+
+HERE = "here"
+AGAIN = " again"
+POLICIES = ("fastflow", "upriver")
+WARM = 2
+"""Batches that a loader hands out before it is measured, where it does not measure by itself: its processes
+have started then, and workers have shown that they make the same."""
+
+
+class TakesNext:
+    """Gives a batch to whoever has fewer of those that are planned and not there yet; here, if both do.
+
+    Args:
+        epoch: Whose batches they are.
+        split: Says which stages of them run there.
+    """
+
+    def __init__(self, epoch: Epoch, split: Split) -> None:
+        self._epoch = weakref.proxy(epoch)  # which has this one, and must end as soon as nobody iterates
+        self._split = split
+        self._goes: deque[bool] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._split, name)
+
+    def __call__(self, count: int) -> Sequence[bool]:
+        """For each sample of the batch that is planned next."""
+        while not self._epoch._arrivals.empty():  # whatever has come since is done
+            self._epoch._arrived(self._epoch._arrivals.get())
+        before = list(self._epoch._planned)[:-1]
+        while len(self._goes) > len(before):
+            self._goes.popleft()
+        before = before[len(before) - len(self._goes) :]
+        waiting = [goes for goes, batch in zip(self._goes, before, strict=True) if batch.missing]
+        self._goes.append(sum(waiting) < len(waiting) - sum(waiting))
+        return [self._goes[-1]] * count
+
+
+class Greedy(upriver.DataLoader):
+    """upriver's loader with no ratio at all."""
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = super().__iter__()
+        epoch.split = TakesNext(epoch, epoch.split)
+        return cast(Iterator[Any], epoch)
+
+
+class Trainer:
+    """Keeps what lasts from order to order.
+
+    Args:
+        spec: ``workload``, ``root``, ``samples``, ``batch_size``, ``url`` of the worker, ``cache`` for what
+            is stored between runs.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._spec = spec
+        self._arguments = {key: spec[key] for key in ("root", "workload", "samples")}
+        self._loaders: dict[str, tuple[Any, torch.Generator]] = {}
+        Consumer(0.0)(*default_collate([Samples(**self._arguments)[0]]))  # imports whatever training does
+
+    def open(self, way: str, *, num_workers: int) -> dict[str, Any]:
+        """Make a way's loader, unless it is there, with so many loader processes on this side."""
+        if way not in self._loaders:
+            os.environ["UPRIVER_CACHE"] = self._cache(way)
+            generator = torch.Generator()
+            loader = self._made(way, num_workers, generator)
+            if way.removesuffix(AGAIN) not in POLICIES:
+                for batch in itertools.islice(loader, WARM):
+                    del batch
+            self._loaders[way] = loader, generator
+        return {}
+
+    def epoch(self, way: str, *, number: int, wait_s: float) -> dict[str, Any]:
+        """Train one, and tell what it took, what came of it, and who made it.
+
+        Args:
+            way: As above.
+            number: Of the epoch, which decides its content.
+            wait_s: The accelerator's time for a batch.
+        """
+        os.environ["UPRIVER_CACHE"] = self._cache(way)
+        loader, generator = self._loaders[way]
+        generator.manual_seed(number)
+        before: Counter[str] = Counter()
+        if isinstance(loader, upriver.DataLoader):
+            loader.epoch = number
+            before = Counter(loader.report.made)
+        consumer = Consumer(wait_s)
+        decided = Decided(loader)
+        found = train(decided.watched(loader), consumer)
+        answer = {
+            **found,
+            "losses": consumer.losses,
+            "targets": consumer.targets,
+            "alone_s": consumer.alone_s,
+            "decided_at": decided.at,
+        }
+        if isinstance(loader, upriver.DataLoader):
+            answer |= _told(loader, before)
+        return answer
+
+    def close(self, way: str) -> dict[str, Any]:
+        """Let go of a way's loader and its processes."""
+        self._loaders.pop(way, None)
+        return {}
+
+    def _cache(self, way: str) -> str:
+        policy = way.removesuffix(AGAIN)
+        return str(Path(self._spec["cache"]) / policy) if policy in POLICIES else os.devnull
+
+    def _made(self, way: str, num_workers: int, generator: torch.Generator) -> Any:
+        kind, *rest = way.split()
+        if kind == "torch":
+            num_workers = int(rest[0])
+        options: dict[str, Any] = {
+            "batch_size": self._spec["batch_size"],
+            "shuffle": True,
+            "generator": generator,
+            "num_workers": num_workers,
+            "persistent_workers": num_workers > 0,
+        }
+        if kind == "torch":
+            return TorchLoader(Samples(**self._arguments), **options)
+        data = upriver.dataset(NAME, **self._arguments)
+        workers = {"workers": [self._spec["url"]], "token": os.environ["UPRIVER_TOKEN"], "seed": 0}
+        make: Callable[..., Any] = upriver.DataLoader
+        match kind, rest:
+            case "here", []:
+                options["offload"] = "never"
+            case "remote", []:
+                options["offload"] = "always"
+            case "greedy", []:
+                make, options["offload"] = Greedy, upriver.Offloading(candidate="p3", ratio=0.5)
+            case (("fastflow" | "upriver"), _):
+                options |= {"offload": "auto"} | _policy(kind)
+            case (("p1" | "p2" | "p3"), [ratio]):
+                options["offload"] = upriver.Offloading(candidate=kind, ratio=float(ratio))
+            case _:
+                raise ValueError(f"no such way: {way!r}")
+        return make(data, **options, **workers)
+
+
+class Decided:
+    """Notes when a loader that decides by itself has decided.
+
+    Attributes:
+        at: Batches of this epoch that had been asked for before; None if it has not, or had already.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.at: int | None = None
+        self._loader = loader
+        self._open = isinstance(loader, upriver.DataLoader) and not loader.why
+
+    def watched(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, as they are."""
+        number = 0
+        for number, batch in enumerate(batches, start=1):
+            self._look(number)
+            yield batch
+        self._look(number + 1)
+
+    def _look(self, number: int) -> None:
+        if self._open and self._loader.why:
+            self.at, self._open = number - 1, False
+
+
+def _policy(name: str) -> dict[str, str]:
+    """By the loader's own argument; loaders without one have FastFlow's policy alone."""
+    chooses = "policy" in inspect.signature(upriver.DataLoader).parameters
+    return {"policy": name} if chooses else {}
+
+
+def _told(loader: upriver.DataLoader, before: Counter[str]) -> dict[str, Any]:
+    made = Counter(loader.report.made) - before
+    now = loader.offloading
+    return {
+        "made_here": made[HERE],
+        "made_elsewhere": sum(made.values()) - made[HERE],
+        "decided": bool(loader.why),
+        "candidate": None if now is None else now.candidate,
+        "ratio": None if now is None else now.ratio,
+        "why": loader.why,
+        "why_not": list(loader.report.why_not.values()),
+    }
+
+
+def main() -> None:
+    """Take orders until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints, answers stay clean
+    torch.set_num_threads(1)
+    # More processes than this host has cores is part of what is tried.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    trainer = Trainer(json.loads(sys.argv[1]))
+    answers.write(json.dumps({"ready": True}) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        try:
+            order = json.loads(line)
+            answer = {"open": trainer.open, "epoch": trainer.epoch, "close": trainer.close}[order.pop("do")](
+                **order
+            )
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What `input_pipeline.py` runs in one setting: the wait, each policy's beginning, then epochs in turns.
+
+A row holds the epochs as `input_job` told of them, without what only the comparison needs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from input_bed import Job, Setting
+from input_job import AGAIN, HERE, POLICIES
+
+HEADROOM = 1.3
+"""Where nothing is to stall, a step of the accelerator takes so many times what a batch does on this side."""
+
+PROCESSES = (0, 1, 2)
+"""Of PyTorch's loader, of which the best counts."""
+
+SWEPT = 1000
+"""Number of the epoch on which they are compared: none of those that count."""
+
+SKIPPED = 3
+"""Steps at the start of an epoch that do not tell a batch's cost: nothing has been made ahead yet."""
+
+MOST_LEARNING = 12
+"""Epochs in which a policy may find its decision."""
+
+SWEEPS = 2
+"""Repeats of each ratio."""
+
+CANDIDATES = ("p1", "p2", "p3")
+OTHERWISE = "p2"
+"""The candidate whose ratios are tried where upriver offloads nothing."""
+
+HOPELESS = 2.0
+"""A way that takes so many times the best is not repeated; a candidate is not tried beyond two ratios that
+take so many times its own best."""
+
+Tick = Callable[[str], None]
+Told = dict[str, Any]
+
+
+class Epochs:
+    """Has a job train, and keeps what came of it.
+
+    Attributes:
+        rows: Of each way, its epochs in order.
+    """
+
+    def __init__(self, job: Job, tick: Tick) -> None:
+        self._job, self._tick = job, tick
+        self.wait_s, self.num_workers = 0.0, 1
+        self.rows: dict[str, list[Told]] = {}
+
+    def run(self, way: str, number: int, *, keep: bool = True) -> Told:
+        """One more epoch."""
+        self._tick(way)
+        told = self._job.epoch(way, number=number, num_workers=self.num_workers, wait_s=self.wait_s)
+        told |= {"number": number, "batches": len(told["steps_s"])}
+        if keep:
+            self.rows.setdefault(way, []).append(told)
+        return told
+
+    def close(self, way: str) -> None:
+        """Let go of what a way needs."""
+        self._job.close(way)
+
+    def first_s(self, way: str) -> float:
+        """Seconds of a way's first epoch that was kept."""
+        return float(self.rows[way][0]["seconds"])
+
+    @property
+    def best_s(self) -> float:
+        """Of all that have run."""
+        return min(map(self.first_s, self.rows))
+
+
+def measure(job: Job, setting: Setting, tick: Tick) -> Told:
+    """Everything of a setting but the peers."""
+    epochs = Epochs(job, tick)
+    found = calibrate(epochs, setting)
+    labels = [f"torch {found['processes']}", HERE, "remote", "greedy"]
+    learned = {way: learn(epochs, way, setting) for way in POLICIES}
+    again = learn(epochs, POLICIES[-1] + AGAIN, setting)
+    epochs.close(POLICIES[-1] + AGAIN)
+    turns(epochs, [*labels, *POLICIES], setting.repeats)
+    candidate = learned[POLICIES[-1]][-1]["candidate"] or OTHERWISE
+    for each in CANDIDATES if setting.disk_mbit is not None else (candidate,):
+        sweep(epochs, each, setting.ratios, repeats=min(SWEEPS, setting.repeats) if each == candidate else 1)
+    told = {way: rows for way, rows in epochs.rows.items()}
+    return {
+        **found,
+        "candidate": candidate,
+        "unequal": unequal(
+            {**told, **{f"{way}, first epochs": rows for way, rows in learned.items()}}, again
+        ),
+        "learned": {way: [short(row, steps=True) for row in rows] for way, rows in learned.items()},
+        "again": [short(row, steps=True) for row in again],
+        "epochs": {way: [short(row) for row in rows] for way, rows in told.items()},
+    }
+
+
+def calibrate(epochs: Epochs, setting: Setting) -> Told:
+    """The accelerator's time that makes the setting's stall, and PyTorch's best number of processes under it.
+
+    Where everything is on one core and nobody waits for anything else, a step is a batch's cost and the
+    model's; the stall is what is left of it beside the model and the accelerator.
+    """
+    alone = epochs.run("torch 1", SWEPT, keep=False)
+    step_s = statistics.fmean(alone["steps_s"][SKIPPED:] or alone["steps_s"])
+    model_s = alone["alone_s"] / alone["batches"]
+    busy_s = step_s * (1 - setting.stall if setting.stall else HEADROOM)
+    epochs.wait_s = max(0.0, busy_s - model_s)
+    tried = {number: epochs.run(f"torch {number}", SWEPT, keep=False)["seconds"] for number in PROCESSES}
+    best = min(tried, key=lambda number: tried[number])
+    for number in set(PROCESSES) - {best}:
+        epochs.close(f"torch {number}")
+    epochs.num_workers = max(best, 1)
+    return {
+        "step_s": step_s,
+        "model_s": model_s,
+        "wait_s": epochs.wait_s,
+        "processes": best,
+        "num_workers": epochs.num_workers,
+        "tried_s": {str(number): seconds for number, seconds in tried.items()},
+    }
+
+
+def learn(epochs: Epochs, way: str, setting: Setting) -> list[Told]:
+    """A policy's epochs until it has decided."""
+    found: list[Told] = []
+    while len(found) < MOST_LEARNING and not (found and found[-1]["decided"]):
+        found.append(epochs.run(way, len(found) % setting.repeats, keep=False))
+    return found
+
+
+def turns(epochs: Epochs, ways: Sequence[str], repeats: int) -> None:
+    """An epoch of each, again and again; the first time of all, then of those that are not hopeless."""
+    for number in range(repeats):
+        for way in ways:
+            if number == 0 or way == HERE or epochs.first_s(way) <= HOPELESS * epochs.best_s:
+                epochs.run(way, number)
+
+
+def sweep(epochs: Epochs, candidate: str, ratios: Sequence[float], *, repeats: int) -> None:
+    """A candidate at every ratio, from the smallest, until it is far beyond its best one."""
+    ways, best_s, hopeless = list[str](), epochs.first_s(HERE), 0
+    for ratio in ratios:
+        ways.append(f"{candidate} {ratio:g}")
+        epochs.run(ways[-1], 0)
+        seconds = epochs.first_s(ways[-1])
+        best_s = min(best_s, seconds)
+        hopeless = hopeless + 1 if seconds > HOPELESS * best_s else 0
+        if hopeless == 2:
+            break
+    for number in range(1, repeats):
+        for way in ways:
+            if epochs.first_s(way) <= HOPELESS * epochs.best_s:
+                epochs.run(way, number)
+    for way in ways:
+        epochs.close(way)
+
+
+def unequal(told: Mapping[str, Sequence[Told]], again: Sequence[Told]) -> list[str]:
+    """Which ways of upriver differ from ``here`` in a bit of a loss, and which of all in the samples."""
+    reference = {row["number"]: row for row in told[HERE]}
+    found = []
+    for way, rows in {**told, "stored metrics": again}.items():
+        for row in rows:
+            wanted = reference[row["number"]]
+            same = row["targets"] == wanted["targets"]
+            if not way.startswith("torch"):
+                same = same and torch.equal(bits(row["losses"]), bits(wanted["losses"]))
+            if not same:
+                found.append(f"{way}, epoch {row['number']}")
+    return found
+
+
+def bits(losses: Sequence[float]) -> torch.Tensor:
+    """Losses as they were, for `torch.equal`; those of JSON are the same to the bit."""
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def short(told: Told, *, steps: bool = False) -> Told:
+    """What a record keeps of an epoch."""
+    left_out = {"losses", "targets", "waits_s", "steps_s"} - ({"steps_s"} if steps else set())
+    row = {key: value for key, value in told.items() if key not in left_out}
+    return row | {"waited_s": sum(told["waits_s"])}

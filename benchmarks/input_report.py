@@ -1,0 +1,438 @@
+"""What `input_pipeline.py` makes of its rows: who is ahead, what profiling took, and the page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from _common import Spread, machine, table, versions
+from _planned import Records
+from input_bed import Setting
+from input_measure import HEADROOM, HERE, POLICIES, SWEEPS
+from input_workloads import WORKLOADS
+
+OURS = POLICIES[-1]
+PEERS: Mapping[str, str] = {"tfdata": "tf.data service", "ray": "Ray Data"}
+WAYS = (HERE, "remote", "greedy", *POLICIES)
+
+NEAR_BEST, NEAR_SWEEP = 0.03, 0.05
+MOST_PROFILE_S, MOST_PROFILE, MOST_STORED = 60.0, 0.031, 0.005
+TEN = 10
+PANEL = (3.2, 2.6)
+"""Of one setting's picture, in inches."""
+
+Row = Mapping[str, Any]
+
+
+class Found:
+    """What the records say of one setting.
+
+    Args:
+        setting: Which.
+        records: All that were kept, whatever the code was; the page tells by which.
+    """
+
+    def __init__(self, setting: Setting, records: Records) -> None:
+        self.setting = setting
+        self.row: Row = records.rows.get(setting.key, {})
+        kept = {name: records.rows.get(f"{setting.key}|{name}", {}) for name in PEERS}
+        self.peers = {
+            name: row for name, row in kept.items() if row and row["wait_s"] == self.row.get("wait_s")
+        }
+
+    @property
+    def complete(self) -> bool:
+        """Whether the setting has been run; peers may be missing."""
+        return bool(self.row)
+
+    # ---------------------------------------------------------------------------------------- epochs
+
+    @property
+    def plain(self) -> str:
+        """PyTorch's own loader at its best, as a way."""
+        return f"torch {self.row['processes']}"
+
+    def spread(self, way: str) -> Spread:
+        """Seconds of an epoch, of a way or a peer."""
+        if way in self.peers:
+            return Spread.of(self.peers[way]["epochs_s"])
+        return Spread.of(row["seconds"] for row in self.row["epochs"][way])
+
+    def seconds(self, way: str) -> float:
+        """The median of them."""
+        return self.spread(way).median
+
+    def stalled(self, way: str) -> float:
+        """Share of its epochs that the trainer waited for a batch."""
+        rows = self.row["epochs"][way]
+        return sum(row["waited_s"] for row in rows) / sum(row["seconds"] for row in rows)
+
+    def share(self, way: str) -> float:
+        """Of the samples, what the worker made in the epochs that count."""
+        rows = self.row["epochs"][way]
+        elsewhere = sum(row["made_elsewhere"] for row in rows)
+        return float(elsewhere / (elsewhere + sum(row["made_here"] for row in rows)))
+
+    def cpu_s(self, way: str) -> float:
+        """CPU seconds of an epoch, both hosts together, the median."""
+        return statistics.median(sum(row["cpu_s"].values()) for row in self.row["epochs"][way])
+
+    @property
+    def others(self) -> list[str]:
+        """All that upriver's policy is compared with."""
+        return [self.plain, *(way for way in WAYS if way != OURS), *self.peers]
+
+    @property
+    def best(self) -> str:
+        """Of the others, who takes the shortest epochs."""
+        return min(self.others, key=self.seconds)
+
+    @property
+    def behind(self) -> float:
+        """How much longer upriver's epochs are than the best other's; negative where they are shorter."""
+        return self.seconds(OURS) / self.seconds(self.best) - 1
+
+    # ----------------------------------------------------------------------------------------- ratios
+
+    @property
+    def sweep(self) -> dict[str, dict[float, float]]:
+        """Seconds by candidate and ratio, nothing offloaded among them."""
+        found: dict[str, dict[float, float]] = {}
+        for way in self.row["epochs"]:
+            candidate, _, ratio = way.partition(" ")
+            if candidate in ("p1", "p2", "p3"):
+                found.setdefault(candidate, {0.0: self.seconds(HERE)})[float(ratio)] = self.seconds(way)
+        return found
+
+    @property
+    def best_fixed(self) -> tuple[str, float, float]:
+        """The candidate and ratio with the shortest epochs, and their seconds."""
+        tried = [
+            (seconds, candidate, ratio)
+            for candidate, ratios in self.sweep.items()
+            for ratio, seconds in ratios.items()
+        ]
+        seconds, candidate, ratio = min(tried)
+        return candidate, ratio, seconds
+
+    @property
+    def over_fixed(self) -> float:
+        """How much longer upriver's epochs are than with the best fixed ratio."""
+        return self.seconds(OURS) / self.best_fixed[2] - 1
+
+    # -------------------------------------------------------------------------------------- profiling
+
+    def learning(self, way: str, *, again: bool = False) -> tuple[float, float]:
+        """Seconds until a policy had decided, and how many of them delivered nothing.
+
+        What was delivered meanwhile counts as long as it takes afterwards.
+        """
+        rows = self.row["again"] if again else self.row["learned"][way]
+        spent_s, batches = 0.0, 0
+        for row in rows:
+            steps = row["steps_s"] if row["decided_at"] is None else row["steps_s"][: row["decided_at"]]
+            if row is rows[-1] and row["decided_at"] is None and row["decided"]:
+                steps = []  # it was decided before the epoch began
+            spent_s, batches = spent_s + sum(steps), batches + len(steps)
+        step_s = self.seconds(way) / self.setting.batches
+        return spent_s, max(0.0, spent_s - batches * step_s)
+
+    def decided(self, way: str, *, again: bool = False) -> str:
+        """What a policy has decided first, in a few words; empty where it has not."""
+        row = (self.row["again"] if again else self.row["learned"][way])[-1]
+        if not row["decided"]:
+            return ""
+        return "nothing" if row["candidate"] is None else f"{row['candidate']} {row['ratio']:.0%}"
+
+    @property
+    def ten_here_s(self) -> float:
+        """Ten epochs, as they were run."""
+        return TEN * self.seconds(OURS)
+
+    @property
+    def ten_published_s(self) -> float:
+        """Ten epochs of a dataset with the bytes of the paper's (Table 3), at the rate measured here."""
+        published = WORKLOADS[self.setting.workload].published_bytes / self.row["stored_bytes"]
+        return self.ten_here_s * float(published) / self.setting.samples
+
+    # ------------------------------------------------------------------------------------------ goals
+
+    @property
+    def goals(self) -> dict[str, bool]:
+        """Each goal that says something of this setting, and whether it is met."""
+        _, profile_s = self.learning(OURS)
+        _, stored_s = self.learning(OURS, again=True)
+        found = {
+            "best or near it": self.behind <= NEAR_BEST,
+            "near the best ratio": self.over_fixed <= NEAR_SWEEP,
+            "profiling": bool(self.decided(OURS))
+            and profile_s <= min(MOST_PROFILE_S, MOST_PROFILE * self.ten_published_s),
+            "profiling, stored metrics": bool(self.decided(OURS, again=True))
+            and stored_s <= MOST_STORED * self.ten_published_s,
+            "equal losses": not self.row["unequal"],
+        }
+        if self.setting.stall == 0:
+            found["nothing offloaded"] = self.share(OURS) == 0
+        return found
+
+
+GOALS: Mapping[str, str] = {
+    "best or near it": f"shortest epochs, or within {NEAR_BEST:.0%} of whoever has them",
+    "nothing offloaded": "nothing offloaded where nothing stalls",
+    "near the best ratio": f"within {NEAR_SWEEP:.0%} of the best fixed ratio and candidate",
+    "profiling": f"profiling delivers nothing for at most {MOST_PROFILE_S:g} s and {MOST_PROFILE:.1%} of ten "
+    "epochs of the paper's datasets",
+    "profiling, stored metrics": f"for at most {MOST_STORED:.1%} of them with stored metrics",
+    "equal losses": "losses equal to the bit whatever is offloaded",
+}
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def write(found: Sequence[Found], folder: Path, name: str) -> str:
+    """The page and its picture, from what there is; what the page says."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = page(found, name)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    complete = [each for each in found if each.complete]
+    if complete:
+        draw(complete, folder / f"{name}.png")
+    return text
+
+
+def page(found: Sequence[Found], name: str) -> str:
+    """The same as text alone."""
+    complete = [each for each in found if each.complete]
+    left = [each.setting.key for each in found if not each.complete]
+    return TEMPLATE.format(
+        verdicts="\n".join(f"- {verdict(goal, complete)}" for goal in GOALS),
+        left=f"\nNot run yet: {', '.join(left)}.\n" if left else "",
+        epochs=epochs_table(complete),
+        shares=shares_table(complete),
+        ratios=ratios_table(complete),
+        candidates=candidates_table(complete),
+        profiles=profiles_table(complete),
+        workloads=workloads_table(),
+        name=name,
+        headroom=HEADROOM,
+        sweeps=SWEEPS,
+        unequal="".join(
+            f"\n- {each.setting.key}: {', '.join(each.row['unequal'])}"
+            for each in complete
+            if each.row["unequal"]
+        )
+        or " none.",
+        missing=", ".join(PEERS[peer] for peer in PEERS if not any(peer in each.peers for each in complete))
+        or "none",
+        commits=", ".join(sorted({each.row["commit"] for each in complete})) or "-",
+        machine=machine(),
+        versions=versions("torch", "pillow", "numpy"),
+        peers=", ".join(sorted({row["version_of"] for each in complete for row in each.peers.values()}))
+        or "-",
+    )
+
+
+def verdict(goal: str, found: Sequence[Found]) -> str:
+    """A goal, and where it is missed."""
+    judged = {each.setting.key: each.goals[goal] for each in found if goal in each.goals}
+    if not judged:
+        return f"{GOALS[goal]}: not judged"
+    missed = [key for key, met in judged.items() if not met]
+    met = f"met in {len(judged) - len(missed)} of {len(judged)} settings"
+    return f"{GOALS[goal]}: **{'missed' if missed else 'met'}**, {met}" + (
+        f"; not in {', '.join(missed)}" if missed else ""
+    )
+
+
+def epochs_table(found: Sequence[Found]) -> str:
+    """Seconds of an epoch by everybody."""
+    header = ["setting", "PyTorch", *WAYS, *PEERS.values(), "best other", "upriver over it"]
+    rows = []
+    for each in found:
+        cells = [f"{each.spread(each.plain).text()}, {each.row['processes']} processes"]
+        cells += [each.spread(way).text() for way in WAYS]
+        cells += [each.spread(peer).text() if peer in each.peers else "" for peer in PEERS]
+        rows.append([each.setting.key, *cells, PEERS.get(each.best, each.best), f"{each.behind:+.1%}"])
+    return table(header, rows)
+
+
+def shares_table(found: Sequence[Found]) -> str:
+    """How much of a step is waiting, what is offloaded, and what it costs in CPU time."""
+    header = ["setting", "accelerator, ms a step", "stall, PyTorch", *(f"stall, {way}" for way in WAYS)]
+    header += [f"offloaded, {way}" for way in ("greedy", *POLICIES)]
+    header += [f"CPU s, {way}" for way in (HERE, OURS)]
+    rows = []
+    for each in found:
+        cells = [f"{1e3 * each.row['wait_s']:.0f}"]
+        cells += [f"{each.stalled(way):.0%}" for way in (each.plain, *WAYS)]
+        cells += [f"{each.share(way):.0%}" for way in ("greedy", *POLICIES)]
+        cells += [f"{each.cpu_s(way):.2f}" for way in (HERE, OURS)]
+        rows.append([each.setting.key, *cells])
+    return table(header, rows)
+
+
+def ratios_table(found: Sequence[Found]) -> str:
+    """The best fixed ratio against the policies."""
+    header = [
+        "setting",
+        "best fixed",
+        "s",
+        *(f"{way}: share, s" for way in POLICIES),
+        "upriver over the best",
+    ]
+    rows = []
+    for each in found:
+        candidate, ratio, seconds = each.best_fixed
+        cells = [f"{candidate} {ratio:.0%}" if ratio else "nothing", f"{seconds:.2f}"]
+        cells += [f"{each.share(way):.0%}, {each.seconds(way):.2f}" for way in POLICIES]
+        rows.append([each.setting.key, *cells, f"{each.over_fixed:+.1%}"])
+    return table(header, rows)
+
+
+def candidates_table(found: Sequence[Found]) -> str:
+    """Each candidate at its best ratio, where all of them were forced."""
+    header = ["setting", "p1", "p2", "p3", *(f"{way} takes" for way in POLICIES)]
+    rows = []
+    for each in found:
+        if len(each.sweep) < 2:
+            continue
+        best = {name: min((s, r) for r, s in ratios.items() if r) for name, ratios in each.sweep.items()}
+        cells = [f"{best[name][0]:.2f} s at {best[name][1]:.0%}" for name in sorted(best)]
+        takes = [each.decided(way) or "not decided" for way in POLICIES]
+        rows.append([each.setting.key, *cells, *takes])
+    return table(header, rows) if rows else "Not run yet."
+
+
+def profiles_table(found: Sequence[Found]) -> str:
+    """What profiling took, and how much of it delivered nothing."""
+    header = [
+        "setting",
+        "policy",
+        "first decision",
+        "s until then",
+        "delivered nothing, s",
+        "of ten epochs of the paper's data",
+        "of ten epochs as run",
+    ]
+    rows = []
+    for each in found:
+        for way, again in ((POLICIES[0], False), (OURS, False), (OURS, True)):
+            spent_s, nothing_s = each.learning(way, again=again)
+            cells = [each.decided(way, again=again) or "none yet", f"{spent_s:.2f}", f"{nothing_s:.2f}"]
+            cells += [f"{nothing_s / each.ten_published_s:.2%}", f"{nothing_s / each.ten_here_s:.1%}"]
+            rows.append([each.setting.key, f"{way}, stored metrics" if again else way, *cells])
+    return table(header, rows)
+
+
+def workloads_table() -> str:
+    """What is stored and made of it."""
+    header = ["", "workload", "stages", "samples a batch"]
+    rows = [
+        [letter, each.title, ", ".join(stage.name for stage in each.stages), each.batch_size]
+        for letter, each in WORKLOADS.items()
+    ]
+    return table(header, rows)
+
+
+def draw(found: Sequence[Found], path: Path) -> None:
+    """Seconds over the ratio, a panel for each setting, with the policies at their shares."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(4, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, each in enumerate(found, start=1):
+        axes = figure.add_subplot(rows, columns, number)
+        for candidate, ratios in each.sweep.items():
+            style = {"p1": ".:", "p2": ".-", "p3": ".--"}[candidate]
+            axes.plot(list(ratios), list(ratios.values()), style, color="0.6", label=f"fixed, {candidate}")
+        axes.axhline(each.seconds(each.plain), color="0.8", lw=1, label="PyTorch")
+        for way, mark in zip(("greedy", *POLICIES), "sD*", strict=True):
+            axes.plot(each.share(way), each.seconds(way), mark, label=way)
+        axes.set_title(each.setting.key, fontsize=7)
+        axes.set_ylim(bottom=0)
+        axes.tick_params(labelsize=6)
+    figure.supxlabel("share offloaded", fontsize=8)
+    figure.supylabel("seconds of an epoch", fontsize=8)
+    max(figure.axes, key=lambda axes: len(axes.get_lines())).legend(fontsize=5)
+    figure.savefig(path, dpi=120)
+
+
+TEMPLATE = """# The input pipeline on another machine: what it gains, and who finds the best share
+
+{verdicts}
+{left}
+Figures are medians (lowest to highest).
+
+## Seconds of an epoch
+
+{epochs}
+
+PyTorch: its own loader with the best of 0, 1 and 2 processes. here: upriver with nothing offloaded. remote:
+everything offloaded. greedy: whoever has fewer batches to make takes the next. tf.data service and Ray Data
+have both hosts and make the same samples by the same code. Blank: not run in this setting.
+
+## Waiting, and what is offloaded
+
+{shares}
+
+A stall is the share of an epoch that the trainer waits for a batch. CPU seconds are of one epoch and both
+hosts.
+
+## Every ratio
+
+![Seconds over the ratio]({name}.png)
+
+{ratios}
+
+## Each candidate, where the worker's disk is slow
+
+{candidates}
+
+## Profiling
+
+{profiles}
+
+All batches of profiling are trained on. What delivers nothing is the time until the decision, less what the
+batches handed out meanwhile take in steady state. Epochs here are short so that there can be many of them;
+ten epochs of the paper's data are those of a dataset with as many bytes as the paper's (its Table 3), at the
+steady rate measured here, and by them it is judged.
+
+## Losses
+
+Every epoch of every way of upriver is compared with nothing offloaded by `torch.equal`, those of PyTorch's
+loader by how many samples of each class there were. Different:{unequal}
+
+## How it was measured
+
+{workloads}
+
+- Photographs of 500 x 375 pixels and 110 kB as JPEG; speech of 7.5 to 12.5 s at 22,050 Hz, and words of about
+  a second at 16,000 Hz, as WAV of 16 bits. All are made here, from fixed seeds, and read from files.
+- A small model is trained on every batch; the accelerator's time is a sleep, during which the trainer's core
+  is free. It is set by what a batch costs the trainer's core, so that the stall without offloading is that of
+  the setting's name; where it is 0 %, a step takes {headroom:g} times what a batch does.
+- The trainer with its loader processes has core 0 and a network namespace, `upriver worker` with one process
+  core 1 and another one. Links of 200 Mbit/s are shaped by `tc tbf` both ways. A slow disk is an object
+  server beside the worker behind a shaped loopback device that carries nothing else.
+- In a setting all ways take turns, an epoch each, after their processes have started and policies have
+  decided; ratios are run {sweeps} times. Ways that take twice the best are not repeated, nor is a candidate
+  tried beyond two ratios that take twice its own best. Peers run right after, on the same
+  two hosts, in one pass over four epochs, of which the first is left out.
+- Peers that have not been run: {missing}.
+- Commits {commits}; {machine}.
+  {versions}. Peers: {peers}.
+
+## What it does not show
+
+Accelerators, which here are a sleep; several workers; remote machines that are faster than the trainer; real
+networks and disks. Both hosts share the memory and the caches of one machine.
+
+Run it again: `python benchmarks/input_pipeline.py` as root; it goes on from the records, which are of the
+code as it is.
+"""
