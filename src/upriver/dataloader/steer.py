@@ -3,7 +3,7 @@
 Seen over a window of batches, at no cost: the waits are those that there are.
 
     T       MB/s of the batches handed out
-    h, e    part of the time spent waiting for what is made here, and for what is made elsewhere (`Waits`)
+    h, e    parts of the time spent waiting for what is made here, and for what is made elsewhere (`Waits`)
     f       share of what was to be made elsewhere that came back to be made here
 
 Known of each side, A here and B elsewhere: the MB/s that it makes, from the last window in which it was late;
@@ -130,12 +130,12 @@ class Window:
 
     @property
     def here(self) -> float:
-        """Part of the time that was waited for what is made here: h / W."""
+        """Part of the time that was waited for what is made here: h."""
         return self._part(self.waits.here_s)
 
     @property
     def elsewhere(self) -> float:
-        """Part of the time that was waited for what is made elsewhere: e / W."""
+        """Part of the time that was waited for what is made elsewhere: e."""
         return self._part(self.waits.elsewhere_s)
 
     @property
