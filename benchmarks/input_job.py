@@ -17,7 +17,6 @@ Ways
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import os
@@ -172,7 +171,7 @@ class Trainer:
             case "greedy", []:
                 make, options["offload"] = Greedy, upriver.Offloading(candidate="p3", ratio=0.5)
             case (("fastflow" | "upriver"), _):
-                options |= {"offload": "auto"} | _policy(kind)
+                options |= {"offload": "auto", "policy": kind, "model": self._spec["workload"]}
             case (("p1" | "p2" | "p3"), [ratio]):
                 options["offload"] = upriver.Offloading(candidate=kind, ratio=float(ratio))
             case _:
@@ -203,12 +202,6 @@ class Decided:
     def _look(self, number: int) -> None:
         if self._open and self._loader.why:
             self.at, self._open = number - 1, False
-
-
-def _policy(name: str) -> dict[str, str]:
-    """By the loader's own argument; loaders without one have FastFlow's policy alone."""
-    chooses = "policy" in inspect.signature(upriver.DataLoader).parameters
-    return {"policy": name} if chooses else {}
 
 
 def _told(loader: upriver.DataLoader, before: Counter[str]) -> dict[str, Any]:

@@ -127,12 +127,13 @@ class Found:
     def learning(self, way: str, *, again: bool = False) -> tuple[float, float]:
         """Seconds until a policy had decided, and how many of them delivered nothing.
 
-        What was delivered meanwhile counts as long as it takes afterwards.
+        The step in which it did is the last one; what was delivered meanwhile counts as long as it takes
+        afterwards.
         """
         rows = self.row["again"] if again else self.row["learned"][way]
         spent_s, batches = 0.0, 0
         for row in rows:
-            steps = row["steps_s"] if row["decided_at"] is None else row["steps_s"][: row["decided_at"]]
+            steps = row["steps_s"] if row["decided_at"] is None else row["steps_s"][: row["decided_at"] + 1]
             if row is rows[-1] and row["decided_at"] is None and row["decided"]:
                 steps = []  # it was decided before the epoch began
             spent_s, batches = spent_s + sum(steps), batches + len(steps)

@@ -133,6 +133,7 @@ WORKLOADS: Mapping[str, Workload] = {
             AddNoise((10.0, 30.0)),
             Fft(),
             Spectrogram(1.0),
+            Standardize(),
         ),
         batch_size=64,
         published_bytes=256e6,

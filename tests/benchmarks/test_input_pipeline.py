@@ -473,7 +473,7 @@ def test_profiling_is_what_its_batches_took_beyond_their_due(tmp_path: Path) -> 
     ]
     found = Found(SETTING, SimpleNamespace(rows={SETTING.key: {**found.row, "learned": {"upriver": rows}}}))
     spent_s, nothing_s = found.learning("upriver")
-    assert spent_s == 18.0 and nothing_s == pytest.approx(18.0 - 14 * 0.5)
+    assert spent_s == 18.5 and nothing_s == pytest.approx(18.5 - 15 * 0.5)
     known = [{"steps_s": [0.5] * 10, "decided_at": None, "decided": True}]
     row = {**found.row, "again": known}
     again = Found(SETTING, SimpleNamespace(rows={SETTING.key: row}))
