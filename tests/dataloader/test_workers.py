@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -86,6 +87,20 @@ def test_batches_of_many_samples(workers: list[EmbeddedServer], candidate: Any) 
     loader = DataLoader(data, batch_size=2100, seed=3, workers=urls(workers), offload=offload)
     assert same(list(loader), here)
     assert "here" not in loader.report.made
+
+
+def test_an_epoch_that_is_dropped_is_closed_whoever_sees_that(workers: list[EmbeddedServer]) -> None:
+    """As the garbage collector may, in a thread that deals out tasks of another epoch."""
+    loader = DataLoader(named(), batch_size=7, seed=3, workers=urls(workers), offload="always")
+    epoch = iter(loader)
+    next(epoch)
+    circle: list[Any] = [epoch]
+    circle.append(circle)
+    del epoch, circle
+    assert loader._hired is not None
+    with loader._hired._lock:
+        gc.collect()
+    assert len(list(loader)) == 9
 
 
 def test_never_asks_nobody(reference: list[list[Any]]) -> None:

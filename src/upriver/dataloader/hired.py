@@ -55,7 +55,7 @@ class Hired:
         self.joined = 0
         """Workers that have been started so far, and taken in."""
         self._at_work = weakref.WeakSet[Workers]()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an epoch that is dropped is closed in whatever thread sees that
         self.form = ""
         """Of a sample, and what collates it; known once one was made."""
         weakref.finalize(self, _close, self._workers)

@@ -113,13 +113,23 @@ class Waiting:
 
     def __init__(self) -> None:
         self.tasks: deque[Task] = deque()
+        self.taken: deque[int] = deque()
+
+    def add(self, task: Task) -> None:
+        """One more. One that only reads comes first: others wait for it, and have work of their own to do."""
+        if task.stop < DONE:
+            self.tasks.appendleft(task)
+        else:
+            self.tasks.append(task)
 
     def __iter__(self) -> Iterator[Task]:
         while True:
             try:
-                yield self.tasks.popleft()
+                task = self.tasks.popleft()
             except IndexError:
-                yield IDLE
+                task = IDLE
+            self.taken.append(task.number)
+            yield task
 
 
 class Processes:
@@ -146,10 +156,12 @@ class Processes:
         """
         self.stop()
         tasks = list(tasks)
-        self._waiting.tasks.extend(tasks)
-        self._forward = _Forward(iter(self._loader), arrivals)
+        self._waiting.taken.clear()
         for task in tasks:
-            self._forward.expect(task)
+            self._waiting.add(task)
+        self._forward = _Forward(iter(self._loader), self._waiting.taken, arrivals)
+        for _ in tasks:
+            self._forward.expect()
 
     def give(self, task: Task) -> None:
         """Have a task done, for the arrivals.
@@ -159,8 +171,8 @@ class Processes:
         """
         if self._forward is None:
             raise RuntimeError("loader processes were not started, or were stopped")
-        self._waiting.tasks.append(task)
-        self._forward.expect(task)
+        self._waiting.add(task)
+        self._forward.expect()
 
     def halt(self) -> None:
         """Let go of what nobody has begun; processes that do not persist end. May be called again."""
@@ -251,36 +263,40 @@ class Fed:
 class _Forward(threading.Thread):
     """Hands on a result, or what the dataset raised, for each task that was given, as soon as it is there."""
 
-    def __init__(self, source: Iterator[Made], arrivals: Arrivals) -> None:
+    def __init__(self, source: Iterator[Made], taken: deque[int], arrivals: Arrivals) -> None:
         super().__init__(name="upriver-here", daemon=True)
-        self._source, self._arrivals = source, arrivals
-        self._expected: SimpleQueue[int] = SimpleQueue()
+        self._source, self._taken, self._arrivals = source, taken, arrivals
+        self._expected = threading.Semaphore(0)
         self._over = False
         self.start()
 
-    def expect(self, task: Task) -> None:
+    def expect(self) -> None:
         """One more."""
-        self._expected.put(task.number)
+        self._expected.release()
 
     def halt(self) -> None:
         """No more; it ends by itself."""
         self._over = True
-        self._expected.put(IDLE.number)
+        self._expected.release()
 
     def run(self) -> None:
         """Until it is over."""
         while True:
-            number = self._expected.get()
+            self._expected.acquire()
+            while not self._over and (arrival := self._next()).number == IDLE.number:
+                pass
             if self._over:
                 return
-            try:
-                made = next(self._source)
-                while made.number == IDLE.number and not self._over:
-                    made = next(self._source)
-            except Exception as error:
-                self._arrivals.put(Arrival(number, error=error, final=True))
-            else:
-                self._arrivals.put(Arrival(made.number, made.value))
+            self._arrivals.put(arrival)
+
+    def _next(self) -> Arrival:
+        """What came of the task that was taken longest ago: results come in that order."""
+        try:
+            made = next(self._source)
+        except Exception as error:
+            return Arrival(self._taken.popleft(), error=error, final=True)
+        self._taken.popleft()
+        return Arrival(made.number, made.value)
 
 
 def _as_it_is(value: Any) -> Any:

@@ -56,7 +56,8 @@ class Recall:
             sample=self._hired.form,
         )
         found, known = self._measured, self._store.load(self._key, max_age_s=MAX_AGE_S)
-        found.gthp, found.lthp, found.pcycle = known.gthp, known.lthp, known.pcycle
+        found.gthp, found.lthp = known.gthp, known.lthp
+        found.pcycle, found.pseconds = known.pcycle, known.pseconds
         for candidate in known.candidates:
             found.rthp[candidate.name], found.ocycles[candidate.name] = candidate.rthp, candidate.ocycle
         self._known = known
@@ -78,6 +79,7 @@ class Recall:
             gthp=found.gthp or None,
             lthp=found.lthp or None,
             pcycle=found.pcycle or None,
+            pseconds=found.pseconds or None,
             candidates=() if self._hired.why_not else candidates,
         )
         self._store.save(self._key, known.beyond(self._known))

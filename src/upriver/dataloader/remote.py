@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -256,7 +256,7 @@ class Workers:
         source: What they are asked for.
         arrivals: Where what they make comes.
         canary: What each must make first; None where all have.
-        lock: Of the workers, who may be asked for several epochs at once.
+        lock: Of the workers, who may be asked for several epochs at once; re-entrant.
         most_slots: Tasks that can be under way at once when all are there that may be added.
         owner: Lives as long as this does.
     """
@@ -268,7 +268,7 @@ class Workers:
         arrivals: Arrivals,
         *,
         canary: Canary | None,
-        lock: threading.Lock,
+        lock: AbstractContextManager[Any],
         most_slots: int = 0,
         owner: object = None,
         now: Callable[[], float] = time.monotonic,

@@ -5,7 +5,7 @@ Input Data Pipeline", PVLDB 16(5), 2023, section 5.2, Table 2: a job that was me
 measured again, and one that shares its model with another knows a part.
 
     M                        Gthp
-    (P, M)                   Lthp, Pcycle
+    (P, M)                   Lthp, Pcycle, and the seconds at Lthp
     (P, M, RemoteNodeInfo)   Rthp, P', Ocycle
 
 Departures
@@ -63,7 +63,7 @@ MAX_FILE_BYTES = 4096
 LEFT_BEHIND_S = 60.0
 """A file takes its place within milliseconds; one that still waits after so long has lost its writer."""
 
-_PLAIN = ("gthp", "lthp", "pcycle")
+_PLAIN = ("gthp", "lthp", "pcycle", "pseconds")
 _OF_CANDIDATE = ("rthp", "ocycle")
 _MAY_BE_0 = frozenset(_OF_CANDIDATE)
 _KEPT = re.compile(r"[0-9a-f]{64}\.json")
@@ -228,6 +228,7 @@ class Known:
         gthp: Throughput of the model alone, MB/s.
         lthp: Of training with all of the input pipeline on the training node, MB/s.
         pcycle: CPU seconds of a batch there.
+        pseconds: Seconds of a batch there.
         candidates: Those that were measured, `Candidate.ocycle` in CPU seconds of a batch.
 
     Raises:
@@ -237,6 +238,7 @@ class Known:
     gthp: float | None = None
     lthp: float | None = None
     pcycle: float | None = None
+    pseconds: float | None = None
     candidates: tuple[Candidate, ...] = ()
 
     def __post_init__(self) -> None:
