@@ -135,6 +135,7 @@ class Epoch:
         ahead: Batches that are planned beyond the one that is handed out next, at most.
         on_made: Told of each batch that is handed out how many of its samples were made where.
         hold: Whether nothing is planned before it is asked for.
+        first: Number of the first batch.
         clock: Seconds.
 
     Attributes:
@@ -155,6 +156,7 @@ class Epoch:
         ahead: int = 8,
         on_made: Callable[[Mapping[str, int]], object] = lambda made: None,
         hold: bool = False,
+        first: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._number, self._batches = number, batches
@@ -166,7 +168,7 @@ class Epoch:
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
         self._work: dict[int, Work] = {}
-        self._next_task = self._next_batch = 0
+        self._next_task, self._next_batch = 0, first
         self._all_planned = False
         self.hold, self.waits, self._clock = hold, Waits(), clock
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
@@ -32,6 +33,7 @@ from upriver.dataloader.plan import CANDIDATES, Offloading, stretch_of
 from upriver.dataloader.recall import Recall
 from upriver.dataloader.remote import Asked, ByName, InStore, Workers
 from upriver.dataloader.share import AllHere, Part
+from upriver.dataloader.state import Counted, Drawn, Place, State, behind
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
@@ -162,6 +164,8 @@ class DataLoader(TorchLoader[Any]):
         self._measured = Measured()
         self._recall = self._recalled(model)
         self._growth = growth(self._hired, self._measured, offload=self._offload)
+        self._place: Place | None = None
+        self._goes_on: State | None = None
 
     @property
     def seed(self) -> int:
@@ -173,15 +177,15 @@ class DataLoader(TorchLoader[Any]):
         if type(self.epoch) is not int or not 0 <= self.epoch <= MOST_SEED:
             raise ConfigError(f"epoch must be a whole number in 0..{MOST_SEED}, got {self.epoch!r}")
         number, self.epoch = self.epoch, self.epoch + 1
-        # PyTorch's loader draws a number here for its processes, before its sampler does.
-        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+        drawn, indices, self._place = self._begun(number)
         arrivals: Arrivals = SimpleQueue()
         asked = self._hired if self._offload != "never" else None
         elsewhere = None if asked is None else asked.work(number, arrivals)
         decides = asked is not None and self._offload == "auto"
         epoch = Epoch(
             number,
-            self._indices(),
+            indices,
+            first=self._place.batches,
             maker=self._maker,
             number_of=sample_number,
             split=self._split(),
@@ -219,7 +223,81 @@ class DataLoader(TorchLoader[Any]):
                 )
 
             batches = begin(candidates) if self._growth is None else self._growth.batches(begin)
-        return map(pinned, batches) if self._pins else batches
+        return Counted(map(pinned, batches) if self._pins else batches, self._place)
+
+    def _begun(self, number: int) -> tuple[int, Iterator[tuple[Any, ...]], Place]:
+        """What PyTorch's loader draws for its processes, before its sampler does; batches; where that is."""
+
+        def draw() -> int:
+            return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+
+        state, self._goes_on = self._goes_on, None
+        if state is None or state.drawn is None or state.epoch != number:
+            place = Place(number, Drawn.now(self._generators))
+            return draw(), self._indices(), place
+        if not state.batches:  # the sampler has not begun, and is about to
+            state.drawn.set(self._generators)
+            return draw(), self._indices(), Place(number, state.drawn)
+        with state.drawn.again(self._generators):
+            return draw(), behind(self._indices(), state.batches), Place(number, state.drawn, state.batches)
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, as plain data; order and contents of what is left hang on nothing else.
+
+        Batches that were handed out count as done. Which workers there are, or what is offloaded, is no part
+        of it. With `load_state_dict` this is the protocol of torchdata's stateful loader.
+        """
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self._state()))
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: the next ``iter()`` gives the batch after it.
+
+        Raises:
+            ConfigError: If it is the state of another loader; names what differs.
+        """
+        found = State.read(state)
+        found.check(self._state())
+        if found.drawn is not None:
+            with found.drawn.again([torch.Generator() for _ in self._generators]):
+                pass
+        if found.sampler_epoch is not None:
+            self._sampler.set_epoch(found.sampler_epoch)
+        self.epoch, self._goes_on, self._place = found.epoch, found, None
+
+    def _state(self) -> State:
+        place = self._place
+        stands = place is not None and not place.over
+        sampler_epoch = getattr(self._sampler, "epoch", None) if hasattr(self._sampler, "set_epoch") else None
+        state = State(
+            epoch=self.epoch,
+            batches=0,
+            seed=self.seed,
+            samples=len(self.dataset) if hasattr(self.dataset, "__len__") else None,
+            batch_size=self.batch_size,
+            sampler_epoch=sampler_epoch,
+            drawn=None,
+        )
+        if place is not None and stands:
+            return msgspec.structs.replace(state, epoch=place.epoch, batches=place.batches, drawn=place.drawn)
+        goes_on = self._goes_on
+        if goes_on is not None and goes_on.epoch == self.epoch:
+            return msgspec.structs.replace(state, batches=goes_on.batches, drawn=goes_on.drawn)
+        return state
+
+    @property
+    def _sampler(self) -> Any:
+        """What has the order of samples."""
+        batches = self.batch_sampler
+        return self.sampler if batches is None else getattr(batches, "sampler", batches)
+
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        """That this loader and its sampler were given."""
+        found = [self.generator, getattr(self._sampler, "generator", None)]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
     # ------------------------------------------------------------------------- where samples are made
 

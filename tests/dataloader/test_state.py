@@ -1,0 +1,230 @@
+"""Going on in another process, after any batch: the same batches in the same order, whoever makes them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from tests.dataloader.datasets import Broken, Noisy, same
+from upriver.client.embedded import EmbeddedServer
+from upriver.dataloader import DataLoader, Offloading, dataset
+from upriver.errors import ConfigError
+
+COUNT = 30
+
+
+class Whimsical(Sampler[int]):
+    """Draws from Python's and NumPy's generators, as a user's own sampler may."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(np.random.permutation(COUNT))
+        random.shuffle(order)
+        return iter([int(each) for each in order])
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+def own(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+KINDS: dict[str, Any] = {
+    "in order": lambda: {},
+    "shuffled": lambda: {"shuffle": True},
+    "shuffled by its own": lambda: {"shuffle": True, "generator": own(4)},
+    "again and again": lambda: {"sampler": RandomSampler(range(COUNT), replacement=True, num_samples=50)},
+    "by weight": lambda: {"sampler": WeightedRandomSampler([1.0] * COUNT, 40, generator=own(5))},
+    "a subset": lambda: {"sampler": SubsetRandomSampler(range(20))},
+    "whimsical": lambda: {"sampler": Whimsical()},
+    "by a batch sampler": lambda: {
+        "batch_sampler": BatchSampler(RandomSampler(range(COUNT)), batch_size=4, drop_last=True)
+    },
+    "one by one": lambda: {"batch_size": None, "sampler": SubsetRandomSampler(range(20))},
+}
+
+
+def loader_of(kind: str, **more: Any) -> DataLoader:
+    arguments: dict[str, Any] = {"batch_size": 4, "seed": 3, **KINDS[kind](), **more}
+    if "batch_sampler" in arguments:
+        del arguments["batch_size"]
+    return DataLoader(Noisy(COUNT), **arguments)
+
+
+def set_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def drawn() -> tuple[Any, ...]:
+    return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12)
+@given(stop=st.integers(0, 20), again=st.integers(0, 5), seed=st.integers(0, 99))
+def test_what_is_left_comes_as_it_would_have(kind: str, stop: int, again: int, seed: int) -> None:
+    """Also where it is broken off a second time, and whatever else is drawn in between."""
+    set_all(seed)
+    here = loader_of(kind)
+    batches, after = list(here), drawn()
+    follow = list(here)
+    set_all(seed)
+    there = loader_of(kind)
+    iterator = iter(there)
+    found = [batch for _, batch in zip(range(stop), iterator, strict=False)]
+    for part in (again, 99):
+        state, rest = json.loads(json.dumps(there.state_dict())), (torch.get_rng_state(), random.getstate())
+        numpy = np.random.get_state()
+        set_all(seed + 1)
+        there = loader_of(kind)
+        torch.set_rng_state(rest[0])
+        random.setstate(rest[1])
+        np.random.set_state(numpy)
+        there.load_state_dict(state)
+        assert there.state_dict() == state
+        iterator = iter(there)
+        found += [batch for _, batch in zip(range(part), iterator, strict=False)]
+        if len(found) >= len(batches):
+            list(iterator)
+            break
+    assert same(found[: len(batches)], batches)
+    if stop < len(batches):
+        assert drawn() == after
+        assert same(list(there), follow) and there.epoch == 2
+
+
+def test_an_epoch_that_is_over_is_not_begun_again() -> None:
+    set_all(1)
+    here = loader_of("shuffled")
+    first = list(here)
+    state = here.state_dict()
+    assert (state["epoch"], state["batches"]) == (1, 0)
+    second = list(here)
+    assert not same(first, second)
+    set_all(1)
+    torch.empty(()).random_()  # as the first epoch does: twice
+    there = loader_of("shuffled")
+    there.load_state_dict(state)
+    assert there.epoch == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_other_workers_and_another_share_go_on_with_the_same_order(share: float) -> None:
+    data = dataset("tests.dataloader.datasets:Divided", count=40)
+    set_all(2)
+    here = list(DataLoader(data, batch_size=3, shuffle=True, seed=3))
+    with EmbeddedServer.start_worker(["tests.dataloader"], workers=1) as worker:
+        set_all(2)
+        loader = DataLoader(
+            data,
+            batch_size=3,
+            shuffle=True,
+            seed=3,
+            workers=[worker.url],
+            offload=Offloading(candidate="p2", ratio=0.7),
+        )
+        iterator = iter(loader)
+        found = [next(iterator) for _ in range(5)]
+        state = loader.state_dict()
+        other = DataLoader(
+            data,
+            batch_size=3,
+            shuffle=True,
+            seed=3,
+            num_workers=2,
+            workers=[worker.url],
+            offload=Offloading(candidate="p3", ratio=share),
+        )
+        other.load_state_dict(state)
+        assert same(found + list(other), here)
+
+
+def test_every_rank_has_its_part_and_goes_on_with_it() -> None:
+    data = dataset("tests.dataloader.datasets:Divided", count=41)
+
+    def loader_of_rank(rank: int, **more: Any) -> DataLoader:
+        sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=True, seed=9)
+        return DataLoader(data, batch_size=4, sampler=sampler, seed=3, **more)
+
+    with EmbeddedServer.start_worker(["tests.dataloader"], workers=1) as worker:
+        seen: list[int] = []
+        for rank in range(2):
+            here = loader_of_rank(rank)
+            here.sampler.set_epoch(5)  # type: ignore[attr-defined]
+            batches = list(here)
+            seen += list(here.sampler)
+            part = {"workers": [worker.url], "offload": Offloading(candidate="p2", ratio=(rank + 1) / 3)}
+            loader = loader_of_rank(rank, **part)
+            loader.sampler.set_epoch(5)  # type: ignore[attr-defined]
+            iterator = iter(loader)
+            found = [next(iterator) for _ in range(3)]
+            other = loader_of_rank(rank)
+            other.load_state_dict(loader.state_dict())
+            assert other.sampler.epoch == 5  # type: ignore[attr-defined]
+            assert same(found + list(other), batches)
+            assert loader.report.made[worker.url] > 0
+        assert len(seen) == 42 and set(seen) == set(range(41))
+
+
+def test_what_a_sample_raises_counts_as_its_batch() -> None:
+    loader = DataLoader(Broken(12, bad=[5]), batch_size=2)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    with pytest.raises(LookupError):
+        next(iterator)
+    other = DataLoader(Broken(12, bad=[5]), batch_size=2)
+    other.load_state_dict(loader.state_dict())
+    assert [batch[1].tolist() for batch in other] == [[6, 7], [8, 9], [10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 4}, "seed is 4, and here 3"),
+        ({"samples": 31}, "samples is 31"),
+        ({"batch_size": 5}, "batch_size is 5"),
+        ({"sampler_epoch": 1}, "set_epoch"),
+        ({"schema": "upriver.loader-state/2"}, "not a state"),
+        ({"epoch": -1}, "not a state"),
+        ({"batches": 1.5}, "not a state"),
+        ({"colour": 1}, "not a state"),
+        ({"drawn": {}}, "not a state"),
+    ],
+)
+def test_the_state_of_another_loader_is_refused(change: dict[str, Any], said: str) -> None:
+    loader = loader_of("shuffled")
+    next(iter(loader))
+    state = loader.state_dict()
+    before = loader.state_dict()
+    with pytest.raises(ConfigError, match=said):
+        loader.load_state_dict({**state, **change})
+    for drawn in (
+        {**state["drawn"], "shared": "zz"},
+        {**state["drawn"], "shared": ""},
+        {**state["drawn"], "own": ["00"]},
+        {**state["drawn"], "python": [3, [1, 2], None]},
+    ):
+        with pytest.raises(ConfigError, match=r"generators|damaged"):
+            loader.load_state_dict({**state, "drawn": drawn})
+    assert loader.state_dict() == before
+    for nothing in ({}, None, [], "state"):
+        with pytest.raises(ConfigError, match="not a state"):
+            loader.load_state_dict(nothing)  # type: ignore[arg-type]
