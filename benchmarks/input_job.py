@@ -78,7 +78,7 @@ class Greedy(upriver.DataLoader):
     """upriver's loader with no ratio at all."""
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = super().__iter__()
+        epoch = super().__iter__()._batches
         epoch.split = TakesNext(epoch, epoch.split)
         return cast(Iterator[Any], epoch)
 

@@ -201,6 +201,7 @@ def reference() -> list[list[Any]]:
 
 @pytest.mark.slow
 def test_it_grows_while_training_goes_on(fleets: list[LocalFleet], reference: list[list[Any]]) -> None:
+    before = set(threading.enumerate())
     loader = loader_of(Watched(number=None, most=2), stalls=True)
     for epoch in reference:
         found = []
@@ -217,7 +218,9 @@ def test_it_grows_while_training_goes_on(fleets: list[LocalFleet], reference: li
     fleets.clear()
     del loader
     until(lambda: not any(server.running for server in started))
-    until(lambda: not any(thread.name.startswith("upriver-") for thread in threading.enumerate()))
+    until(
+        lambda: not any(thread.name.startswith("upriver-") for thread in set(threading.enumerate()) - before)
+    )
 
 
 @pytest.mark.slow
