@@ -142,8 +142,11 @@ def test_what_may_be_worth_it_is_measured(data: Dataset, servers: list[EmbeddedS
 
 def test_with_a_collate_function_of_ones_own(data: Dataset, servers: list[EmbeddedServer]) -> None:
     here = epochs(data, collate_fn=list)
-    for offload in ("always", Offloading(candidate="p3"), Offloading(candidate="read..decode", ratio=0.5)):
+    for offload in ("always", Offloading(candidate="p2"), Offloading(candidate="read..decode", ratio=0.5)):
         assert same(epochs(data, collate_fn=list, workers=[servers[0].url], offload=offload), here)
+    for candidate in ("p3", "decode..collate"):
+        with pytest.raises(ConfigError, match="collate_fn"):
+            epochs(data, collate_fn=list, workers=[servers[0].url], offload=Offloading(candidate=candidate))
 
 
 def test_a_server_that_dies_loses_its_share(data: Dataset, reference: list[list[Any]]) -> None:

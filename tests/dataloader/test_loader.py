@@ -202,3 +202,22 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         iter(loader)
     with pytest.raises(ValueError, match="num_workers"):
         DataLoader(Plain(), num_workers=-1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_epoch_has_the_order_of_pytorchs_loader_where_processes_persist(num_workers: int) -> None:
+    """Which draws no number for processes that are there already, so that the sampler draws another one."""
+
+    def orders(kind: Any) -> list[list[int]]:
+        torch.manual_seed(11)
+        loader = kind(
+            Plain(20),
+            batch_size=3,
+            shuffle=True,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            collate_fn=list,
+        )
+        return [[repr(each) for batch in loader for each in batch] for _ in range(3)]
+
+    assert orders(DataLoader) == orders(TorchLoader)

@@ -90,17 +90,68 @@ def test_batches_of_many_samples(workers: list[EmbeddedServer], candidate: Any) 
 
 
 def test_an_epoch_that_is_dropped_is_closed_whoever_sees_that(workers: list[EmbeddedServer]) -> None:
-    """As the garbage collector may, in a thread that deals out tasks of another epoch."""
+    """As the collector may in any thread, whoever has the lock and waits for that thread meanwhile."""
     loader = DataLoader(named(), batch_size=7, seed=3, workers=urls(workers), offload="always")
     epoch = iter(loader)
     next(epoch)
     circle: list[Any] = [epoch]
     circle.append(circle)
     del epoch, circle
-    assert loader._hired is not None
-    with loader._hired._lock:
-        gc.collect()
+    hired = loader._hired
+    assert hired is not None
+    taken, collected = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with hired._lock:
+            taken.set()
+            assert collected.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert taken.wait(60)
+    gc.collect()
+    collected.set()
+    holder.join()
     assert len(list(loader)) == 9
+
+
+def test_nobody_collates_elsewhere_what_makes_no_batch(workers: list[EmbeddedServer]) -> None:
+    one_by_one = {"batch_size": None, "workers": urls(workers)}
+    with pytest.raises(ConfigError, match="'p3' collates elsewhere, and batch_size=None"):
+        DataLoader(named(), offload=Offloading(candidate="p3"), **one_by_one)
+    with pytest.raises(ConfigError, match="collate_fn"):
+        DataLoader(
+            named(), collate_fn=lambda rows: rows, workers=urls(workers), offload=Offloading(candidate="p3")
+        )
+
+
+@pytest.mark.slow
+def test_what_a_stopped_worker_was_given_is_made_here(
+    reference: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its connections time out; and it is asked again once it has gone on."""
+    monkeypatch.setattr("upriver.dataloader.epoch.LATE_S", 0.5)
+    monkeypatch.setattr("upriver.dataloader.epoch.LOOK_S", 0.1)
+    with EmbeddedServer.start_worker(ALLOW, workers=1) as worker:
+        loader = DataLoader(named(), batch_size=7, seed=3, workers=[worker.url], offload="always")
+        assert same(list(loader), reference[0])
+        iterator = iter(loader)
+        found = [next(iterator) for _ in range(2)]
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert same(found + list(iterator), reference[1])
+            assert time.monotonic() - began < 100, "a connection times out after two minutes"
+            assert loader.report.made["here"] > 0
+            assert "does not answer" in loader.report.why_not[worker.url]
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+
+
+def test_an_address_where_nobody_is_can_be_seen(reference: list[list[Any]]) -> None:
+    loader = DataLoader(named(), batch_size=7, seed=3, workers=["http://127.0.0.1:9"], offload="always")
+    assert same(list(loader), reference[0])
+    assert "refused" in loader.report.why_not["http://127.0.0.1:9"]
 
 
 def test_never_asks_nobody(reference: list[list[Any]]) -> None:

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from queue import Empty
 from typing import Any, Protocol
 
 from upriver.dataloader.local import Fed, Maker, Processes
@@ -17,6 +18,12 @@ from upriver.dataloader.plan import Stretch
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import DONE
 from upriver.pipeline.seeding import apart
+
+LATE_S, LATE_TIMES = 10.0, 10
+"""Who has had a task for longer, and so many times longer than any has taken, is not waited for."""
+
+LOOK_S = 1.0
+"""So often that is looked at, where nothing comes."""
 
 
 class Elsewhere(Protocol):
@@ -28,6 +35,9 @@ class Elsewhere(Protocol):
         Args:
             raw: Samples as they stand at its start; None where they are read there.
         """
+
+    def late(self, number: int) -> None:
+        """A task is done by somebody else, as whoever has it has not answered for so long."""
 
 
 class Split(Protocol):
@@ -110,6 +120,7 @@ class Work:
         at: Places in the batch of the task's samples.
         stretch: What of it is to be done elsewhere; None where nothing is, or all that is is done.
         away: Whether others are at it.
+        given_s: Since when.
         place: Who was.
     """
 
@@ -118,6 +129,7 @@ class Work:
     at: Sequence[int] = field(repr=False)
     stretch: Stretch | None = None
     away: bool = False
+    given_s: float = 0.0
     place: str = HERE
 
 
@@ -169,6 +181,7 @@ class Epoch:
         self._inline: deque[Task] = deque()
         self._work: dict[int, Work] = {}
         self._next_task, self._next_batch = 0, first
+        self._longest_s = 0.0
         self._all_planned = False
         self.hold, self.waits, self._clock = hold, Waits(), clock
 
@@ -245,7 +258,7 @@ class Epoch:
         """To others, from where ``values`` stand; to this machine where none of them takes it."""
         task = work.task._replace(start=stretch.start, stop=stretch.stop)
         if self._elsewhere is not None and self._elsewhere.give(task, values):
-            work.away = True
+            work.away, work.given_s = True, self._clock()
             work.batch.away += 1
         else:
             self._returned(work)
@@ -316,8 +329,28 @@ class Epoch:
         if self._inline and self._arrivals.empty():
             self._arrived(self._made_inline(self._inline.popleft()))
             return False
-        self._arrived(self._arrivals.get())
+        try:
+            arrival = self._arrivals.get(True, LOOK_S)
+        except Empty:
+            self._call_back()
+        else:
+            self._arrived(arrival)
         return True
+
+    def _call_back(self) -> None:
+        """What others have had for far too long: they hang, and it is done here."""
+        limit_s = max(LATE_S, LATE_TIMES * self._longest_s)
+        for number, work in list(self._work.items()):
+            if self._elsewhere is None or not work.away or self._clock() - work.given_s <= limit_s:
+                continue
+            self._elsewhere.late(number)
+            del self._work[number]  # whatever still comes of it
+            work.task = work.task._replace(number=self._next_task)
+            self._next_task += 1
+            self._work[work.task.number] = work
+            work.away = False
+            work.batch.away -= 1
+            self._returned(work)
 
     def _made_inline(self, task: Task) -> Arrival:
         try:
@@ -327,10 +360,14 @@ class Epoch:
             return Arrival(task.number, error=error, final=True)
 
     def _arrived(self, arrival: Arrival) -> None:
-        work = self._work[arrival.number]
+        work = self._work.get(arrival.number)
+        if work is None:
+            return  # it came late, and was done here
         stretch = work.stretch
         work.batch.away -= work.away
         was_away, work.away = work.away, False
+        if was_away:
+            self._longest_s = max(self._longest_s, self._clock() - work.given_s)
         if arrival.error is not None:
             if arrival.final:
                 self._finish(work, arrival)

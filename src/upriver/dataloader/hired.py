@@ -7,11 +7,12 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 
 from upriver.client.fleet import Fleet, Provider, Serves
 from upriver.client.transport import ServerClient
 from upriver.dataloader.auto import num_bytes
+from upriver.dataloader.closing import closed_with
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.local import Maker
 from upriver.dataloader.plan import name_of_stretch
@@ -58,12 +59,17 @@ class Hired:
         self._lock = threading.RLock()  # an epoch that is dropped is closed in whatever thread sees that
         self.form = ""
         """Of a sample, and what collates it; known once one was made."""
-        weakref.finalize(self, _close, self._workers)
+        closed_with(self, partial(_close, self._workers))
 
     @property
     def pipeline(self) -> str:
         """Names what is asked of workers, for figures that are kept."""
         return self._asked.key
+
+    @property
+    def joins(self) -> bool:
+        """Whether workers can collate."""
+        return self._asked.joins
 
     @property
     def resources(self) -> RemoteResources:
@@ -100,8 +106,9 @@ class Hired:
 
     @property
     def why_not(self) -> Mapping[str, str]:
-        """Why some are not asked, by address."""
-        return {worker.url: worker.why_not for worker in self._workers if worker.why_not}
+        """Why some are not asked any more, or failed last, by address."""
+        reasons = {worker.url: worker.why_not or worker.failed for worker in self._workers}
+        return {url: reason for url, reason in reasons.items() if reason}
 
     @property
     def grows(self) -> bool:
@@ -180,7 +187,7 @@ class Hired:
         if self._provider is None:
             return None
         fleet = self._provider.open(_what(self._asked))
-        weakref.finalize(self, fleet.stop)
+        closed_with(self, fleet.stop, at_exit=True)
         return fleet
 
     def _start(self) -> None:

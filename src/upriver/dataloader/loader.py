@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
 from upriver.dataloader.auto import Auto, Measured
 from upriver.dataloader.beside import provider_of
+from upriver.dataloader.closing import closed_with
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.epoch import Epoch, Split
 from upriver.dataloader.growth import growth
@@ -54,7 +54,7 @@ class Report:
 
     Attributes:
         made: Samples by the address of the worker, or ``here``.
-        why_not: Why workers are not asked, by address.
+        why_not: Why workers are not asked any more, or failed last, by address.
     """
 
     made: Mapping[str, int]
@@ -159,6 +159,7 @@ class DataLoader(TorchLoader[Any]):
         self._maker = Maker(_source(dataset, _seed(seed)), self._collate())
         self._offload, self._policy = self._checked(offload), _policy(policy)
         self._hired = self._hire(dataset, workers, Access(token, ca, certificate, key))
+        self._check_collates()
         self._kept: Processes | Fed | None = None
         self._made: Counter[str] = Counter()
         self._measured = Measured()
@@ -196,12 +197,12 @@ class DataLoader(TorchLoader[Any]):
             hold=decides and self._measured.measuring,
         )
         if elsewhere is not None:
-            weakref.finalize(epoch, elsewhere.close).atexit = False
+            closed_with(epoch, elsewhere.close)
         if self.num_workers:
             processes = self._processes(drawn)
             epoch.use(processes)
             if not self.persistent_workers:
-                weakref.finalize(epoch, processes.halt).atexit = False
+                closed_with(epoch, processes.halt)
         batches: Iterator[Any] = epoch
         if asked is not None and decides:
             if self._recall is not None:
@@ -227,19 +228,23 @@ class DataLoader(TorchLoader[Any]):
 
     def _begun(self, number: int) -> tuple[int, Iterator[tuple[Any, ...]], Place]:
         """What PyTorch's loader draws for its processes, before its sampler does; batches; where that is."""
+        state, self._goes_on = self._goes_on, None
+        drawn = state.drawn if state is not None and state.epoch == number else None
+        starts = self._kept is None if drawn is None else drawn.starts
 
         def draw() -> int:
+            if not starts:  # processes that persist have been started
+                return 0
             return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
 
-        state, self._goes_on = self._goes_on, None
-        if state is None or state.drawn is None or state.epoch != number:
-            place = Place(number, Drawn.now(self._generators))
+        if state is None or drawn is None:
+            place = Place(number, Drawn.now(self._generators, starts=starts))
             return draw(), self._indices(), place
         if not state.batches:  # the sampler has not begun, and is about to
-            state.drawn.set(self._generators)
-            return draw(), self._indices(), Place(number, state.drawn)
-        with state.drawn.again(self._generators):
-            return draw(), behind(self._indices(), state.batches), Place(number, state.drawn, state.batches)
+            drawn.set(self._generators)
+            return draw(), self._indices(), Place(number, drawn)
+        with drawn.again(self._generators):
+            return draw(), behind(self._indices(), state.batches), Place(number, drawn, state.batches)
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -350,6 +355,23 @@ class DataLoader(TorchLoader[Any]):
             raise ConfigError(f"offload must be 'auto', 'never', 'always' or an Offloading, got {offload!r}")
         self._part(offload.candidate, offload.ratio)
         return offload
+
+    def _check_collates(self) -> None:
+        """Whether workers can collate, where they are to.
+
+        Raises:
+            ConfigError: If they cannot.
+        """
+        offload = self._offload
+        if self._hired is None or not isinstance(offload, Offloading) or self._hired.joins:
+            return
+        if self._part(offload.candidate, offload.ratio).stretch.whole:
+            why = (
+                "workers do not have this collate_fn: only PyTorch's own, or a function of a module of theirs"
+            )
+            if self.batch_sampler is None:
+                why = "batch_size=None makes no batches"
+            raise ConfigError(f"candidate {offload.candidate!r} collates elsewhere, and {why}")
 
     def _hire(self, dataset: Any, workers: Sequence[str] | int | Provider, access: Access) -> Hired | None:
         """Whoever may make samples; nobody where none was named."""

@@ -266,23 +266,23 @@ class _Forward(threading.Thread):
     def __init__(self, source: Iterator[Made], taken: deque[int], arrivals: Arrivals) -> None:
         super().__init__(name="upriver-here", daemon=True)
         self._source, self._taken, self._arrivals = source, taken, arrivals
-        self._expected = threading.Semaphore(0)
+        self._expected: SimpleQueue[None] = SimpleQueue()
         self._over = False
         self.start()
 
     def expect(self) -> None:
         """One more."""
-        self._expected.release()
+        self._expected.put(None)
 
     def halt(self) -> None:
         """No more; it ends by itself."""
         self._over = True
-        self._expected.release()
+        self._expected.put(None)
 
     def run(self) -> None:
         """Until it is over."""
         while True:
-            self._expected.acquire()
+            self._expected.get()
             while not self._over and (arrival := self._next()).number == IDLE.number:
                 pass
             if self._over:

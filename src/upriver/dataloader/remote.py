@@ -79,6 +79,7 @@ class Worker:
         proved: Whether it has made the canary.
         fails: How often in a row.
         rests_until: It is asked again then, by the monotonic clock.
+        failed: What it failed with last; empty where it has not since it made something.
         why_not: Why it is not asked any more; empty where it is.
     """
 
@@ -88,6 +89,7 @@ class Worker:
     proved: bool = False
     fails: int = 0
     rests_until: float = 0.0
+    failed: str = ""
     why_not: str = ""
     proving: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -278,6 +280,8 @@ class Workers:
         self._waiting: list[tuple[Task, Sequence[Any] | None]] = []
         self._lock, self._closed = lock, False
         self._answers: set[RunAnswer] = set()
+        self._at: dict[int, tuple[Worker, RunAnswer | None]] = {}
+        self._late: set[int] = set()
         self._under_way: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(
             max(most_slots, sum(worker.slots for worker in workers)), thread_name_prefix="upriver-worker"
@@ -309,6 +313,20 @@ class Workers:
             self._workers.extend(workers)
             self._canary = canary
             back = [] if self._closed else self._deal()
+        self._send_back(back)
+
+    def late(self, number: int) -> None:
+        """A task is done on the training node, as it was not answered: who has it rests, and is cut off."""
+        with self._lock:
+            self._waiting = [each for each in self._waiting if each[0].number != number]
+            worker, answer = self._at.get(number, (None, None))
+            if worker is not None:
+                self._late.add(number)
+                worker.fails, worker.failed = worker.fails + 1, "it does not answer"
+                worker.rests_until = self._now() + MOST_REST_S
+            back = self._deal()
+        if answer is not None:
+            answer.close()
         self._send_back(back)
 
     def close(self) -> None:
@@ -343,6 +361,7 @@ class Workers:
             worker = min(free, key=lambda each: self._under_way[each.url] / each.slots)
             self._under_way[worker.url] += 1
             task, raw = self._waiting.pop(0)
+            self._at[task.number] = worker, None
             self._threads.submit(self._ask, worker, task, raw)
         return []
 
@@ -359,19 +378,21 @@ class Workers:
 
     def _made(self, worker: Worker, task: Task, raw: Sequence[Any] | None) -> Any:
         request, sent = self._source.request(task, raw)
-        with worker.client.run(request, sent) as answer, self._open(answer):
+        with worker.client.run(request, sent) as answer, self._open(answer, task):
             answers = [batch for batch, _timings in answer]
         return self._source.value(task, answers)
 
     @contextmanager
-    def _open(self, answer: RunAnswer) -> Iterator[None]:
+    def _open(self, answer: RunAnswer, task: Task) -> Iterator[None]:
         """Whoever closes this closes the answer."""
         with self._lock:
             self._answers.add(answer)
-            closed = self._closed
+            if task.number in self._at:
+                self._at[task.number] = self._at[task.number][0], answer
+            closed = self._closed or task.number in self._late
         try:
             if closed:
-                raise AnswerClosed("the epoch is over")
+                raise AnswerClosed("nobody waits for it any more")
             yield
         finally:
             with self._lock:
@@ -394,7 +415,8 @@ class Workers:
     def _arrived(self, worker: Worker, task: Task, value: Any) -> None:
         with self._lock:
             self._under_way[worker.url] -= 1
-            worker.fails = 0
+            self._at.pop(task.number, None)
+            worker.fails, worker.failed = 0, ""
             back = self._deal()
         self._arrivals.put(Arrival(task.number, value, place=worker.url))
         self._send_back(back)
@@ -403,13 +425,16 @@ class Workers:
         """Somebody else makes it; where it is the dataset's own fault, that shows on the training node."""
         with self._lock:
             self._under_way[worker.url] -= 1
+            self._at.pop(task.number, None)
             if self._closed:
                 return
-            self._note(worker, error)
-            if not isinstance(error, CodeFailed):
-                self._waiting.insert(0, (task, raw))
+            late = task.number in self._late
+            if not late:
+                self._note(worker, error)
+                if not isinstance(error, CodeFailed):
+                    self._waiting.insert(0, (task, raw))
             back = self._deal()
-        self._send_back([*back, task] if isinstance(error, CodeFailed) else back)
+        self._send_back([*back, task] if isinstance(error, CodeFailed) and not late else back)
 
     def _send_back(self, tasks: Sequence[Task]) -> None:
         """They are made on the training node."""
@@ -419,7 +444,7 @@ class Workers:
     def _note(self, worker: Worker, error: Exception) -> None:
         """What a failure says of a worker."""
         log.info("worker %s: %s", worker.url, error)
-        worker.fails += 1
+        worker.fails, worker.failed = worker.fails + 1, str(error) or type(error).__name__
         if isinstance(error, NEVER) or not isinstance(error, UpriverError):
             worker.why_not = str(error) or type(error).__name__
         elif isinstance(error, CodeFailed):

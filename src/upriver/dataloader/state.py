@@ -33,15 +33,17 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         numpy: `numpy.random.get_state`.
         shared: PyTorch's default generator, in hexadecimal digits.
         own: Those that the loader and its sampler were given, likewise.
+        starts: Whether a number is drawn for loader processes before: PyTorch does not where they persist.
     """
 
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[str, list[int], int, int, float]
     shared: str
     own: list[str]
+    starts: bool
 
     @classmethod
-    def now(cls, own: Sequence[torch.Generator]) -> Drawn:
+    def now(cls, own: Sequence[torch.Generator], *, starts: bool) -> Drawn:
         """As they stand."""
         name, keys, position, has_gauss, gauss = np.random.get_state()
         version, words, following = random.getstate()
@@ -50,6 +52,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             numpy=(str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)),
             shared=_hex(torch.default_generator),
             own=[_hex(each) for each in own],
+            starts=starts,
         )
 
     @contextmanager
