@@ -210,9 +210,11 @@ def test_it_grows_while_training_goes_on(fleets: list[LocalFleet], reference: li
             if number == len(epoch) - 2 and loader._growth is not None and loader._growth.why:
                 until(lambda: len(servers(fleets[0])) == 2)
         assert same(found, epoch), f"{loader.report}"
-        if loader.report.made.keys() - {"here"} == {server.url for server in servers(fleets[0])}:
+        assert loader._hired is not None
+        if loader._hired.count == 2:
             break
-    assert len(loader.report.made.keys() - {"here"}) == 2
+    assert loader._hired is not None and loader._hired.count == len(servers(fleets[0])) == 2
+    assert loader.report.made.keys() - {"here"} <= {server.url for server in servers(fleets[0])}
     assert "2 of at most 2 workers" in loader.why
     started = servers(fleets[0])
     fleets.clear()
