@@ -76,7 +76,7 @@ def test_what_is_drawn_belongs_to_the_sample(dataset: Any) -> None:
         {"num_workers": 2, "prefetch_factor": 7},
     ):
         assert same(made(**arguments), inline), arguments
-    # Where processes persist PyTorch draws nothing for them, so that the order of the second epoch is another.
+    # Where processes persist PyTorch draws nothing for them: the order of the second epoch is another.
     persistent = made(num_workers=2, persistent_workers=True)
     assert same(persistent[0], inline[0]) and not same(persistent[1], inline[1])
     assert not same(inline[0], inline[1])
