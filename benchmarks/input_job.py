@@ -30,7 +30,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import default_collate
+from torch.utils.data import RandomSampler, default_collate
 
 import upriver
 from input_model import Consumer, train
@@ -153,8 +153,8 @@ class Trainer:
             num_workers = int(rest[0])
         options: dict[str, Any] = {
             "batch_size": self._spec["batch_size"],
-            "shuffle": True,
-            "generator": generator,
+            # Not the loader's generator: from that PyTorch draws once more where processes are started.
+            "sampler": RandomSampler(range(self._spec["samples"]), generator=generator),
             "num_workers": num_workers,
             "persistent_workers": num_workers > 0,
         }
