@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
+from itertools import pairwise
 
 from upriver.client.fleet import Fleet, Provider, Serves
 from upriver.client.transport import ServerClient
@@ -56,7 +57,7 @@ class Hired:
         self.joined = 0
         """Workers that have been started so far, and taken in."""
         self._at_work = weakref.WeakSet[Workers]()
-        self._lock = threading.RLock()  # an epoch that is dropped is closed in whatever thread sees that
+        self._lock = threading.Lock()
         self.form = ""
         """Of a sample, and what collates it; known once one was made."""
         closed_with(self, partial(_close, self._workers))
@@ -90,8 +91,7 @@ class Hired:
         source = self._maker.source
         found = ["p1"] if len(source.stages) > 1 else []
         if isinstance(source, Declared):
-            stops = source.positions[2:]
-            crossing = [self._bytes_at(stop) for stop in stops]
+            stops, crossing = source.positions[2:], self._crossing()[1:]
             found += [
                 name_of_stretch(source.positions[0], stop, source.positions, source.stages)
                 for at, stop in enumerate(stops[:-1])
@@ -99,10 +99,14 @@ class Hired:
             ]
         return (*found, "p2", "p3") if self._asked.joins else (*found, "p2")
 
-    def _bytes_at(self, stop: int) -> int:
+    def _crossing(self) -> list[int]:
+        """Bytes of a sample at each position but the first; each stage runs once."""
+        task, rows, found = self._first(0), None, list[int]()
         with apart():
-            made = self._maker.make(self._first(0)._replace(stop=stop))
-        return num_bytes(made)
+            for start, stop in pairwise(self._maker.source.positions):
+                rows = self._maker.make(task._replace(start=start, stop=stop, given=rows))
+                found.append(num_bytes(rows))
+        return found
 
     @property
     def why_not(self) -> Mapping[str, str]:

@@ -274,7 +274,6 @@ class DataLoader(TorchLoader[Any]):
 
     def _state(self) -> State:
         place = self._place
-        stands = place is not None and not place.over
         sampler_epoch = getattr(self._sampler, "epoch", None) if hasattr(self._sampler, "set_epoch") else None
         state = State(
             epoch=self.epoch,
@@ -285,7 +284,7 @@ class DataLoader(TorchLoader[Any]):
             sampler_epoch=sampler_epoch,
             drawn=None,
         )
-        if place is not None and stands:
+        if place is not None and not place.over:
             return msgspec.structs.replace(state, epoch=place.epoch, batches=place.batches, drawn=place.drawn)
         goes_on = self._goes_on
         if goes_on is not None and goes_on.epoch == self.epoch:

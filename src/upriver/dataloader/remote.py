@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -258,7 +258,7 @@ class Workers:
         source: What they are asked for.
         arrivals: Where what they make comes.
         canary: What each must make first; None where all have.
-        lock: Of the workers, who may be asked for several epochs at once; re-entrant.
+        lock: Of the workers, who may be asked for several epochs at once.
         most_slots: Tasks that can be under way at once when all are there that may be added.
         owner: Lives as long as this does.
     """
@@ -270,7 +270,7 @@ class Workers:
         arrivals: Arrivals,
         *,
         canary: Canary | None,
-        lock: AbstractContextManager[Any],
+        lock: threading.Lock,
         most_slots: int = 0,
         owner: object = None,
         now: Callable[[], float] = time.monotonic,
@@ -446,9 +446,9 @@ class Workers:
         log.info("worker %s: %s", worker.url, error)
         worker.fails, worker.failed = worker.fails + 1, str(error) or type(error).__name__
         if isinstance(error, NEVER) or not isinstance(error, UpriverError):
-            worker.why_not = str(error) or type(error).__name__
+            worker.why_not = worker.failed
         elif isinstance(error, CodeFailed):
-            worker.why_not = str(error) if worker.fails >= MOST_CODE_FAILS else ""
+            worker.why_not = worker.failed if worker.fails >= MOST_CODE_FAILS else ""
         else:
             rest_s = min(MOST_REST_S, REST_S * 2 ** (worker.fails - 1))
             told_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
