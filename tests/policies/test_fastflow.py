@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from upriver.errors import ConfigError
@@ -136,6 +136,7 @@ def test_the_algorithm_line_by_line(gthp, lthp, pcycle, pairs):
 
 
 @given(positive, positive, positive, some)
+@example(3.0, 2.0, 1.0, [(5e-324, 0.0)])  # whose share of the samples is less than a float can say
 def test_what_is_decided_is_sound(gthp, lthp, pcycle, pairs):
     given = metrics(
         *(candidate(f"c{n}", *pair) for n, pair in enumerate(pairs)), gthp=gthp, lthp=lthp, pcycle=pcycle

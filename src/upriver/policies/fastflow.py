@@ -38,14 +38,14 @@ def decide(metrics: Metrics) -> Offload:
         return nothing
     gthp, lthp = metrics.gthp, metrics.lthp
     best = max(metrics.candidates, key=lambda candidate: estimate(metrics, candidate))
-    if best.rthp == 0:
-        return here(f"{best.name} is the best of what could be offloaded and delivers nothing")
     upper, least = best.rthp, lower(metrics, best)
     if least < upper:
         ratio, rule = upper / gthp, "Upper / Gthp, as the offloaded part can make up for what is lacking"
     else:
         ratio, rule = upper / (lthp + upper), "Rthp / (Lthp + Rthp), as both sides together are too slow"
     ratio = min(1.0, ratio)
+    if ratio == 0:  # a throughput of zero, or one so small that the quotient is
+        return here(f"{best.name} is the best of what could be offloaded and delivers nothing")
     return Offload(
         offload=True,
         candidate=best.name,
