@@ -31,12 +31,12 @@ Departures
 from __future__ import annotations
 
 import math
+import struct
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise, repeat
 from operator import add, attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -76,7 +76,10 @@ class Ask:
         most: Most samples of a forward pass.
         sizes: The only batches that can be used, ascending; empty for every whole number.
         smallest: The least batch that can be used.
+        smallest_bytes: What the request takes at it, without its program.
         span: Samples by which the largest batch that can be used is larger.
+        packed: ``smallest``, ``bytes_per_sample`` and ``span`` as 64-bit numbers, in the machine's order: joined,
+            a thousand of them are an array.
     """
 
     key: Hashable
@@ -88,7 +91,9 @@ class Ask:
     most: int
     sizes: tuple[int, ...] = ()
     smallest: int = field(init=False, repr=False, compare=False)
+    smallest_bytes: int = field(init=False, repr=False, compare=False)
     span: int = field(init=False, repr=False, compare=False)
+    packed: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.fixed_bytes < 0 or self.program_bytes < 0 or self.bytes_per_sample < 1:
@@ -105,7 +110,11 @@ class Ask:
         if any(after <= before for before, after in pairwise(bounds)):
             raise ConfigError(f"sizes must ascend within {self.least}..{self.most}, got {self.sizes}")
         object.__setattr__(self, "smallest", self.sizes[0] if self.sizes else self.least)
+        smallest_bytes = self.fixed_bytes + self.smallest * self.bytes_per_sample
+        object.__setattr__(self, "smallest_bytes", smallest_bytes)
         object.__setattr__(self, "span", (self.sizes[-1] if self.sizes else self.most) - self.smallest)
+        per_sample = min(self.bytes_per_sample, MOST_BYTES + 1)  # more is never granted
+        object.__setattr__(self, "packed", struct.pack("=3q", self.smallest, per_sample, self.span))
 
     def near(self, batch: int) -> int:
         """The largest batch that can be used and is not above ``batch``, or the smallest one."""
@@ -151,7 +160,10 @@ def static(
     """
     asks = asks if most is None else asks[: max(0, most)]
     batches = [ask.near(batch) for ask in asks]
-    taken = _fitting(asks, batches, free_bytes, loaded)
+    nbytes = (
+        ask.fixed_bytes + batch * ask.bytes_per_sample for ask, batch in zip(asks, batches, strict=True)
+    )
+    taken = _fitting(asks, nbytes, free_bytes, loaded)
     return [Grant(ask.key, size, nbytes) for ask, size, nbytes in zip(asks, batches, taken, strict=False)]
 
 
@@ -174,15 +186,17 @@ def adaptive(
         most: Grants at most; no limit if None.
     """
     asks = asks if most is None else asks[: max(0, most)]
-    taken = _fitting(asks, map(_SMALLEST, asks), free_bytes, loaded)
+    taken = _fitting(asks, map(_SMALLEST_BYTES, asks), free_bytes, loaded)
     if not taken:
         return []
     asks = asks[: len(taken)]
-    smallest, per_sample = _numbers(_SMALLEST, asks), _numbers(_PER_SAMPLE, asks)
+    packed = np.frombuffer(b"".join(map(_PACKED, asks)), np.int64)
+    smallest, per_sample, span = np.ascontiguousarray(packed.reshape(-1, 3).T)
     room = min(free_bytes - sum(taken), MOST_BYTES)
-    more = _fill(asks, per_sample, room, sure=_bytes(smallest, per_sample))
+    more = _fill(asks, per_sample, span, room, sure=_bytes(smallest, per_sample))
     nbytes = map(add, taken, (more * per_sample).tolist())
-    return list(map(Grant, map(_KEY, asks), (smallest + more).tolist(), nbytes))
+    granted = zip(map(_KEY, asks), (smallest + more).tolist(), nbytes, strict=True)
+    return list(map(tuple.__new__, repeat(Grant), granted))  # half the time of Grant's own constructor
 
 
 POLICIES: Mapping[str, Policy] = {"static": static, "adaptive": adaptive}
@@ -190,31 +204,22 @@ POLICIES: Mapping[str, Policy] = {"static": static, "adaptive": adaptive}
 
 
 _KEY = attrgetter("key")
-_SMALLEST = attrgetter("smallest")
-_SPAN = attrgetter("span")
-_PER_SAMPLE = attrgetter("bytes_per_sample")
+_PROGRAM = attrgetter("program")
+_SMALLEST_BYTES = attrgetter("smallest_bytes")
+_PACKED = attrgetter("packed")
 _SIZES = attrgetter("sizes")
 
 
-def _numbers(attribute: attrgetter[Any], asks: Sequence[Ask]) -> Numbers:
-    return np.fromiter(map(attribute, asks), np.int64, len(asks))
-
-
 def _fitting(
-    asks: Sequence[Ask], batches: Iterable[int], free_bytes: int, loaded: AbstractSet[Hashable]
+    asks: Sequence[Ask], nbytes: Iterable[int], free_bytes: int, loaded: AbstractSet[Hashable]
 ) -> list[int]:
     """What each takes, of the first ones that fit together; a program counts where it is first named."""
-    there: set[Hashable | None] = {None, *loaded}
-    taken = []
-    for ask, batch in zip(asks, batches, strict=True):
-        nbytes = ask.fixed_bytes + batch * ask.bytes_per_sample
-        if ask.program not in there:
-            there.add(ask.program)
-            nbytes += ask.program_bytes
-        free_bytes -= nbytes
-        if free_bytes < 0:
-            break
-        taken.append(nbytes)
+    taken = list(nbytes)
+    named = list(map(_PROGRAM, asks))
+    first = dict(zip(reversed(named), reversed(range(len(named))), strict=True))
+    for program in first.keys() - loaded - {None}:
+        taken[first[program]] += asks[first[program]].program_bytes
+    del taken[bisect_right(list(accumulate(taken)), free_bytes) :]
     return taken
 
 
@@ -247,7 +252,7 @@ class _Choices(NamedTuple):
         return _Choices(*(array[chosen] for array in self))
 
 
-def _fill(asks: Sequence[Ask], per_sample: Numbers, room: int, *, sure: int) -> Numbers:
+def _fill(asks: Sequence[Ask], per_sample: Numbers, span: Numbers, room: int, *, sure: int) -> Numbers:
     """Samples beyond its smallest batch for each ask, such that their bytes come close to ``room``.
 
     That is a subset-sum problem with a choice of sizes: NP-hard, and easy to within a hundredth. Let ``opt``
@@ -264,10 +269,11 @@ def _fill(asks: Sequence[Ask], per_sample: Numbers, room: int, *, sure: int) -> 
     Args:
         asks: At least one.
         per_sample: Bytes of a sample of each.
+        span: Samples that each may take beyond its smallest batch.
         room: Bytes.
         sure: Bytes of the samples that are granted in any case.
     """
-    choices = _choices(asks, per_sample, room)
+    choices = _choices(asks, per_sample, span, room)
     taken = _greedy(asks, choices, room)
     had = _bytes(taken, choices.per_sample)
     slack = int(WITHIN * (sure + had))
@@ -283,13 +289,13 @@ def _fill(asks: Sequence[Ask], per_sample: Numbers, room: int, *, sure: int) -> 
     return more
 
 
-def _choices(asks: Sequence[Ask], per_sample: Numbers, room: int) -> _Choices:
+def _choices(asks: Sequence[Ask], per_sample: Numbers, span: Numbers, room: int) -> _Choices:
     """The coarsest first, the oldest first among equals; without those that cannot take more."""
     alone = room // per_sample
-    span = np.minimum(_numbers(_SPAN, asks), alone)
+    span = np.minimum(span, alone)
     first = np.minimum(span, 1)
     gap, unit, kind = first.copy(), first.copy(), np.zeros(len(asks), np.int64)
-    for number, (sizes, members) in enumerate(_by_sizes(asks).items(), start=1):
+    for number, (sizes, members) in enumerate(_by_sizes(asks), start=1):
         offsets = np.array(sizes, np.int64) - sizes[0]
         steps = np.diff(offsets, prepend=0)
         last = np.searchsorted(offsets, alone[members], side="right") - 1
@@ -303,13 +309,17 @@ def _choices(asks: Sequence[Ask], per_sample: Numbers, room: int) -> _Choices:
     return _Choices(np.arange(len(asks)), per_sample, span, first, gap, unit, kind).of(order)
 
 
-def _by_sizes(asks: Sequence[Ask]) -> dict[tuple[int, ...], list[int]]:
+def _by_sizes(asks: Sequence[Ask]) -> Iterator[tuple[tuple[int, ...], Numbers]]:
     """Which asks have which list of sizes; those that may use every whole number are left out."""
-    members: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index, sizes in enumerate(map(_SIZES, asks)):
+    every = list(map(_SIZES, asks))
+    lists = list(dict.fromkeys(every))
+    numbered = dict(zip(lists, range(len(lists)), strict=True))
+    number = np.fromiter(map(numbered.__getitem__, every), np.int64, len(asks))
+    together = np.argsort(number, kind="stable")
+    ends = np.cumsum(np.bincount(number, minlength=len(lists)))
+    for sizes, members in zip(lists, np.split(together, ends[:-1]), strict=True):
         if sizes:
-            members[sizes].append(index)
-    return members
+            yield sizes, members
 
 
 def _greedy(asks: Sequence[Ask], choices: _Choices, room: int) -> Numbers:
