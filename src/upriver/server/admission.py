@@ -33,10 +33,11 @@ from __future__ import annotations
 import math
 import struct
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, count, pairwise, repeat
 from operator import add, attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -78,8 +79,8 @@ class Ask:
         smallest: The least batch that can be used.
         smallest_bytes: What the request takes at it, without its program.
         span: Samples by which the largest batch that can be used is larger.
-        packed: ``smallest``, ``bytes_per_sample`` and ``span`` as 64-bit numbers, in the machine's order: joined,
-            a thousand of them are an array.
+        packed: ``smallest``, ``bytes_per_sample`` and ``span`` as 64-bit numbers in the machine's order:
+            joined, a thousand of them are an array.
     """
 
     key: Hashable
@@ -311,13 +312,11 @@ def _choices(asks: Sequence[Ask], per_sample: Numbers, span: Numbers, room: int)
 
 def _by_sizes(asks: Sequence[Ask]) -> Iterator[tuple[tuple[int, ...], Numbers]]:
     """Which asks have which list of sizes; those that may use every whole number are left out."""
-    every = list(map(_SIZES, asks))
-    lists = list(dict.fromkeys(every))
-    numbered = dict(zip(lists, range(len(lists)), strict=True))
-    number = np.fromiter(map(numbered.__getitem__, every), np.int64, len(asks))
+    numbered: defaultdict[tuple[int, ...], int] = defaultdict(count().__next__)
+    number = np.fromiter(map(numbered.__getitem__, map(_SIZES, asks)), np.int64, len(asks))
     together = np.argsort(number, kind="stable")
-    ends = np.cumsum(np.bincount(number, minlength=len(lists)))
-    for sizes, members in zip(lists, np.split(together, ends[:-1]), strict=True):
+    ends = np.cumsum(np.bincount(number))
+    for sizes, members in zip(numbered, np.split(together, ends[:-1]), strict=True):
         if sizes:
             yield sizes, members
 
