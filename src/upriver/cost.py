@@ -1,4 +1,4 @@
-"""What a plan would cost: pure, and the only place that adds times up.
+"""What a plan would cost: pure, and with `upriver.latency` the only place that adds times up.
 
 An epoch is a pipeline of three resources: the storage tier, the link, the compute tier. Each is busy for the
 sum of its own phases, all work at once, so with ``stream="micro_batch"`` the epoch takes as long as the
@@ -311,14 +311,14 @@ class CostModel:
             storage_parallel=_rate(storage, "read") * profile.input.stored_bytes
             + _rate(storage, "move") * np.where(into_model, tensor + sent, 0.0)
             + _rate(storage, "encode") * np.where(splits, sent, 0.0)
-            + storage.load * _before(storage_cpu),
-            storage_forward=storage.load * _before(storage_main),
+            + storage.load * before(storage_cpu),
+            storage_forward=storage.load * before(storage_main),
             model_load=np.where(into_model, loading, 0.0),
             network=sent / self.cluster.link.bandwidth_bytes_per_s,
             compute_receive=_rate(compute, "decode") * sent
             + _rate(compute, "move") * np.where(into_model, sent, tensor),
-            compute_forward=_after(compute_main),
-            compute_cpu=_after(compute_cpu),
+            compute_forward=after(compute_main),
+            compute_cpu=after(compute_cpu),
         )
 
     @cached_property
@@ -390,8 +390,8 @@ class CostModel:
         trained = tail.param_bytes + tail.peak_bytes * self.workload.batch_size
         pushed, kept = np.append(0.0, most(peaks)), np.append(most(peaks[::-1])[::-1], 0.0)
         return {
-            Tier.STORAGE: _before(params) + pushed * self.cluster.storage.micro_batch,
-            Tier.COMPUTE: _after(params) + kept * self._compute_at_once + trained,
+            Tier.STORAGE: before(params) + pushed * self.cluster.storage.micro_batch,
+            Tier.COMPUTE: after(params) + kept * self._compute_at_once + trained,
         }
 
     @cached_property
@@ -498,11 +498,11 @@ def _main_seconds(stage: StageProfile, tier: Tier) -> tuple[float, float]:
         raise ConfigError(f"stages[{stage.name}].seconds.{tier} is missing (known: {known})") from None
 
 
-def _before(spent: Array) -> Array:
+def before(spent: Array) -> Array:
     """What the stages before each cut add up to."""
     return np.append(0.0, np.cumsum(spent))
 
 
-def _after(spent: Array) -> Array:
+def after(spent: Array) -> Array:
     """What the stages after each cut add up to."""
     return np.append(np.cumsum(spent[::-1])[::-1], 0.0)

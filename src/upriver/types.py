@@ -319,10 +319,17 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Network path from the storage tier to the compute tier."""
+    """Network path between the storage tier and the compute tier.
+
+    Attributes:
+        bandwidth_bytes_per_s: In the direction in which samples go: to the compute tier in training, up from
+            a device that asks for an answer.
+        download_bytes_per_s: Down to such a device; None where an answer is free to fetch.
+    """
 
     bandwidth_bytes_per_s: Bandwidth
     rtt_s: Seconds = 0.0
+    download_bytes_per_s: Bandwidth | None = None
 
     def __post_init__(self) -> None:
         _check_numbers("link", self)
@@ -335,9 +342,10 @@ class StorageTier:
     Attributes:
         concurrency: Requests that run at once.
         load: Factor on compute seconds, 1.0 when idle.
-        seconds_per_byte: Phase (``read``, ``move``, ``encode``) to seconds per byte.
+        seconds_per_byte: Phase (``read``, ``move``, ``encode``, ``decode``) to seconds per byte.
         reuse_model: Whether a model stays loaded between requests.
         request_samples: Samples a request asks for (128: HAPI 2025, section 5.1).
+        wait_s: What a single request would wait there for others.
     """
 
     memory_bytes: Memory = math.inf
@@ -347,6 +355,7 @@ class StorageTier:
     seconds_per_byte: Mapping[str, Seconds] = field(default_factory=dict)
     reuse_model: bool = True
     request_samples: Count = 128
+    wait_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         _check_numbers("storage", self)
@@ -354,13 +363,13 @@ class StorageTier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeTier:
-    """The training node.
+    """The training node, or the device that asks for an answer.
 
     Attributes:
         micro_batch: Samples the frozen stages see at once here; None judges memory at the training batch, as
             the papers do.
         concurrency: Micro-batches whose input stages run at once, each on a core.
-        seconds_per_byte: Phase (``decode``, ``move``) to seconds per byte.
+        seconds_per_byte: Phase (``decode``, ``move``, ``encode``) to seconds per byte.
     """
 
     memory_bytes: Memory = math.inf
@@ -426,9 +435,10 @@ class Route:
 
     @property
     def cut(self) -> int:
-        """The position at which samples leave the storage tier."""
+        """Where samples go from one tier to the other; their start where one has them all."""
         first = self.segments[0]
-        return first.stop if first.tier is Tier.STORAGE else first.start
+        alone = len(self.segments) == 1
+        return first.start if alone and first.tier is not Tier.STORAGE else first.stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -480,6 +490,7 @@ class Plan:
         predicted: Cost of the plan under the one cost model, None when infeasible.
         table: Every cut considered.
         why: A sentence or two that a person can check against the table.
+        unit: What its times are of: an ``epoch``, or one ``request``.
     """
 
     policy: str
@@ -488,6 +499,7 @@ class Plan:
     predicted: Cost | None
     table: Sequence[CutRow]
     why: str
+    unit: str = "epoch"
 
     @property
     def cut(self) -> int:
@@ -496,7 +508,8 @@ class Plan:
 
     def __str__(self) -> str:
         """The table of cuts, the chosen one marked ``>``, what does not fit, and why this cut won."""
-        header = ["", "cut", "after", "B/sample", "B/epoch", "storage s", "network s", "compute s", "epoch s"]
+        header = ["", "cut", "after", "B/sample", f"B/{self.unit}"]
+        header += ["storage s", "network s", "compute s", f"{self.unit} s"]
         table = aligned(header, [self._cells(row) for row in self.table], left=frozenset({0, 2}))
         misfits = [f"x cut {row.cut}: {row.why_not}" for row in self.table if not row.feasible]
         notes = "\n".join(wrapped(note) for note in (*misfits, f"{self.policy}: {self.why}"))

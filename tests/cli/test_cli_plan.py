@@ -22,12 +22,12 @@ from upriver.cli.checkpoint import save_tensors
 from upriver.cli.options import parse_sweep
 from upriver.cli.output import write_whole
 from upriver.errors import StoreError
-from upriver.policies import POLICIES
+from upriver.policies import POLICIES, REQUEST_POLICIES
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json
 from upriver.program import remember
 from upriver.report.plan import to_dict
 from upriver.text import parse_rate, rate_text
-from upriver.types import Cluster, ComputeTier, StorageTier, Workload
+from upriver.types import Cluster, ComputeTier, Link, StorageTier, Workload
 
 EPOCH = Workload(batch_size=1000, num_samples=10_000)
 ROWS = {"cut", "feasible", "why_not", "bytes", "storage_s", "network_s", "compute_s", "epoch_s"}
@@ -97,6 +97,60 @@ def test_all_policies_answer_under_their_names(files: Files, run: Run) -> None:
         assert plan == json.loads(run(*files, "--policy", policy, "--json")[1])
 
 
+@pytest.mark.parametrize("policy", REQUEST_POLICIES)
+def test_a_policy_for_one_request_answers_the_document_of_its_plan(
+    policy: str, files: Files, run: Run
+) -> None:
+    status, out, err = run(*files, "--policy", policy, "--json")
+    document = json.loads(out)
+    assert (status, err) == (0, "")
+    question = (profile_from_json(Path(files[1]).read_text()), cluster_from_json(Path(files[3]).read_text()))
+    assert document == json.loads(json.dumps(to_dict(REQUEST_POLICIES[policy](*question, EPOCH))))
+    assert list(document) == ["policy", "feasible", "cut", "shares", "routes", "predicted", "table"]
+    assert [set(row) for row in document["table"]] == [ROWS] * 22, "also behind the freeze point"
+
+
+def test_a_request_by_files_alone(tmp_path: Path, run: Run) -> None:
+    """A slow link keeps the work on the device, a fast one sends the input, a busy server sends it back."""
+    link = {"bandwidth_bytes_per_s": 1.25e8, "rtt_s": 0.0, "download_bytes_per_s": 1e6}
+    machines = {"schema": "upriver.cluster/1", "link": link, "compute": {"memory_bytes": None}}
+    machines["compute"]["seconds_per_byte"] = {"decode": 0.0, "encode": 1e-9}
+    storage = {"memory_bytes": None, "concurrency": 1, "micro_batch": 16, "load": 1.0, "wait_s": 0.001}
+    machines["storage"] = {**storage, "seconds_per_byte": {"encode": 0.0, "decode": 1e-9}}
+    arguments = written(tmp_path, cluster())
+    (tmp_path / "p.json").write_text(profile_to_json(alexnet(storage_s=1e-3, compute_s=40e-3)))
+
+    def segments(policy: str, rate: float, load: float) -> list[tuple[str, int, int]]:
+        machines["link"] = {**link, "bandwidth_bytes_per_s": rate}
+        machines["storage"]["load"] = load
+        (tmp_path / "c.json").write_text(json.dumps(machines))
+        status, out, _ = run(*arguments, "--policy", policy, "--json")
+        assert status == 0
+        (route,) = json.loads(out)["routes"]
+        return [(each["tier"], each["start"], each["stop"]) for each in route["segments"]]
+
+    for policy in REQUEST_POLICIES:
+        assert segments(policy, 1e3, 1) == [("compute", 0, 21)]
+        assert segments(policy, 1e9, 1) == [("storage", 0, 21)]
+        assert segments(policy, 1e9, 100) == [("compute", 0, 21)]
+        assert segments(policy, 125e3, 1) == [("compute", 0, 16), ("storage", 16, 21)]
+
+
+def test_people_are_told_of_a_request(files: Files, run: Run, tmp_path: Path) -> None:
+    picture, page = tmp_path / "cuts.png", tmp_path / "page.html"
+    sweep = ("--sweep", "bandwidth=1Mbit..1Gbit", "--plot", str(picture), "--html", str(page))
+    status, out, err = run(*files, "--policy", "inference", *sweep)
+    assert status == 0 and "written" in err
+    assert "request s" in out and "answers are free to fetch" in out and "epoch s" not in out
+    assert "all on the server" in out or "the device alone" in out
+    assert picture.stat().st_size > 10_000 and page.stat().st_size > 10_000
+
+
+def test_a_model_alone_is_no_device_and_server(run: Run) -> None:
+    said = refused(run, "--model", "torchvision:alexnet", "--bandwidth", "1Mbit", "--policy", "loadpart")
+    assert "loadpart plans from files: --profile P.json" in said
+
+
 def test_a_choice_that_does_not_fit_is_printed_and_is_no_success(tmp_path: Path, run: Run) -> None:
     files = written(tmp_path, no_memory())
     for policy in POLICIES:
@@ -131,7 +185,7 @@ def test_people_get_the_table_and_the_reasons(files: Files, run: Run) -> None:
     for name in POLICIES:
         assert f"{name}: " in out
     assert "1 Gbit/s" in out and "602 kB each as stored" in out
-    assert "chosen cut" in out and "predicted seconds of an epoch" in out
+    assert "chosen cut" in out and "predicted seconds of one epoch" in out
     assert max(map(len, out.splitlines())) <= 130
 
 
@@ -326,10 +380,15 @@ def whole(folder: Path) -> Files:
             concurrency=4,
             reuse_model=False,
             request_samples=64,
-            seconds_per_byte={"read": 1e-9, "move": 2e-9, "encode": 3e-9},
+            wait_s=0.01,
+            seconds_per_byte={"read": 1e-9, "move": 2e-9, "encode": 3e-9, "decode": 1e-9},
         ),
+        link=Link(bandwidth_bytes_per_s=125e6, rtt_s=0.001, download_bytes_per_s=1e6),
         compute=ComputeTier(
-            memory_bytes=1e9, micro_batch=8, concurrency=2, seconds_per_byte={"decode": 1e-9, "move": 1e-9}
+            memory_bytes=1e9,
+            micro_batch=8,
+            concurrency=2,
+            seconds_per_byte={"decode": 1e-9, "move": 1e-9, "encode": 1e-9},
         ),
     )
     (folder / "p.json").write_text(profile_to_json(profile))
@@ -366,8 +425,13 @@ def test_an_absurd_number_is_refused_wherever_it_stands(index: int, tmp_path: Pa
     files = whole(tmp_path)
     path, original = Path(files[index]), json.loads(Path(files[index]).read_text())
     found = list(places(original))
-    assert len(found) == {1: 25, 3: 15}[index]
-    may_be_null = {("storage", "memory_bytes"), ("compute", "memory_bytes"), ("compute", "micro_batch")}
+    assert len(found) == {1: 25, 3: 19}[index]
+    may_be_null = {
+        ("storage", "memory_bytes"),
+        ("compute", "memory_bytes"),
+        ("compute", "micro_batch"),
+        ("link", "download_bytes_per_s"),
+    }
     for *parents, last in found:
         names = {str(part) for part in (*parents[-2:], last) if isinstance(part, str)}
         for text in ABSURD:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 
 class Noisy(Dataset[Any]):
@@ -127,3 +127,10 @@ class Images(Plain):
         top, left = torch.randint(3, (2,)).tolist()
         picture = pixels[:, top : top + 8, left : left + 8]
         return (picture.flip(2) if random.random() < 0.5 else picture) / 11 + torch.rand(1) / 10, index % 4
+
+
+class Stream(IterableDataset[Any]):
+    """Has no samples by index."""
+
+    def __iter__(self) -> Any:
+        return iter(())

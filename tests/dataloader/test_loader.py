@@ -191,6 +191,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     for arguments, says in (
         ({"dataset": Stream()}, "IterableDataset"),
         ({"dataset": {1, 2}}, "set has no samples by index"),
+        ({"dataset": Plain(), "timeout": 5}, "timeout is .* num_workers is 0; got 5"),
         ({"dataset": Plain(), "seed": -1}, "seed must be a whole number"),
         ({"dataset": Plain(), "seed": 1.5}, "got 1.5"),
         ({"dataset": Plain(), "seed": True}, "got True"),

@@ -40,6 +40,7 @@ def test_a_dataset_by_name_is_that_dataset() -> None:
         ("a b:c", "package.module:callable"),
         ("os:name", "is a str, and must be callable"),
         ("builtins:int", "int has no samples by index"),
+        ("tests.dataloader.datasets:Stream", "Stream has no samples by index"),
         (5, "package.module:callable, got 5"),
         ("x\x1b:y", "package.module:callable"),
     ],

@@ -201,6 +201,7 @@ def test_what_a_sample_raises_counts_as_its_batch() -> None:
         ({"seed": 4}, "seed is 4, and here 3"),
         ({"samples": 31}, "samples is 31"),
         ({"batch_size": 5}, "batch_size is 5"),
+        ({"drop_last": True}, "drop_last is True, and here False"),
         ({"sampler_epoch": 1}, "set_epoch"),
         ({"schema": "upriver.loader-state/2"}, "not a state"),
         ({"epoch": -1}, "not a state"),

@@ -254,6 +254,22 @@ def test_no_thread_or_process_outlives_a_loader(workers: list[EmbeddedServer]) -
     assert not {thread.name for thread in threading.enumerate()} - before
 
 
+def test_samples_by_numbers_that_cannot_be_sent_are_made_here(workers: list[EmbeddedServer]) -> None:
+    arguments: dict[str, Any] = {"batch_size": 3, "seed": 3, "sampler": [5, -1, 4, 2, -60, 0, 3, 1]}
+    here = list(DataLoader(named(), **arguments))
+    loader = DataLoader(named(), workers=urls(workers), offload="always", **arguments)
+    assert same(list(loader), here)
+    assert loader.report.made.get("here") == 6 and not loader.report.why_not
+
+
+def test_why_samples_are_made_where_they_are(workers: list[EmbeddedServer]) -> None:
+    assert DataLoader(named()).why == "no workers were named"
+    assert "'never'" in DataLoader(named(), workers=urls(workers), offload="never").why
+    forced = Offloading(candidate="p2", ratio=0.3)
+    assert "ratio=0.3" in DataLoader(named(), workers=urls(workers), offload=forced).why
+    assert "not decided yet" in DataLoader(named(), workers=urls(workers)).why
+
+
 def test_what_cannot_be_is_refused_by_name() -> None:
     for arguments, says in (
         ({"dataset": named().dataset, "workers": ["http://w:1"]}, "upriver.dataset"),
@@ -264,6 +280,10 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         ({"dataset": named(), "policy": "hapi"}, "policy must be one of fastflow, upriver, got 'hapi'"),
         ({"dataset": named(), "policy": ["upriver"]}, "policy must be one of fastflow, upriver"),
         ({"dataset": named(), "workers": -1}, "workers"),
+        ({"dataset": named(), "workers": ""}, "workers must be a list of addresses .* got ''"),
+        ({"dataset": named(), "workers": "http://w:1"}, "workers must be a list of addresses"),
+        ({"dataset": named(), "workers": None}, "got None"),
+        ({"dataset": named(), "workers": 2.5}, "got 2.5"),
         ({"dataset": named(), "workers": True}, "workers"),
     ):
         with pytest.raises(ConfigError, match=says):

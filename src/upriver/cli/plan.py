@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,6 +108,9 @@ def plan(
 ) -> int:
     """Say where each policy would cut a model, what an epoch would take, and why.
 
+    loadpart and inference say it of one request of a device instead, which is the compute tier then: it runs
+    what is before the cut, and the storage tier, its seconds times load, the rest.
+
     Plans from a profile and a cluster file, with no model and no hardware; or from a model, whose stages are
     measured on this machine. The storage tier is taken as equal to it, or, with a cluster file, as fast at
     the stages and all else as the file says.
@@ -153,6 +156,8 @@ def plan(
     )
     policies = _policies(policy)
     source.check()
+    if model is not None and _of_request(policies):
+        raise ConfigError(f"policy {policy} plans from files: --profile P.json and --cluster C.json")
     rates = () if sweep is None else parse_sweep(sweep)
     for name, value in (("batch_size", batch_size), ("num_samples", num_samples)):
         if not 1 <= value <= MOST_SAMPLES:
@@ -255,15 +260,23 @@ class Source:
 
 
 def _policies(name: str) -> Mapping[str, Policy]:
-    from upriver.policies import POLICIES
+    """Those to ask; all of them are those for training, since a request is another question."""
+    from upriver.policies import POLICIES, REQUEST_POLICIES
 
     if name == ALL:
         return POLICIES
     if name == "fastflow":
         raise ConfigError("policy fastflow goes by measurements of an input pipeline: --metrics M.json")
-    if name not in POLICIES:
-        raise ConfigError(f"--policy must be one of {', '.join(POLICIES)} or {ALL}, got {name!r}")
-    return {name: POLICIES[name]}
+    every = {**POLICIES, **REQUEST_POLICIES}
+    if name not in every:
+        raise ConfigError(f"--policy must be one of {', '.join(every)} or {ALL}, got {name!r}")
+    return {name: every[name]}
+
+
+def _of_request(policies: Iterable[str]) -> bool:
+    from upriver.policies import REQUEST_POLICIES
+
+    return any(name in REQUEST_POLICIES for name in policies)
 
 
 # ----------------------------------------------------------------------------------------- the answer
@@ -290,20 +303,25 @@ def _answer(policies: Mapping[str, Policy], question: Question, rates: Sequence[
     from upriver.report.sweep import sweep_bandwidth
 
     profile, cluster, workload = question.profile, question.cluster, question.workload
-    question.check_finite()
+    of_request = _of_request(policies)
+    question.check_finite(of_request=of_request)
     if rates:
-        question.at(min(rates)).check_finite()
+        question.at(min(rates)).check_finite(of_request=of_request)
     return Answer(
         plans={name: policy(profile, cluster, workload) for name, policy in policies.items()},
         points=sweep_bandwidth(policies, rates, profile, cluster, workload),
     )
 
 
+def _facts(question: Question, answer: Answer) -> dict[str, str]:
+    return question.request_facts() if _of_request(answer.plans) else question.facts()
+
+
 def _tell(question: Question, answer: Answer, policy: str, *, as_json: bool) -> None:
     from upriver.cli.plan_text import print_plans, print_sweep
 
     def text() -> None:
-        print_plans(question.facts(), question.notes, answer.plans)
+        print_plans(_facts(question, answer), question.notes, answer.plans)
         if answer.points:
             print_sweep(answer.points)
 
@@ -377,7 +395,7 @@ class Outputs:
             page = render_html(
                 answer.plans,
                 title=title,
-                facts=question.facts(),
+                facts=_facts(question, answer),
                 notes=question.notes,
                 points=answer.points,
             )

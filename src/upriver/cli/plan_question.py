@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,10 +12,11 @@ import numpy as np
 
 from upriver.cost import CostModel
 from upriver.errors import ConfigError
+from upriver.latency import LatencyModel
 from upriver.profile import cluster_from_json, metrics_from_json, profile_from_json
 from upriver.profile.metrics import Candidate, Metrics
 from upriver.text import bytes_text, printable, rate_text
-from upriver.types import Cluster, Profile, StageProfile, Workload
+from upriver.types import Cluster, CutRow, Profile, StageProfile, Workload
 
 _Noun = TypeVar("_Noun")
 
@@ -41,20 +42,43 @@ class Question:
         link = replace(self.cluster.link, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
         return replace(self, cluster=replace(self.cluster, link=link))
 
-    def check_finite(self) -> None:
+    def check_finite(self, *, of_request: bool = False) -> None:
         """Numbers that are each allowed can still multiply to more than a number can hold.
+
+        Args:
+            of_request: Whether one request is planned for, and not an epoch.
 
         Raises:
             ConfigError: If they do, at some cut.
         """
         with np.errstate(all="ignore"):
-            rows = CostModel(self.profile, self.cluster, self.workload).table()
-            for row in rows:
+            for row in self._rows(of_request):
                 if not all(map(math.isfinite, astuple(row.cost))):
                     raise ConfigError(
                         f"the predicted times of cut {row.cut} are more than a number can hold; look at the "
                         "profile's seconds and bytes, the cluster's rates and the number of samples"
                     )
+
+    def _rows(self, of_request: bool) -> Sequence[CutRow]:
+        if not of_request:
+            return CostModel(self.profile, self.cluster, self.workload).table()
+        model = LatencyModel(self.profile, self.cluster)
+        return model.table(model.request_s)
+
+    def request_facts(self) -> dict[str, str]:
+        """What counts for one request in a few lines for people, by name."""
+        profile, server, link = self.profile, self.cluster.storage, self.cluster.link
+        down = link.download_bytes_per_s
+        answer = "answers are free to fetch" if down is None else f"{rate_text(down)} down"
+        return {
+            "model": f"{profile.model}: {len(profile.stages)} stages",
+            "input": bytes_text(profile.input.stored_bytes),
+            "link": f"{rate_text(link.bandwidth_bytes_per_s)} up, {answer}, "
+            f"round trip {1e3 * link.rtt_s:g} ms",
+            "server": f"{_memory(server.memory_bytes)}, load {server.load:g}, "
+            f"{1e3 * server.wait_s:g} ms until a request runs",
+            "device": _memory(self.cluster.compute.memory_bytes),
+        }
 
     def facts(self) -> dict[str, str]:
         """All of it in a few lines for people, by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from upriver.cli.common import print_fields, print_table
-from upriver.report.choices import choice_text, fastest
+from upriver.report.choices import choice_text, fastest, unit_of
 from upriver.report.sweep import SweepPoint, choices_table, epochs_table
 from upriver.text import bytes_text, seconds_text, wrapped
 from upriver.types import Plan
@@ -27,9 +27,9 @@ def print_plans(facts: Mapping[str, str], notes: Sequence[str], plans: Mapping[s
 
 
 def print_sweep(points: Sequence[SweepPoint]) -> None:
-    """The choice of each policy at each bandwidth, and the epoch that follows from it."""
+    """The choice of each policy at each bandwidth, and the seconds that follow from it."""
     print("\nchosen cut (- where none fits)\n" + choices_table(points))
-    print("\npredicted seconds of an epoch\n" + epochs_table(points))
+    print(f"\npredicted seconds of one {unit_of(points[0].plans)}\n" + epochs_table(points))
 
 
 def _print_choices(plans: Mapping[str, Plan]) -> None:

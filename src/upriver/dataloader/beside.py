@@ -12,6 +12,7 @@ from upriver.client.embedded import EmbeddedServer
 from upriver.client.fleet import Fleet, Provider, Serves
 from upriver.errors import ConfigError, ServerUnavailable
 from upriver.profile.available import available_cpus
+from upriver.text import printable
 
 MOST = 64
 """For a try one or two do."""
@@ -64,12 +65,19 @@ def provider_of(workers: Sequence[str] | int | Provider, *, num_workers: int) ->
     Raises:
         ConfigError: If so many cannot be, or there is no CPU for one.
     """
-    if workers == "auto":
-        return beside_training(num_workers)
+    if isinstance(workers, Provider):
+        return workers
     if isinstance(workers, int):
         number = checks.whole("workers", workers, most=MOST)
         return LocalWorkers(number=number, most=number)
-    return workers if isinstance(workers, Provider) else None
+    if isinstance(workers, str) and workers == "auto":
+        return beside_training(num_workers)
+    if isinstance(workers, (str, bytes)) or not isinstance(workers, Sequence):
+        raise ConfigError(
+            "workers must be a list of addresses (http://HOST:PORT), how many to start here, 'auto', or what "
+            f"starts them (upriver.ray_workers), got {printable(repr(workers), 60)}"
+        )
+    return None
 
 
 class LocalFleet(Fleet):

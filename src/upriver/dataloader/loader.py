@@ -136,6 +136,10 @@ class DataLoader(TorchLoader[Any]):
     ) -> None:
         if isinstance(dataset, IterableDataset):
             raise ConfigError("dataset must be map-style: an IterableDataset has no samples by index")
+        if timeout and not num_workers:
+            raise ConfigError(
+                f"timeout is how long loader processes may take, and num_workers is 0; got {timeout!r}"
+            )
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -281,6 +285,7 @@ class DataLoader(TorchLoader[Any]):
             seed=self.seed,
             samples=len(self.dataset) if hasattr(self.dataset, "__len__") else None,
             batch_size=self.batch_size,
+            drop_last=self.drop_last,
             sampler_epoch=sampler_epoch,
             drawn=None,
         )
@@ -321,10 +326,14 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def why(self) -> str:
-        """Why ``offload="auto"`` decided and steers as it does; empty where it has not decided."""
+        """Why samples are made where they are: for ``offload="auto"`` what it found, once it has decided."""
+        if self._hired is None:
+            return "no workers were named"
+        if self._offload != "auto":
+            return f"offload={self._offload!r}, as the loader was told"
         offloaded = self._measured.decision.why if self._measured.decision is not None else ""
         number = self._growth.why if self._growth is not None else ""
-        return "; ".join(filter(None, (offloaded, number)))
+        return "; ".join(filter(None, (offloaded, number))) or "not decided yet: still measuring"
 
     @property
     def report(self) -> Report:

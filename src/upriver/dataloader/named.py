@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from upriver.errors import ConfigError
 from upriver.protocol import BY_DEFAULT
@@ -29,7 +29,7 @@ class NamedDataset(TorchDataset[Any]):
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self.name, self.arguments = name, arguments
         self.dataset = _found(name)(**arguments)
-        if not hasattr(self.dataset, "__getitem__"):
+        if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__"):
             kind = type(self.dataset).__name__
             raise ConfigError(f"{name} must make a map-style dataset; {kind} has no samples by index")
 

@@ -33,6 +33,7 @@ from upriver.errors import (
 from upriver.pipeline.mapstyle import DONE, RAW, START
 from upriver.profile.metrics_store import pipeline_key
 from upriver.protocol import BY_DEFAULT, DEFAULT_CAPS, CodeRef, Collate, DatasetRef, RunRequest
+from upriver.protocol.caps import MAX_INTEGER
 from upriver.protocol.tree import build, flatten, identical
 from upriver.types import MicroBatch
 
@@ -294,7 +295,7 @@ class Workers:
 
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
         """Have a task done; False where no worker is there, or indices are no numbers that can be sent."""
-        if task.indices != task.samples:
+        if task.indices != task.samples or not all(0 <= sample <= MAX_INTEGER for sample in task.samples):
             return False
         with self._lock:
             if self._closed or not any(self._may(worker) for worker in self._workers):

@@ -98,6 +98,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         seed: Of what is drawn for samples.
         samples: Of the dataset.
         batch_size: As the loader was told.
+        drop_last: As the loader was told; None in states that do not say.
         sampler_epoch: What the sampler was told by ``set_epoch``; None where it has none.
         drawn: None where no epoch has begun.
     """
@@ -108,6 +109,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seed: Count
     samples: Count | None
     batch_size: int | None
+    drop_last: bool | None = None
     sampler_epoch: int | None
     drawn: Drawn | None
 
@@ -133,6 +135,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             theirs, here = getattr(self, name), getattr(mine, name)
             if theirs != here:
                 raise ConfigError(f"the state is of another loader: its {name} is {theirs}, and here {here}")
+        if self.drop_last not in (None, mine.drop_last):
+            raise ConfigError(
+                f"the state is of another loader: its drop_last is {self.drop_last}, and here "
+                f"{mine.drop_last}"
+            )
         if (self.sampler_epoch is None) != (mine.sampler_epoch is None):
             raise ConfigError("the state is of another loader: only one of both has a sampler with set_epoch")
 

@@ -1,8 +1,9 @@
 """One algorithm per file, equal signatures; siblings never import each other.
 
 A policy is a pure function of (profile, cluster, workload) and always answers a plan; when what it would
-choose does not fit, the plan says so. `choose` is the border where that becomes an error. `fastflow` and
-`pipeline` go by what was measured of an input pipeline, and answer an `Offload`.
+choose does not fit, the plan says so. `choose` is the border where that becomes an error. `loadpart` and
+`inference` plan for one request of a device; `fastflow` and `pipeline` go by what was measured of an input
+pipeline, and answer an `Offload`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from upriver.policies import (
     freeze,
     hapi,
     hapi_bandwidth,
+    inference,
+    loadpart,
     neurosurgeon,
     nosplit,
     pipeline,
@@ -27,7 +30,16 @@ from upriver.policies._common import Policy
 from upriver.policies._offload import Offload, OffloadPolicy, stalls
 from upriver.types import Cluster, Plan, Profile, Workload
 
-__all__ = ["OFFLOAD_POLICIES", "POLICIES", "Offload", "OffloadPolicy", "Policy", "choose", "stalls"]
+__all__ = [
+    "OFFLOAD_POLICIES",
+    "POLICIES",
+    "REQUEST_POLICIES",
+    "Offload",
+    "OffloadPolicy",
+    "Policy",
+    "choose",
+    "stalls",
+]
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -41,7 +53,12 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "upriver": upriver.plan,
     }
 )
-"""Every policy by its name, the name of its module."""
+"""Those for an epoch of training by their names, the names of their modules."""
+
+REQUEST_POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {"loadpart": loadpart.plan, "inference": inference.plan}
+)
+"""Those for one request: the device is the compute tier, and any cut may be used."""
 
 OFFLOAD_POLICIES: Mapping[str, OffloadPolicy] = MappingProxyType(
     {
@@ -60,9 +77,10 @@ def choose(policy: str, profile: Profile, cluster: Cluster, workload: Workload) 
         NoFeasibleCut: If what the policy would choose does not fit; names the memory that is short and by how
             much.
     """
-    if policy not in POLICIES:
-        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-    plan = POLICIES[policy](profile, cluster, workload)
+    every = {**POLICIES, **REQUEST_POLICIES}
+    if policy not in every:
+        raise ConfigError(f"policy must be one of {', '.join(every)}, got {policy!r}")
+    plan = every[policy](profile, cluster, workload)
     if not plan.feasible:
         raise NoFeasibleCut(f"policy {policy}: {plan.why}")
     return plan

@@ -68,17 +68,20 @@ class _Profile(_Strict):
 class _Link(_Strict):
     bandwidth_bytes_per_s: float
     rtt_s: float
+    download_bytes_per_s: float | None = None
 
 
 class _StorageRates(_Strict):
     encode: float
     read: float = 0.0
     move: float = 0.0
+    decode: float = 0.0
 
 
 class _ComputeRates(_Strict):
     decode: float
     move: float = 0.0
+    encode: float = 0.0
 
 
 class _Storage(_Strict):
@@ -89,6 +92,7 @@ class _Storage(_Strict):
     seconds_per_byte: _StorageRates
     reuse_model: bool = True
     request_samples: int = 128
+    wait_s: float = 0.0
 
 
 class _Compute(_Strict):

@@ -49,6 +49,11 @@ def fastest(plans: Iterable[Plan]) -> Plan | None:
     return min(reversed(predicted), key=lambda item: item[0])[1] if predicted else None
 
 
+def unit_of(plans: Mapping[str, Plan]) -> str:
+    """What their times are of: an ``epoch``, or a ``request``."""
+    return next(iter(plans.values())).unit
+
+
 def table_of(plans: Mapping[str, Plan]) -> Sequence[CutRow]:
     """The table of cuts, which is the same for every policy that was asked the same question."""
     return next(iter(plans.values())).table

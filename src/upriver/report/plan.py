@@ -9,27 +9,29 @@ from upriver.types import CutRow, Plan, Route, Tier
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """The answer of ``upriver plan --json``: only JSON types, times for the whole epoch.
+    """The answer of ``upriver plan --json``: only JSON types, times for the whole epoch, or the request.
 
-    ``cut`` and ``shares`` are there when every route goes from the storage tier to the compute tier.
+    ``cut`` and ``shares`` are there when every route goes from the storage tier to the compute tier, or, in
+    a device's request, the other way.
     """
     answer: dict[str, Any] = {"policy": plan.policy, "feasible": plan.feasible}
-    if all(_storage_to_compute(route) for route in plan.routes):
+    if all(_with_one_cut(route) for route in plan.routes):
         answer["cut"] = plan.cut
         answer["shares"] = {str(route.cut): route.share for route in plan.routes}
-    answer["routes"] = [_route(route) for route in plan.routes]
+    answer["routes"] = [_route(route, empty=plan.unit == "epoch") for route in plan.routes]
     answer["predicted"] = None if plan.predicted is None else asdict(plan.predicted)
     answer["table"] = [_row(row) for row in plan.table]
     return answer
 
 
-def _storage_to_compute(route: Route) -> bool:
+def _with_one_cut(route: Route) -> bool:
     tiers = [segment.tier for segment in route.segments]
-    return tiers in ([Tier.COMPUTE], [Tier.STORAGE, Tier.COMPUTE])
+    return tiers in ([Tier.COMPUTE], [Tier.STORAGE, Tier.COMPUTE], [Tier.COMPUTE, Tier.STORAGE])
 
 
-def _route(route: Route) -> dict[str, Any]:
-    segments = [{"tier": str(s.tier), "start": s.start, "stop": s.stop} for s in route.segments]
+def _route(route: Route, *, empty: bool) -> dict[str, Any]:
+    run = [segment for segment in route.segments if empty or segment.start < segment.stop]
+    segments = [{"tier": str(s.tier), "start": s.start, "stop": s.stop} for s in run]
     return {"share": route.share, "segments": segments}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from upriver.report.choices import DOES_NOT_FIT, choice_text, fastest, marks, table_of
+from upriver.report.choices import DOES_NOT_FIT, choice_text, fastest, marks, table_of, unit_of
 from upriver.report.plan_plot import GREYS, TIERS
 from upriver.report.sweep import SweepPoint, epoch_text
 from upriver.report.sweep_svg import epochs_svg
@@ -62,21 +62,21 @@ def render_html(
         notes: What a reader must know of where the numbers come from.
         points: A sweep of the bandwidth.
     """
-    rows, marked = table_of(plans), marks(plans)
+    rows, marked, unit = table_of(plans), marks(plans), unit_of(plans)
     parts = [
         f"<h1>{escape(title)}</h1>",
         _facts(facts),
         *(f"<p>{escape(note)}</p>" for note in notes),
         "<h2>What each policy chose</h2>",
         _choices(plans),
-        *([f"<h2>Every cut</h2>{_key()}{_bars(rows, marked)}"] if rows else []),
+        *([f"<h2>Every cut</h2>{_key(unit)}{_bars(rows, marked)}"] if rows else []),
         "<h2>Why</h2>",
         *(
             f'<p class="why"><strong>{escape(name)}</strong>: {escape(plan.why)}</p>'
             for name, plan in plans.items()
         ),
         *([_sweep(points)] if points else []),
-        *([f"<h2>The numbers</h2>{_numbers(rows, marked)}"] if rows else []),
+        *([f"<h2>The numbers</h2>{_numbers(rows, marked, unit)}"] if rows else []),
     ]
     return _page(title, "\n".join(parts))
 
@@ -134,17 +134,19 @@ def _choices(plans: Mapping[str, Plan]) -> str:
         moved = bytes_text(cost.bytes) if cost else "-"
         kind = "chosen" if plan is best else "misfit" if cost is None else ""
         rows.append((kind, [name, choice_text(plan), *times, moved]))
-    header = ("policy", "cut", "epoch s", "storage s", "network s", "compute s", "bytes an epoch")
+    unit = unit_of(plans)
+    header = ("policy", "cut", f"{unit} s", "storage s", "network s", "compute s", f"bytes of one {unit}")
     return _table(header, rows, frozenset({0, 1}))
 
 
 # --------------------------------------------------------------------------------------------- cuts
 
 
-def _key() -> str:
+def _key(unit: str) -> str:
     colours = [(label, colour) for label, _, colour in TIERS] + [(DOES_NOT_FIT, GREYS[0])]
     spans = "".join(f'<span><i style="background:{colour}"></i>{label}</span>' for label, colour in colours)
-    text = "Predicted seconds for which each is busy, and at the right the epoch: the three work at once."
+    together = "work at once" if unit == "epoch" else "follow each other"
+    text = f"Predicted seconds for which each is busy, and at the right the {unit}: the three {together}."
     return f'<p class="key">{spans}<br>{text}</p>'
 
 
@@ -176,8 +178,8 @@ def _seconds(row: CutRow) -> list[float]:
     return [getattr(row.cost, field) for _, field, _ in TIERS]
 
 
-def _numbers(rows: Sequence[CutRow], marked: Mapping[int, Sequence[str]]) -> str:
-    header = ("cut", "after", "bytes a sample", "epoch s", "storage s", "network s", "compute s", "fits")
+def _numbers(rows: Sequence[CutRow], marked: Mapping[int, Sequence[str]], unit: str) -> str:
+    header = ("cut", "after", "bytes a sample", f"{unit} s", "storage s", "network s", "compute s", "fits")
     lines = [
         (
             "chosen" if row.cut in marked else "" if row.feasible else "misfit",
@@ -209,6 +211,6 @@ def _sweep(points: Sequence[SweepPoint]) -> str:
     choices = grid([choice_text(point.plans[name]) for name in names] for point in points)
     epochs = grid([epoch_text(point.plans[name]) for name in names] for point in points)
     return (
-        f"<h2>Predicted epoch over the bandwidth</h2>{epochs_svg(points)}{epochs}"
+        f"<h2>Predicted {unit_of(points[0].plans)} over the bandwidth</h2>{epochs_svg(points)}{epochs}"
         f"<h2>Chosen cut over the bandwidth</h2>{choices}"
     )

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from upriver.report.choices import marks, table_of
+from upriver.report.choices import marks, table_of, unit_of
 from upriver.report.sweep import SweepPoint
 from upriver.report.sweep_plot import draw_sweep
 from upriver.types import CutRow, Plan
@@ -58,18 +58,21 @@ def plot_plans(
         draw_sweep(points, *below)
     else:
         above = figure.subplots()
-    draw_cuts(above, rows, marks(plans))
+    draw_cuts(above, rows, marks(plans), unit=unit_of(plans))
     figure.suptitle(title, parse_math=False)
     return _encoded(figure, image_format)
 
 
-def draw_cuts(axes: Axes, rows: Sequence[CutRow], marked: Mapping[int, Sequence[str]]) -> None:
+def draw_cuts(
+    axes: Axes, rows: Sequence[CutRow], marked: Mapping[int, Sequence[str]], *, unit: str = "epoch"
+) -> None:
     """Stacked seconds of storage, network and compute at every cut, grey where it does not fit.
 
     Args:
         axes: Where to.
         rows: Every cut.
         marked: Cut to what stands above it.
+        unit: What the times are of: an ``epoch``, in which the three overlap, or a ``request``.
     """
     places = range(len(rows))
     tops = [0.0] * len(rows)
@@ -82,7 +85,7 @@ def draw_cuts(axes: Axes, rows: Sequence[CutRow], marked: Mapping[int, Sequence[
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
     epochs = [row.cost.epoch_s for row in rows]
     width = max(2.0, min(14.0, 500 / max(len(rows), 1)))
-    axes.scatter(places, epochs, marker="_", s=width**2, color="black", zorder=3, label="epoch")
+    axes.scatter(places, epochs, marker="_", s=width**2, color="black", zorder=3, label=unit)
     if not all(row.feasible for row in rows):
         axes.bar([0], [0], color=GREYS[1], label="does not fit")
     highest = max([*tops, *epochs], default=0.0)
@@ -91,7 +94,8 @@ def draw_cuts(axes: Axes, rows: Sequence[CutRow], marked: Mapping[int, Sequence[
             _mark(axes, place, max(top, row.cost.epoch_s), marked[row.cut])
     axes.set_ylim(0, 1.45 * highest if highest > 0 else 1)
     axes.set_xlim(-0.6, len(rows) - 0.4)
-    axes.set_ylabel("predicted seconds an epoch (the three overlap)")
+    overlap = " (the three overlap)" if unit == "epoch" else ""
+    axes.set_ylabel(f"predicted seconds of one {unit}{overlap}")
     _name_cuts(axes, rows)
     axes.legend(loc="upper right", ncols=5, fontsize=8)
 

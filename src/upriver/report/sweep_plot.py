@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from upriver.report.choices import shares
+from upriver.report.choices import shares, unit_of
 from upriver.report.sweep import SweepPoint
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def draw_sweep(points: Sequence[SweepPoint], epochs: Axes, cuts: Axes) -> None:
     predicted = [p.predicted.epoch_s for point in points for p in point.plans.values() if p.predicted]
     if predicted and min(predicted) > 0:
         epochs.set_yscale("log")
-    epochs.set_ylabel("predicted seconds an epoch")
+    epochs.set_ylabel(f"predicted seconds of one {unit_of(points[0].plans)}")
     epochs.legend(fontsize=8, ncols=4)
     cuts.yaxis.set_major_locator(MaxNLocator(integer=True))
     cuts.set_ylabel("cut")
