@@ -189,7 +189,7 @@ class Decided:
     def __init__(self, loader: Any) -> None:
         self.at: int | None = None
         self._loader = loader
-        self._open = isinstance(loader, upriver.DataLoader) and not loader.why
+        self._open = isinstance(loader, upriver.DataLoader) and not loader.decided
 
     def watched(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, as they are."""
@@ -200,7 +200,7 @@ class Decided:
         self._look(number + 1)
 
     def _look(self, number: int) -> None:
-        if self._open and self._loader.why:
+        if self._open and self._loader.decided:
             self.at, self._open = number - 1, False
 
 
@@ -210,7 +210,7 @@ def _told(loader: upriver.DataLoader, before: Counter[str]) -> dict[str, Any]:
     return {
         "made_here": made[HERE],
         "made_elsewhere": sum(made.values()) - made[HERE],
-        "decided": bool(loader.why),
+        "decided": loader.decided,
         "candidate": None if now is None else now.candidate,
         "ratio": None if now is None else now.ratio,
         "why": loader.why,

@@ -147,15 +147,15 @@ def test_what_was_planned_before_greedy_does_not_count() -> None:
 
 
 class Deciding(upriver.DataLoader):
-    """A loader that says why from a certain look on."""
+    """A loader that has decided from a certain look on."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
 
     @property
-    def why(self) -> str:
+    def decided(self) -> bool:
         self.looks -= 1
-        return "" if self.looks >= 0 else "because"
+        return self.looks < 0
 
 
 @pytest.mark.parametrize(("looks", "at"), [(0, None), (1, 0), (3, 2), (4, 3), (5, None)])

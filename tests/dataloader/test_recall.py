@@ -32,7 +32,7 @@ def main():
     batches = iter(loader)
     next(batches)
     there = loader.report.made.get(url, 0)
-    decided_at_once = "not decided" not in loader.why
+    decided_at_once = loader.decided
     total = 1 + sum(1 for _ in batches)
     print(json.dumps({"at_once": decided_at_once, "why": loader.why, "batches": total}))
 

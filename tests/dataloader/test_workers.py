@@ -264,6 +264,8 @@ def test_samples_by_numbers_that_cannot_be_sent_are_made_here(workers: list[Embe
 
 def test_why_samples_are_made_where_they_are(workers: list[EmbeddedServer]) -> None:
     assert DataLoader(named()).why == "no workers were named"
+    settled = [{}, {"workers": urls(workers), "offload": "never"}, {"workers": urls(workers)}]
+    assert [DataLoader(named(), **each).decided for each in settled] == [True, True, False]
     assert "'never'" in DataLoader(named(), workers=urls(workers), offload="never").why
     forced = Offloading(candidate="p2", ratio=0.3)
     assert "ratio=0.3" in DataLoader(named(), workers=urls(workers), offload=forced).why

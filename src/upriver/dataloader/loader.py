@@ -325,6 +325,11 @@ class DataLoader(TorchLoader[Any]):
         return Offloading(candidate=decision.candidate, ratio=decision.ratio)
 
     @property
+    def decided(self) -> bool:
+        """Whether it is settled what is offloaded; only ``offload="auto"`` has to find out first."""
+        return self._hired is None or self._offload != "auto" or self._measured.decision is not None
+
+    @property
     def why(self) -> str:
         """Why samples are made where they are: for ``offload="auto"`` what it found, once it has decided."""
         if self._hired is None:
