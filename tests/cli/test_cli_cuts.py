@@ -83,6 +83,35 @@ def test_cuts_behind_operators(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["after"] for row in rows] == ["input", "0: linear", "1: relu", "2: linear"]
 
 
+def test_the_nodes_of_loadpart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cuts", "cut_models:small", "--nodes", "paper", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [list(row.values()) for row in rows] == [
+        [0, "input", "input", 24, 1, True],
+        [1, "matmul", "0", 24, 1, False],
+        [2, "bias", "0", 24, 1, True],
+        [3, "activation", "1", 24, 1, True],
+        [4, "matmul", "2", 16, 1, False],
+        [5, "bias", "2", 16, 1, True],
+    ]
+    assert list(rows[0]) == ["number", "kind", "name", "cut_bytes", "tensors", "runnable"]
+    assert main(["cuts", "cut_models:small", "--nodes", "paper"]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert printed[0] == ["node", "kind", "after", "KB/sample", "tensors", "runnable"]
+    assert printed[-1] == ["5", "bias", "2", "0.0", "1", "yes"]
+    assert len(printed) == 2 + len(rows)
+
+
+def test_nodes_are_not_numbered_of_a_model_that_decides_by_its_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["cuts", "cut_models:branch", "--nodes", "paper"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "depends on data" in captured.err
+    assert captured.err.count("\n") == 1
+
+
 def test_a_model_that_decides_by_its_data_is_answered_with_the_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -139,6 +168,10 @@ def test_a_picture_that_cannot_be_written_is_one_line_and_leaves_nothing(
         (["--plot", "/does/not/exist/cuts.png"], "/does/not/exist"),
         (["--freeze-to", "7"], "'7'"),
         (["--input-shape", "7"], "shape"),
+        (["--nodes", "all"], "--nodes must be paper, got 'all'"),
+        (["--nodes", "paper", "--freeze-to", "0"], "--nodes paper and --freeze-to exclude each other"),
+        (["--nodes", "paper", "--granularity", "op"], "--nodes paper and --granularity exclude"),
+        (["--nodes", "paper", "--plot", "cuts.png"], "--nodes paper and --plot exclude"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

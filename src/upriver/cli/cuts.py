@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +24,7 @@ from upriver.cli.output import check_picture, write_whole
 from upriver.errors import ConfigError
 
 if TYPE_CHECKING:
+    from upriver.program.paper_nodes import PaperNode
     from upriver.program.survey import Survey
 
 GRANULARITIES = ("module", "op")
@@ -34,8 +36,13 @@ def cuts(
         str | None, typer.Option(metavar="MODULE", help="Last frozen module: no later cut serves training.")
     ] = None,
     granularity: Annotated[
-        str, typer.Option(metavar="module|op", help="Cuts behind modules, or behind every operator.")
-    ] = "module",
+        str | None,
+        typer.Option(metavar="module|op", help="Cuts behind modules (default), or behind every operator."),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(metavar="paper", help="Number nodes as LoADPart does: a bias is one of its own."),
+    ] = None,
     micro_batch: MicroBatchOption = 16,
     input_shape: InputShapeOption = None,
     autocast: AutocastOption = None,
@@ -47,19 +54,27 @@ def cuts(
 ) -> None:
     """List every cut of a model: bytes that cross it, floating-point operations and parameters before it.
 
-    With --freeze-to, everything that the last frozen module needs comes first.
+    With --freeze-to, everything that the last frozen module needs comes first. With --nodes paper, the list
+    is that of LoADPart (ICDCS 2022): its nodes by its numbers, and what crosses a cut after each.
     """
     from upriver.program.names import load_model
+    from upriver.program.paper_nodes import paper_nodes
     from upriver.program.precision import autocast_dtype
     from upriver.program.survey import survey
 
     check_micro_batch(micro_batch)
-    if granularity not in GRANULARITIES:
+    if granularity not in (None, *GRANULARITIES):
         raise ConfigError(f"--granularity must be {' or '.join(GRANULARITIES)}, got {granularity!r}")
+    _check_nodes(nodes, {"--freeze-to": freeze_to, "--granularity": granularity, "--plot": plot})
     precision = autocast_dtype(autocast)
     check_picture(plot)
     network, inputs = load_model(model, input_shape=parse_shape(input_shape))
     check_module(network, freeze_to)
+    if nodes is not None:
+        with working("capturing"):
+            numbered = paper_nodes(network, inputs.example(micro_batch), autocast=precision)
+        emit([asdict(node) for node in numbered], as_json=as_json, text=lambda: _print_nodes(numbered))
+        return
     with working("capturing"):
         found = survey(
             network,
@@ -72,6 +87,21 @@ def cuts(
         write_whole(plot, _picture(found, model, plot.suffix))
         note(f"Picture: {plot}")
     emit([asdict(row) for row in found.rows], as_json=as_json, text=lambda: _print(found))
+
+
+def _check_nodes(nodes: str | None, others: Mapping[str, object]) -> None:
+    """The paper numbers all nodes of a model in the order in which they run; there is nothing to choose.
+
+    Raises:
+        ConfigError: If another numbering is asked for, or one of the options that do not go with it.
+    """
+    if nodes is None:
+        return
+    if nodes != "paper":
+        raise ConfigError(f"--nodes must be paper, got {nodes!r}")
+    for option, value in others.items():
+        if value is not None:
+            raise ConfigError(f"--nodes paper and {option} exclude each other: give one of them")
 
 
 def _picture(found: Survey, title: str, ending: str) -> bytes:
@@ -100,6 +130,22 @@ def _print(found: Survey) -> None:
     ]
     print_table(columns, table, left=frozenset({1, 6}))
     _print_reasons(found)
+
+
+def _print_nodes(numbered: Sequence[PaperNode]) -> None:
+    columns = ("node", "kind", "after", "KB/sample", "tensors", "runnable")
+    table = [
+        (
+            node.number,
+            node.kind,
+            node.name,
+            f"{node.cut_bytes / 1e3:.1f}",
+            node.tensors,
+            "yes" if node.runnable else "no",
+        )
+        for node in numbered
+    ]
+    print_table(columns, table, left=frozenset({1, 2, 5}))
 
 
 def _print_reasons(found: Survey) -> None:

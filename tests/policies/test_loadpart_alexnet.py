@@ -1,0 +1,92 @@
+"""LoADPart on AlexNet, in the paper's numbers: which cut it takes as the link and the server's load change.
+
+The device is of the order of the paper's, a Raspberry Pi 4: four cores of 1.5 GHz that can do 4 multiply-adds
+a cycle (24e9 a second, of which a good kernel reaches two thirds), and memory of which it reads or writes 2e9
+bytes a second. A node takes its multiply-adds at the one rate, and then what it reads and writes (what
+crosses before and after it, and its weights) at the other; a view takes nothing. That makes 173 ms for the
+whole network, two thirds of it for the weights of the linear layers. The server takes a fortieth, node by
+node.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from upriver.cost import after, before
+from upriver.latency import Sums
+from upriver.policies.loadpart import decide
+from upriver.program.names import load_model
+from upriver.program.paper_nodes import PaperNode, paper_nodes
+
+MULTIPLY_ADDS_PER_S = 16e9
+BYTES_PER_S = 2e9
+TIMES_SLOWER = 40
+
+MBIT = 125e3
+
+LAYERS = {
+    1: (64 * 3 * 11 * 11, 55 * 55),
+    5: (192 * 64 * 5 * 5, 27 * 27),
+    9: (384 * 192 * 3 * 3, 13 * 13),
+    12: (256 * 384 * 3 * 3, 13 * 13),
+    15: (256 * 256 * 3 * 3, 13 * 13),
+    20: (4096 * 9216, 1),
+    23: (4096 * 4096, 1),
+    26: (1000 * 4096, 1),
+}
+"""Node to its weights, and at how many places each of them is used: a multiply-add for each of both."""
+
+
+def device_s(previous: PaperNode, node: PaperNode) -> float:
+    if node.kind == "flatten":
+        return 0.0
+    weights, places = LAYERS.get(node.number, (0, 0))
+    moved = previous.cut_bytes + 4 * weights + node.cut_bytes
+    return weights * places / MULTIPLY_ADDS_PER_S + moved / BYTES_PER_S
+
+
+@pytest.fixture(scope="module")
+def sums() -> Sums:
+    model, inputs = load_model("torchvision:alexnet")
+    nodes = paper_nodes(model, inputs.example(1))
+    assert [number for number in LAYERS if nodes[number].kind in ("conv", "matmul")] == list(LAYERS)
+    seconds = np.array([device_s(*pair) for pair in pairwise(nodes)])
+    return Sums(
+        device_s=before(seconds),
+        server_s=after(seconds) / TIMES_SLOWER,
+        sent_bytes=np.array([node.cut_bytes for node in nodes]),
+        handling_s=np.zeros(len(nodes)),
+    )
+
+
+def test_the_choice_moves_back_from_4_to_8_to_19_to_27_as_the_link_slows_down(sums: Sums) -> None:
+    """Figure 6 and section V-B. Ties (the flatten takes nothing) go to the later one: 19 and never 18."""
+    powers = [decide(sums, upload=rate * MBIT) for rate in (1024, 64, 32, 16, 8, 4, 2, 1)]
+    assert powers == [0, 4, 4, 19, 19, 19, 27, 27]
+    rates = [2 ** (6 - step / 32) for step in range(6 * 32 + 1)]
+    assert (rates[0], rates[-1]) == (64, 1)
+    chosen = [decide(sums, upload=rate * MBIT) for rate in rates]
+    assert chosen == sorted(chosen)
+    assert list(dict.fromkeys(chosen)) == [4, 8, 19, 27]
+
+
+def test_each_choice_is_the_least_of_all_28(sums: Sums) -> None:
+    total = float(sums.device_s[-1])
+    for rate in (64, 27.4, 8, 1):
+        found = decide(sums, upload=rate * MBIT)
+        seconds = [
+            float(sums.device_s[p] + sums.sent_bytes[p] / (rate * MBIT) + sums.server_s[p]) for p in range(27)
+        ]
+        assert found == 27 or seconds[found] == pytest.approx(min(*seconds, total), rel=1e-12)
+        assert found != 27 or total <= min(seconds)
+
+
+def test_the_choice_moves_from_8_to_19_to_27_as_the_server_gets_busy(sums: Sums) -> None:
+    """Section V-C: at a rate at which an idle server is given what is left behind 8."""
+    chosen = [decide(sums, upload=27.4 * MBIT, load=load) for load in (1, 2, 4, 8, 16, 20, 40, 80)]
+    assert chosen == sorted(chosen)
+    assert list(dict.fromkeys(chosen)) == [8, 19, 27]
+    assert chosen[-2:] == [27, 27]
