@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -18,7 +19,7 @@ from upriver.cost import Array, CostModel, evaluate
 from upriver.policies import POLICIES
 from upriver.policies._simplex import NOTHING, MixProgram
 from upriver.policies.upriver import MARGIN, SLACK
-from upriver.types import Cluster, InputProfile, Link, Plan, Profile, StorageTier, Workload
+from upriver.types import Cluster, InputProfile, Link, Plan, Profile, StorageTier, TailProfile, Workload
 
 
 def epoch_s(plan: Plan) -> float:
@@ -64,6 +65,19 @@ def test_a_mix_of_little_gain_is_left_for_the_single_cut(gain: float, cuts: list
     plan = POLICIES["upriver"](profile, machines, Workload(batch_size=16, num_samples=16 * 5000))
     assert [route.cut for route in plan.routes] == cuts
     assert ("too little to rely on" in plan.why) == (len(cuts) == 1)
+
+
+def test_a_cut_that_keeps_next_to_nothing_busy() -> None:
+    """The other cut's share is measured in the least that any cut takes: no number that a float could not hold."""
+    freed = InputProfile(stored_bytes=0, tensor_bytes=0)
+    decode = stage("decode", 602112.0, storage=0.0, compute=0.0)
+    tail = TailProfile(seconds=(0.0, sys.float_info.min), param_bytes=0, peak_bytes=0)
+    profile = Profile(
+        model="all but free", freeze=0, input=freed, stages=(stage("model", 0.0),), input_stages=(decode,), tail=tail
+    )
+    machines = Cluster(link=Link(bandwidth_bytes_per_s=1e4), storage=StorageTier(micro_batch=1))
+    plan = POLICIES["upriver"](profile, machines, Workload(batch_size=1, num_samples=1))
+    assert [route.cut for route in plan.routes] == [-1]  # the decode, of which nothing crosses
 
 
 @given(profile=profiles(), cluster=clusters(), workload=workloads)

@@ -111,17 +111,22 @@ def _mixes(model: CostModel, fitting: npt.NDArray[np.intp]) -> Iterator[tuple[li
     scale = float(busy.max(axis=0).min()) if busy.size else 0.0
     if scale <= 0:
         return  # some cut keeps nothing busy: a mix has nothing to gain
-    program = MixProgram(busy / scale)
+    program = MixProgram(_times(scale, busy))
     shortest = program.shortest()
     first = _used(fitting, program.shares)
     yield first
-    program.cheapest(epochs.storage_s[fitting] / scale, (1 + SLACK) * shortest)
+    program.cheapest(_times(scale, epochs.storage_s[fitting]), (1 + SLACK) * shortest)
     if (second := _used(fitting, program.shares)) != first:
         yield second
     for pair in {pair for cuts, _ in (first, second) if len(cuts) > 2 for pair in combinations(cuts, 2)}:
-        two = MixProgram(epochs.busy[:, pair] / scale)
+        two = MixProgram(_times(scale, epochs.busy[:, pair]))
         two.shortest()
         yield _used(np.array(pair), two.shares)
+
+
+def _times(scale: float, seconds: Array) -> Array:
+    """``seconds`` as multiples of ``scale``; of a cut that takes longer than any share could use, no more than that."""
+    return np.minimum(seconds, scale / NOTHING) / scale
 
 
 def _used(cuts: npt.NDArray[np.intp], shares: Array) -> tuple[list[int], list[float]]:
