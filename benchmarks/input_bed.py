@@ -63,7 +63,7 @@ class Setting:
     disk_mbit: float | None = None
     batch_scale: float = 1.0
     batches: int = 40
-    repeats: int = 5
+    repeats: int = 8
     ratios: tuple[float, ...] = TENTHS
     peers: tuple[str, ...] = ()
 
@@ -179,13 +179,16 @@ class Job:
         self._rest = b""
         self._answer(START_LIMIT_S)
 
-    def epoch(self, way: str, *, number: int, num_workers: int, wait_s: float) -> dict[str, Any]:
+    def open(self, way: str, *, num_workers: int) -> None:
+        """Make a way's loader, unless it is there."""
+        self._ask({"do": "open", "way": way, "num_workers": num_workers})
+
+    def epoch(self, way: str, *, number: int, wait_s: float) -> dict[str, Any]:
         """Train one; see ``input_job.Trainer.epoch``. Also the CPU seconds and bytes of both hosts meanwhile.
 
         Raises:
             Failed: If it cannot be done.
         """
-        self._ask({"do": "open", "way": way, "num_workers": num_workers})
         sides = {"trainer": self._process.pid, "worker": self._bed.worker.process.pid}
         spent = {side: cpu_s(pid) for side, pid in sides.items()}
         before = self._bed.bytes_carried()
@@ -198,6 +201,10 @@ class Job:
             "to_worker": carried.from_compute,
             "from_worker": carried.from_storage,
         }
+
+    def one_pass(self, way: str, *, num_workers: int, wait_s: float) -> dict[str, Any]:
+        """Train several epochs; see ``input_job.Trainer.one_pass``."""
+        return self._ask({"do": "one_pass", "way": way, "num_workers": num_workers, "wait_s": wait_s})
 
     def close(self, way: str) -> None:
         """Let go of a way's loader."""
@@ -275,11 +282,15 @@ def peer(bed: Bed, name: str, python: Path, setting: Setting, root: Path, wait_s
         raise Failed(f"{name}: {error}") from None
     finally:
         bed.end(other)
-    wanted = [EPOCHS * len(range(target, setting.samples, CLASSES)) for target in range(CLASSES)]
-    if found["targets"] != wanted:
+    if found["targets"] != (wanted := targets(setting, EPOCHS)):
         raise Failed(f"{name}: of the classes there were {found['targets']} samples, not {wanted}")
     carried = bed.bytes_carried() - before
     return {**found, "to_worker": carried.from_compute, "from_worker": carried.from_storage}
+
+
+def targets(setting: Setting, epochs: int) -> list[int]:
+    """How many samples of each class so many epochs have."""
+    return [epochs * len(range(target, setting.samples, CLASSES)) for target in range(CLASSES)]
 
 
 def paths() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """The training side of `input_bed.Job`: takes orders as JSON lines, and answers each with one.
 
-An order is an epoch in one way: where its samples are made, and who decides it. A way keeps its loader, and
-so its processes and what it has measured, until it is closed; each epoch begins from the same model with no
-batch fetched ahead, and its content is that of its number alone.
+An order is an epoch, or several in one pass, in one way: where its samples are made, and who decides it. A
+way keeps its loader, and so its processes and what it has measured, until it is closed; each epoch begins
+from the same model with no batch fetched ahead, and its content is that of its number alone.
 
 Ways
     torch 1         PyTorch's own loader with so many processes
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import RandomSampler, default_collate
 
 import upriver
-from input_model import Consumer, train
+from input_model import EPOCHS, Consumer, train, train_apart
 from input_workloads import NAME, Samples
 from upriver.dataloader.epoch import Epoch, Split
 
@@ -138,6 +138,16 @@ class Trainer:
             answer |= _told(loader, before)
         return answer
 
+    def one_pass(self, way: str, *, num_workers: int, wait_s: float) -> dict[str, Any]:
+        """Train `EPOCHS` with no end between them, by a loader of its own, which has what was stored.
+
+        Nobody begins an epoch with nothing made ahead, as no peer does.
+        """
+        os.environ["UPRIVER_CACHE"] = self._cache(way)
+        loader = self._made(way, num_workers, torch.Generator().manual_seed(0), epochs=EPOCHS)
+        found = train_apart(loader, {"wait_s": wait_s, "samples": self._spec["samples"]})
+        return {**found, **(_told(loader, Counter()) if isinstance(loader, upriver.DataLoader) else {})}
+
     def close(self, way: str) -> dict[str, Any]:
         """Let go of a way's loader and its processes."""
         self._loaders.pop(way, None)
@@ -147,14 +157,14 @@ class Trainer:
         policy = way.removesuffix(AGAIN)
         return str(Path(self._spec["cache"]) / policy) if policy in POLICIES else os.devnull
 
-    def _made(self, way: str, num_workers: int, generator: torch.Generator) -> Any:
+    def _made(self, way: str, num_workers: int, generator: torch.Generator, epochs: int = 1) -> Any:
         kind, *rest = way.split()
         if kind == "torch":
             num_workers = int(rest[0])
         options: dict[str, Any] = {
             "batch_size": self._spec["batch_size"],
             # Not the loader's generator: from that PyTorch draws once more where processes are started.
-            "sampler": RandomSampler(range(self._spec["samples"]), generator=generator),
+            "sampler": Repeated(RandomSampler(range(self._spec["samples"]), generator=generator), epochs),
             "num_workers": num_workers,
             "persistent_workers": num_workers > 0,
         }
@@ -177,6 +187,25 @@ class Trainer:
             case _:
                 raise ValueError(f"no such way: {way!r}")
         return make(data, **options, **workers)
+
+
+class Repeated:
+    """A sampler's epochs, one right after another.
+
+    Args:
+        sampler: Whose.
+        epochs: How many.
+    """
+
+    def __init__(self, sampler: RandomSampler, epochs: int) -> None:
+        self._sampler, self._epochs = sampler, epochs
+
+    def __len__(self) -> int:
+        return self._epochs * len(self._sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self._epochs):
+            yield from self._sampler
 
 
 class Decided:
@@ -231,9 +260,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             order = json.loads(line)
-            answer = {"open": trainer.open, "epoch": trainer.epoch, "close": trainer.close}[order.pop("do")](
-                **order
-            )
+            answer = getattr(trainer, order.pop("do"))(**order)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")

@@ -13,8 +13,9 @@ import torch
 
 from input_bed import Job, Setting
 from input_job import AGAIN, HERE, POLICIES
+from input_pace import Pace
 
-HEADROOM = 1.3
+HEADROOM = 1.5
 """Where nothing is to stall, a step of the accelerator takes so many times what a batch does on this side."""
 
 PROCESSES = (0, 1, 2)
@@ -26,11 +27,11 @@ SWEPT = 1000
 SKIPPED = 3
 """Steps at the start of an epoch that do not tell a batch's cost: nothing has been made ahead yet."""
 
-MOST_LEARNING = 12
+MOST_LEARNING = 18
 """Epochs in which a policy may find its decision."""
 
-SWEEPS = 2
-"""Repeats of each ratio."""
+SWEEPS, NEAR, NEAREST = 5, 1.25, 4
+"""Repeats of each ratio that comes so near to the best one, of so many at most."""
 
 CANDIDATES = ("p1", "p2", "p3")
 OTHERWISE = "p2"
@@ -51,19 +52,27 @@ class Epochs:
         rows: Of each way, its epochs in order.
     """
 
-    def __init__(self, job: Job, tick: Tick) -> None:
-        self._job, self._tick = job, tick
+    def __init__(self, job: Job, pace: Pace, tick: Tick) -> None:
+        self._job, self._pace, self._tick = job, pace, tick
         self.wait_s, self.num_workers = 0.0, 1
         self.rows: dict[str, list[Told]] = {}
 
     def run(self, way: str, number: int, *, keep: bool = True) -> Told:
-        """One more epoch."""
+        """One more epoch, and how slow the machine was before it and after it."""
         self._tick(way)
-        told = self._job.epoch(way, number=number, num_workers=self.num_workers, wait_s=self.wait_s)
+        self._job.open(way, num_workers=self.num_workers)
+        before = self._pace()
+        told = self._job.epoch(way, number=number, wait_s=self.wait_s)
+        told["slow"] = [round(before, 3), round(self._pace(), 3)]
         told |= {"number": number, "batches": len(told["steps_s"])}
         if keep:
             self.rows.setdefault(way, []).append(told)
         return told
+
+    def in_one_pass(self, way: str) -> Told:
+        """Several epochs without an end between them, as peers run them."""
+        self._tick(way)
+        return self._job.one_pass(way, num_workers=self.num_workers, wait_s=self.wait_s)
 
     def close(self, way: str) -> None:
         """Let go of what a way needs."""
@@ -79,9 +88,9 @@ class Epochs:
         return min(map(self.first_s, self.rows))
 
 
-def measure(job: Job, setting: Setting, tick: Tick) -> Told:
+def measure(job: Job, setting: Setting, pace: Pace, tick: Tick) -> Told:
     """Everything of a setting but the peers."""
-    epochs = Epochs(job, tick)
+    epochs = Epochs(job, pace, tick)
     found = calibrate(epochs, setting)
     labels = [f"torch {found['processes']}", HERE, "remote", "greedy"]
     learned = {way: learn(epochs, way, setting) for way in POLICIES}
@@ -90,11 +99,13 @@ def measure(job: Job, setting: Setting, tick: Tick) -> Told:
     turns(epochs, [*labels, *POLICIES], setting.repeats)
     candidate = learned[POLICIES[-1]][-1]["candidate"] or OTHERWISE
     for each in CANDIDATES if setting.disk_mbit is not None else (candidate,):
-        sweep(epochs, each, setting.ratios, repeats=min(SWEEPS, setting.repeats) if each == candidate else 1)
+        sweep(epochs, each, setting.ratios, repeats=min(SWEEPS, setting.repeats))
+    passed = epochs.in_one_pass(POLICIES[-1]) if setting.peers else None
     told = {way: rows for way, rows in epochs.rows.items()}
     return {
         **found,
         "candidate": candidate,
+        "passed": passed,
         "unequal": unequal(
             {**told, **{f"{way}, first epochs": rows for way, rows in learned.items()}}, again
         ),
@@ -147,7 +158,7 @@ def turns(epochs: Epochs, ways: Sequence[str], repeats: int) -> None:
 
 
 def sweep(epochs: Epochs, candidate: str, ratios: Sequence[float], *, repeats: int) -> None:
-    """A candidate at every ratio, from the smallest, until it is far beyond its best one."""
+    """A candidate at every ratio, from the smallest, until it is far beyond its best; then those near it."""
     ways, best_s, hopeless = list[str](), epochs.first_s(HERE), 0
     for ratio in ratios:
         ways.append(f"{candidate} {ratio:g}")
@@ -157,10 +168,10 @@ def sweep(epochs: Epochs, candidate: str, ratios: Sequence[float], *, repeats: i
         hopeless = hopeless + 1 if seconds > HOPELESS * best_s else 0
         if hopeless == 2:
             break
+    near = [way for way in sorted(ways, key=epochs.first_s) if epochs.first_s(way) <= NEAR * best_s]
     for number in range(1, repeats):
-        for way in ways:
-            if epochs.first_s(way) <= HOPELESS * epochs.best_s:
-                epochs.run(way, number)
+        for way in near[:NEAREST]:
+            epochs.run(way, number)
     for way in ways:
         epochs.close(way)
 

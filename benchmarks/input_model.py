@@ -21,7 +21,7 @@ SIDE = 8
 
 LEARNING_RATE = 0.05
 
-EPOCHS = 4
+EPOCHS = 6
 """That a peer trains in one pass, so that none but the first begins with nothing made."""
 
 Clock = Callable[[], float]

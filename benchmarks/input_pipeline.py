@@ -14,7 +14,7 @@ Run ``python benchmarks/input_pipeline.py`` as root; it may be ended at any mome
 ``results/input_pipeline.jsonl``, each peer in it another one, and the next start goes on from there. ``--only
 R`` takes some workloads or settings, ``--minutes 20`` ends it between two of them, ``--list`` says how far
 all are, ``--quick`` shows in a minute that it works, ``--write`` only writes ``results/input_pipeline.md``
-and ``.png`` from what is there. All of it takes some 50 minutes on two cores.
+and ``.png`` from what is there. All of it takes some 70 minutes on two cores.
 
 The trainer has the first core and a network namespace, the worker the second and another one.
 """
@@ -40,7 +40,8 @@ from _hosts import sigterm_raises
 from _planned import Deadline, Records, TimeIsUp
 from input_bed import Bed, Failed, Job, Setting, peer
 from input_data import FILES, make_data, mean_bytes
-from input_measure import CANDIDATES, SWEEPS, measure
+from input_measure import CANDIDATES, measure
+from input_pace import Probe
 from input_report import PEERS, Found, write
 from input_workloads import WORKLOADS
 from testbed import TestbedError
@@ -75,7 +76,7 @@ QUICK_FILES = 4
 
 _here = Path(__file__).resolve().parent
 
-MEASURING = ("bed", "data", "job", "measure", "model", "workloads")
+MEASURING = ("bed", "data", "job", "measure", "model", "pace", "workloads")
 """Modules that decide what a setting's figures are, beside the package."""
 
 ENVIRONMENTS: Mapping[str, tuple[str, str]] = {
@@ -132,7 +133,7 @@ def missing(setting: Setting, records: Records) -> list[str]:
     """Keys of what has not been run as the code is; peers wait as long as the setting, so after it."""
     wanted = versions_of(setting)
     whole = records.rows.get(setting.key, {})
-    if whole.get("version") != wanted[setting.key]:
+    if whole.get("version") != wanted[setting.key] or (setting.peers and not whole["passed"]):
         return list(wanted)
     return [key for key, now in wanted.items() if not _valid(records.rows.get(key, {}), now, whole)]
 
@@ -155,7 +156,7 @@ class Bar:
     def __init__(self, progress: Progress, setting: Setting) -> None:
         self._progress, self._setting = progress, setting
         candidates = len(CANDIDATES) if setting.disk_mbit is not None else 1
-        expected = 4 + 3 * 4 + 6 * setting.repeats + len(setting.ratios) * (SWEEPS + candidates - 1)
+        expected = 4 + 3 * 5 + 6 * setting.repeats + (len(setting.ratios) + 3 * 4) * candidates
         self._task: TaskID = progress.add_task(setting.key, total=expected)
 
     def __call__(self, way: str) -> None:
@@ -204,7 +205,7 @@ def run_ways(bed: Bed, setting: Setting, root: Path, bar: Bar) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as cache:
         job = Job(bed, setting, root, Path(cache))
         try:
-            return measure(job, setting, bar)
+            return measure(job, setting, Probe(root, setting.workload), bar)
         finally:
             job.end()
 

@@ -10,7 +10,8 @@ from typing import Any
 from _common import Spread, machine, table, versions
 from _planned import Records
 from input_bed import Setting
-from input_measure import HEADROOM, HERE, POLICIES, SWEEPS
+from input_measure import HEADROOM, HERE, NEAR, NEAREST, POLICIES, SWEEPS
+from input_model import EPOCHS
 from input_workloads import WORKLOADS
 
 OURS = POLICIES[-1]
@@ -39,7 +40,9 @@ class Found:
         self.row: Row = records.rows.get(setting.key, {})
         kept = {name: records.rows.get(f"{setting.key}|{name}", {}) for name in PEERS}
         self.peers = {
-            name: row for name, row in kept.items() if row and row["wait_s"] == self.row.get("wait_s")
+            name: row
+            for name, row in kept.items()
+            if row and row["wait_s"] == self.row.get("wait_s") and self.row["passed"]
         }
 
     @property
@@ -55,14 +58,16 @@ class Found:
         return f"torch {self.row['processes']}"
 
     def spread(self, way: str) -> Spread:
-        """Seconds of an epoch, of a way or a peer."""
-        if way in self.peers:
-            return Spread.of(self.peers[way]["epochs_s"])
+        """Seconds of an epoch that begins with nothing made."""
         return Spread.of(row["seconds"] for row in self.row["epochs"][way])
 
+    def in_one_pass(self, who: str) -> Spread:
+        """Seconds of an epoch among several in one pass, of a peer or ours."""
+        return Spread.of((self.row["passed"] if who == OURS else self.peers[who])["epochs_s"])
+
     def seconds(self, way: str) -> float:
-        """The median of them."""
-        return self.spread(way).median
+        """The shortest of them: whatever else the machine does makes an epoch longer, and never shorter."""
+        return min(self.spread(way).values)
 
     def stalled(self, way: str) -> float:
         """Share of its epochs that the trainer waited for a batch."""
@@ -81,8 +86,8 @@ class Found:
 
     @property
     def others(self) -> list[str]:
-        """All that upriver's policy is compared with."""
-        return [self.plain, *(way for way in WAYS if way != OURS), *self.peers]
+        """All that upriver's policy is compared with in epochs of their own."""
+        return [self.plain, *(way for way in WAYS if way != OURS)]
 
     @property
     def best(self) -> str:
@@ -93,6 +98,19 @@ class Found:
     def behind(self) -> float:
         """How much longer upriver's epochs are than the best other's; negative where they are shorter."""
         return self.seconds(OURS) / self.seconds(self.best) - 1
+
+    @property
+    def behind_median(self) -> float:
+        """The same by medians."""
+        return self.spread(OURS).median / min(self.spread(way).median for way in self.others) - 1
+
+    @property
+    def behind_peer(self) -> float | None:
+        """The same for epochs in one pass, against the best peer; None where there is none."""
+        if not self.peers:
+            return None
+        best_s = min(min(self.in_one_pass(peer).values) for peer in self.peers)
+        return min(self.in_one_pass(OURS).values) / best_s - 1
 
     # ----------------------------------------------------------------------------------------- ratios
 
@@ -128,17 +146,18 @@ class Found:
         """Seconds until a policy had decided, and how many of them delivered nothing.
 
         The step in which it did is the last one; what was delivered meanwhile counts as long as it takes
-        afterwards.
+        afterwards, on a machine that was as slow as it then was.
         """
         rows = self.row["again"] if again else self.row["learned"][way]
-        spent_s, batches = 0.0, 0
+        spent_s = nothing_s = 0.0
+        step_s = self.seconds(way) / self.setting.batches
         for row in rows:
             steps = row["steps_s"] if row["decided_at"] is None else row["steps_s"][: row["decided_at"] + 1]
             if row is rows[-1] and row["decided_at"] is None and row["decided"]:
                 steps = []  # it was decided before the epoch began
-            spent_s, batches = spent_s + sum(steps), batches + len(steps)
-        step_s = self.seconds(way) / self.setting.batches
-        return spent_s, max(0.0, spent_s - batches * step_s)
+            spent_s += sum(steps)
+            nothing_s += sum(steps) - len(steps) * step_s * statistics.fmean(row["slow"])
+        return spent_s, max(0.0, nothing_s)
 
     def decided(self, way: str, *, again: bool = False) -> str:
         """What a policy has decided first, in a few words; empty where it has not."""
@@ -174,6 +193,8 @@ class Found:
             and stored_s <= MOST_STORED * self.ten_published_s,
             "equal losses": not self.row["unequal"],
         }
+        if self.behind_peer is not None:
+            found["peers"] = self.behind_peer <= NEAR_BEST
         if self.setting.stall == 0:
             found["nothing offloaded"] = self.share(OURS) == 0
         return found
@@ -181,6 +202,7 @@ class Found:
 
 GOALS: Mapping[str, str] = {
     "best or near it": f"shortest epochs, or within {NEAR_BEST:.0%} of whoever has them",
+    "peers": f"the same against {' and '.join(PEERS.values())}",
     "nothing offloaded": "nothing offloaded where nothing stalls",
     "near the best ratio": f"within {NEAR_SWEEP:.0%} of the best fixed ratio and candidate",
     "profiling": f"profiling delivers nothing for at most {MOST_PROFILE_S:g} s and {MOST_PROFILE:.1%} of ten "
@@ -212,6 +234,8 @@ def page(found: Sequence[Found], name: str) -> str:
         verdicts="\n".join(f"- {verdict(goal, complete)}" for goal in GOALS),
         left=f"\nNot run yet: {', '.join(left)}.\n" if left else "",
         epochs=epochs_table(complete),
+        passes=passes_table(complete),
+        noise=noise(complete),
         shares=shares_table(complete),
         ratios=ratios_table(complete),
         candidates=candidates_table(complete),
@@ -220,6 +244,11 @@ def page(found: Sequence[Found], name: str) -> str:
         name=name,
         headroom=HEADROOM,
         sweeps=SWEEPS,
+        near=NEAR - 1,
+        nearest=NEAREST,
+        near_best=NEAR_BEST,
+        medians=f"{sum(each.behind_median <= NEAR_BEST for each in complete)} of {len(complete)} settings",
+        epochs_in_a_pass=EPOCHS,
         unequal="".join(
             f"\n- {each.setting.key}: {', '.join(each.row['unequal'])}"
             for each in complete
@@ -250,14 +279,33 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
 
 def epochs_table(found: Sequence[Found]) -> str:
     """Seconds of an epoch by everybody."""
-    header = ["setting", "PyTorch", *WAYS, *PEERS.values(), "best other", "upriver over it"]
+    header = ["setting", "PyTorch", *WAYS, "best other", "upriver over it", "by medians"]
     rows = []
     for each in found:
         cells = [f"{each.spread(each.plain).text()}, {each.row['processes']} processes"]
         cells += [each.spread(way).text() for way in WAYS]
-        cells += [each.spread(peer).text() if peer in each.peers else "" for peer in PEERS]
-        rows.append([each.setting.key, *cells, PEERS.get(each.best, each.best), f"{each.behind:+.1%}"])
+        rows.append(
+            [each.setting.key, *cells, each.best, f"{each.behind:+.1%}", f"{each.behind_median:+.1%}"]
+        )
     return table(header, rows)
+
+
+def passes_table(found: Sequence[Found]) -> str:
+    """Seconds of an epoch in one pass over several, against peers."""
+    rows = []
+    for each in found:
+        if each.behind_peer is None:
+            continue
+        cells = [each.in_one_pass(peer).text() if peer in each.peers else "" for peer in PEERS]
+        rows.append([each.setting.key, *cells, each.in_one_pass(OURS).text(), f"{each.behind_peer:+.1%}"])
+    header = ["setting", *PEERS.values(), OURS, "upriver over the best, shortest epochs"]
+    return table(header, rows) if rows else "Not run yet."
+
+
+def noise(found: Sequence[Found]) -> str:
+    """How slow the machine was after the epochs that count: before, a way's processes may be starting."""
+    slow = [row["slow"][1] for each in found for rows in each.row["epochs"].values() for row in rows]
+    return f"{statistics.median(slow):.2f}, at most {max(slow):.2f}" if slow else "-"
 
 
 def shares_table(found: Sequence[Found]) -> str:
@@ -368,15 +416,24 @@ TEMPLATE = """# The input pipeline on another machine: what it gains, and who fi
 
 {verdicts}
 {left}
-Figures are medians (lowest to highest).
+Figures are medians (lowest to highest); what is compared is the lowest.
 
 ## Seconds of an epoch
 
 {epochs}
 
 PyTorch: its own loader with the best of 0, 1 and 2 processes. here: upriver with nothing offloaded. remote:
-everything offloaded. greedy: whoever has fewer batches to make takes the next. tf.data service and Ray Data
-have both hosts and make the same samples by the same code. Blank: not run in this setting.
+everything offloaded. greedy: whoever has fewer batches to make takes the next. Each epoch begins with nothing
+made ahead. By medians upriver is within {near_best:.0%} of the best other in {medians}.
+
+## Against other systems
+
+{passes}
+
+tf.data service and Ray Data have both hosts and make the same samples by the same code. They run
+{epochs_in_a_pass} epochs in one pass, the first of which is left out, so that no other begins with nothing
+made ahead; so does upriver here, by a sampler that goes over the samples as often. Blank: not run in this
+setting.
 
 ## Waiting, and what is offloaded
 
@@ -400,9 +457,9 @@ hosts.
 {profiles}
 
 All batches of profiling are trained on. What delivers nothing is the time until the decision, less what the
-batches handed out meanwhile take in steady state. Epochs here are short so that there can be many of them;
-ten epochs of the paper's data are those of a dataset with as many bytes as the paper's (its Table 3), at the
-steady rate measured here, and by them it is judged.
+batches handed out meanwhile take in steady state, on a machine that is as slow as it was then. Epochs here
+are short so that there can be many of them; ten epochs of the paper's data are those of a dataset with as
+many bytes as the paper's (its Table 3), at the steady rate measured here, and by them it is judged.
 
 ## Losses
 
@@ -422,9 +479,13 @@ loader by how many samples of each class there were. Different:{unequal}
   core 1 and another one. Links of 200 Mbit/s are shaped by `tc tbf` both ways. A slow disk is an object
   server beside the worker behind a shaped loopback device that carries nothing else.
 - In a setting all ways take turns, an epoch each, after their processes have started and policies have
-  decided; ratios are run {sweeps} times. Ways that take twice the best are not repeated, nor is a candidate
-  tried beyond two ratios that take twice its own best. Peers run right after, on the same
-  two hosts, in one pass over four epochs, of which the first is left out.
+  decided. Ways that take twice the best are not repeated, nor is a candidate tried beyond two ratios that
+  take twice its own best; the {nearest} best ratios, where they are within {near:.0%} of the best, are run
+  {sweeps} times. Peers run right after, on the same two hosts.
+- The machine is shared, and for seconds or minutes its cores have two thirds of their speed: a fixed
+  computation, timed on each of them after every epoch, took so many times the shortest at the
+  median: {noise}. That makes epochs longer and never shorter, so of each way the shortest of its epochs
+  counts; medians stand beside them.
 - Peers that have not been run: {missing}.
 - Commits {commits}; {machine}.
   {versions}. Peers: {peers}.

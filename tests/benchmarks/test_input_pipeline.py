@@ -25,8 +25,9 @@ from _planned import Deadline, Records, TimeIsUp
 from input_bed import Failed, Setting
 from input_data import make_data
 from input_job import Decided, TakesNext, Trainer
-from input_measure import HERE, HOPELESS, SKIPPED, measure
+from input_measure import HERE, HOPELESS, SKIPPED, Epochs, measure
 from input_model import EPOCHS, Consumer, train, train_apart
+from input_pace import Pace, Probe
 from input_pipeline import QUICK, SETTINGS, missing, parsed, run_all, version, versions_of
 from input_report import GOALS, Found, page, verdict, write
 from input_workloads import CLASSES, WORKLOADS
@@ -92,10 +93,12 @@ def test_a_step_is_its_wait_and_what_follows() -> None:
 
 def test_a_peers_epochs_end_with_their_samples() -> None:
     clock = Clock()
-    steps = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]  # two a batch of four: an epoch of eight samples
+    steps = [
+        float(number) for number in range(1, 2 * EPOCHS + 1)
+    ]  # of four: two are an epoch of eight samples
     found = train_apart(slow(clock, steps), {"wait_s": 0.0, "samples": 8}, clock=clock)
-    assert found["epochs_s"] == [7.0, 11.0, 15.0] and len(found["epochs_s"]) == EPOCHS - 1
-    assert sum(found["targets"]) == 32 and found["batches"] == 8
+    assert found["epochs_s"] == [4.0 * number + 3 for number in range(1, EPOCHS)]
+    assert sum(found["targets"]) == 8 * EPOCHS and found["batches"] == 2 * EPOCHS
 
 
 # --------------------------------------------------------------------------------------------------- ways
@@ -237,6 +240,12 @@ def test_a_greedy_epoch_that_nobody_iterates_ends_at_once(trainer: Trainer) -> N
         gc.enable()
 
 
+def test_epochs_in_one_pass_have_all_samples_of_each(trainer: Trainer) -> None:
+    told = trainer.one_pass("upriver", num_workers=0, wait_s=0.0)
+    assert told["targets"] == [4 * EPOCHS] * CLASSES and len(told["epochs_s"]) == EPOCHS - 1
+    assert told["made_here"] + told["made_elsewhere"] == 40 * EPOCHS
+
+
 @pytest.mark.parametrize("way", ["nowhere", "p4 0.5", "remote 0.5", "p2"])
 def test_an_unknown_way_is_named(trainer: Trainer, way: str) -> None:
     with pytest.raises(ValueError, match="no such way"):
@@ -257,11 +266,18 @@ class Simulated:
     def __init__(self, *, decides_after: int = 2, odd: tuple[str, ...] = ()) -> None:
         self.decides_after, self.odd = decides_after, odd
         self.asked: list[tuple[str, int, int, float]] = []
+        self.opened: dict[str, int] = {}
         self.closed: list[str] = []
 
-    def epoch(self, way: str, *, number: int, num_workers: int, wait_s: float) -> dict[str, Any]:
+    def open(self, way: str, *, num_workers: int) -> None:
+        self.opened.setdefault(way, num_workers)
+
+    def one_pass(self, way: str, *, num_workers: int, wait_s: float) -> dict[str, Any]:
+        return {"epochs_s": [wait_s] * (EPOCHS - 1), "num_workers": num_workers}
+
+    def epoch(self, way: str, *, number: int, wait_s: float) -> dict[str, Any]:
         before = sum(each[0] == way for each in self.asked)
-        self.asked.append((way, number, num_workers, wait_s))
+        self.asked.append((way, number, self.opened[way], wait_s))
         kind, _, rest = way.partition(" ")
         shares = {"torch": 0.0, HERE: 0.0, "remote": 1.0, "greedy": 0.5}
         ratio = float(rest) if kind in ("p1", "p2", "p3") else shares.get(kind, 2 / 3)
@@ -291,12 +307,14 @@ class Simulated:
         return sum(each[0] == way for each in self.asked)
 
 
-def measured(setting: Setting = SETTING, **options: Any) -> tuple[dict[str, Any], Simulated]:
+def measured(
+    setting: Setting = SETTING, pace: Pace = lambda: 1.0, **options: Any
+) -> tuple[dict[str, Any], Simulated]:
     job = Simulated(**options)
-    return measure(job, setting, lambda way: None), job
+    return measure(job, setting, pace, lambda way: None), job
 
 
-@pytest.mark.parametrize(("stall", "wait_s"), [(0.0, 1.2), (0.2, 0.7), (0.8, 0.1), (0.95, 0.0)])
+@pytest.mark.parametrize(("stall", "wait_s"), [(0.0, 1.4), (0.2, 0.7), (0.8, 0.1), (0.95, 0.0)])
 def test_the_wait_makes_the_stall(stall: float, wait_s: float) -> None:
     found, job = measured(Setting(workload="R", stall=stall, batches=10, repeats=1, ratios=(0.5,)))
     assert found["step_s"] == pytest.approx(1.0), "the first steps do not count"
@@ -330,7 +348,27 @@ def test_what_is_hopeless_is_not_repeated_nor_tried_further(monkeypatch: pytest.
 
 def test_small_ratios_are_no_reason_to_stop_where_large_ones_are_needed() -> None:
     _, job = measured(Setting(workload="R", stall=0.8, batches=10, repeats=2, ratios=(0.1, 0.2, 0.3, 0.6)))
-    assert [job.count(f"p2 {ratio}") for ratio in (0.1, 0.2, 0.3, 0.6)] == [1, 1, 1, 2]
+    assert [job.count(f"p2 {ratio}") for ratio in (0.1, 0.2, 0.3, 0.6)] == [1, 1, 1, 2], (
+        "one is near the best"
+    )
+
+
+def test_an_epoch_tells_how_slow_the_machine_was_before_and_after() -> None:
+    left = deque([1.0, 2.0, 1.25, 1.1])
+    epochs = Epochs(Simulated(), left.popleft, lambda way: None)
+    assert [epochs.run(HERE, number)["slow"] for number in (0, 1)] == [[1.0, 2.0], [1.25, 1.1]]
+    assert [row["number"] for row in epochs.rows[HERE]] == [0, 1]
+
+
+def test_a_probe_tells_how_slow_both_cores_are(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    probe = Probe(root, "S")
+    assert probe() == 1.0 and probe() >= 1.0
+    taken = {0: [1.0, 2.0, 0.5], 1: [1.0, 3.0, 1.0]}
+    monkeypatch.setattr(probe, "_shortest", {})
+    monkeypatch.setattr(probe, "_on", lambda core: taken[core].pop(0))
+    assert [probe(), probe(), probe()] == [1.0, 3.0, 1.0]
+    assert os.sched_getaffinity(0) == before
 
 
 def test_every_candidate_is_forced_where_the_disk_is_slow() -> None:
@@ -444,16 +482,21 @@ def test_who_is_ahead(tmp_path: Path) -> None:
     assert not behind.goals["best or near it"]
 
 
-def test_a_peer_may_be_the_best_if_its_accelerator_was_the_same(tmp_path: Path) -> None:
+def test_a_peer_counts_if_its_accelerator_was_the_same(tmp_path: Path) -> None:
     records = recorded(tmp_path)
     assert not Found(SETTING, records).peers
     key = f"{SETTING.key}|ray"
     wait_s = records.rows[SETTING.key]["wait_s"]
     records.add(key, {"wait_s": wait_s, "epochs_s": [1.0, 3.0, 2.0], "version_of": "ray 2"})
     found = Found(SETTING, records)
-    assert found.best == "ray" and found.seconds("ray") == 2.0 and "ray" in found.others
+    assert not found.peers, "there is nothing of ours in one pass"
+    records.rows[SETTING.key]["passed"] = {"epochs_s": [1.5, 1.02, 2.0]}
+    found = Found(SETTING, records)
+    assert found.behind_peer == pytest.approx(0.02) and found.goals["peers"]
+    records.rows[SETTING.key]["passed"] = {"epochs_s": [1.5, 1.04, 2.0]}
+    assert not Found(SETTING, records).goals["peers"]
     records.add(key, {**records.rows[key], "wait_s": wait_s + 1})
-    assert not Found(SETTING, records).peers
+    assert Found(SETTING, records).behind_peer is None and "peers" not in Found(SETTING, records).goals
 
 
 def test_the_best_fixed_ratio_is_of_every_candidate_and_nothing(tmp_path: Path) -> None:
@@ -468,13 +511,13 @@ def test_the_best_fixed_ratio_is_of_every_candidate_and_nothing(tmp_path: Path) 
 def test_profiling_is_what_its_batches_took_beyond_their_due(tmp_path: Path) -> None:
     found = found_with(tmp_path, upriver=5.0)
     rows = [
-        {"steps_s": [1.0] * 10, "decided_at": None, "decided": False},
-        {"steps_s": [2.0] * 4 + [0.5] * 6, "decided_at": 4, "decided": True},
+        {"steps_s": [1.0] * 10, "decided_at": None, "decided": False, "slow": [1.0, 1.0]},
+        {"steps_s": [2.0] * 4 + [0.5] * 6, "decided_at": 4, "decided": True, "slow": [1.0, 2.0]},
     ]
     found = Found(SETTING, SimpleNamespace(rows={SETTING.key: {**found.row, "learned": {"upriver": rows}}}))
     spent_s, nothing_s = found.learning("upriver")
-    assert spent_s == 18.5 and nothing_s == pytest.approx(18.5 - 15 * 0.5)
-    known = [{"steps_s": [0.5] * 10, "decided_at": None, "decided": True}]
+    assert spent_s == 18.5 and nothing_s == pytest.approx(18.5 - (10 + 5 * 1.5) * 0.5)
+    known = [{"steps_s": [0.5] * 10, "decided_at": None, "decided": True, "slow": [1.0, 1.0]}]
     row = {**found.row, "again": known}
     again = Found(SETTING, SimpleNamespace(rows={SETTING.key: row}))
     assert again.learning("upriver", again=True) == (0.0, 0.0), "decided before it began"
@@ -511,6 +554,7 @@ def test_the_page_and_its_picture_say_what_there_is(tmp_path: Path) -> None:
     disk = Setting(workload="R", stall=0.6, disk_mbit=40, batches=10, repeats=2, ratios=(0.5, 1.0))
     records = recorded(tmp_path, odd=("remote",))
     found, _ = measured(disk)
+    records.rows[SETTING.key]["passed"] = {"epochs_s": [1.5, 1.02, 2.0]}
     records.add(disk.key, {**records.rows[SETTING.key], **found})
     with_peer(records, SETTING.with_peers("ray"), "ray")
     every = [Found(SETTING, records), Found(disk, records), Found(QUICK[0], records)]

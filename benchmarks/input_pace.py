@@ -1,0 +1,55 @@
+"""How slow this machine is at the moment: it is shared, and has two thirds of its speed for minutes."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from input_bed import TRAINER_CORE, WORKER_CORE
+from input_workloads import Samples
+
+PROBE_S = 0.03
+"""That the computation takes, about."""
+
+Pace = Callable[[], float]
+"""How many times the shortest that was seen the computation takes now, on the slower core."""
+
+
+class Probe:
+    """Makes a workload's samples.
+
+    Args:
+        root: Folder of the stored files.
+        workload: Whose.
+    """
+
+    def __init__(self, root: Path, workload: str) -> None:
+        torch.set_num_threads(1)
+        self._data = Samples(str(root), workload, 1 << 30)
+        self._shortest: dict[int, float] = {}
+        self._count = 4
+        self._on(TRAINER_CORE)  # whatever is loaded is loaded
+        self._count = max(1, round(self._count * PROBE_S / self._on(TRAINER_CORE)))
+
+    def __call__(self) -> float:
+        """Now."""
+        taken = {core: self._on(core) for core in (TRAINER_CORE, WORKER_CORE)}
+        self._shortest = {core: min(s, self._shortest.get(core, s)) for core, s in taken.items()}
+        return max(taken[core] / self._shortest[core] for core in taken)
+
+    def _on(self, core: int) -> float:
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {core})
+        try:
+            began = time.perf_counter()
+            for index in range(self._count):
+                random.seed(index)
+                self._data[index]
+            return time.perf_counter() - began
+        finally:
+            os.sched_setaffinity(0, before)
