@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 import time
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch.utils.data import default_collate
 
-from upriver.dataloader.local import Maker, Processes
+from upriver.dataloader import DataLoader, local
+from upriver.dataloader.local import MAKES_WAY, Maker, Processes
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
 
@@ -32,6 +36,13 @@ class Slow:
         return self.transform(self.read(index))
 
 
+class Niceness(Slow):
+    """Says how nice the process is in which it is computed."""
+
+    def transform(self, raw: int) -> int:
+        return os.nice(0)
+
+
 def task(number: int, stop: int) -> Task:
     return Task(
         number=number,
@@ -45,9 +56,12 @@ def task(number: int, stop: int) -> Task:
     )
 
 
-def run(tasks: list[Task], num_workers: int, given_first: int) -> list[Any]:
+def run(
+    tasks: list[Task], num_workers: int, given_first: int, dataset: Slow | None = None, **options: Any
+) -> list[Any]:
     arrivals: Arrivals = SimpleQueue()
-    processes = Processes(Maker(MapStyle(Slow()), default_collate), num_workers=num_workers)
+    maker = Maker(MapStyle(dataset or Slow()), default_collate)
+    processes = Processes(maker, num_workers=num_workers, **options)
     processes.start(arrivals, tasks[:given_first])
     for each in tasks[given_first:]:
         processes.give(each)
@@ -78,3 +92,50 @@ def test_reading_for_others_comes_before_what_is_done_here() -> None:
     ]
     order = [arrival.number for arrival in run(tasks, 1, len(tasks))]
     assert set(order[:4]) == {40, 41, 42, 43}
+
+
+def test_they_make_way_for_the_process_that_trains_whatever_else_they_begin_with(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = os.nice(0)
+    found = run([task(0, DONE)], 1, 1, Niceness(), worker_init_fn=lambda number: os.write(1, b"begun"))
+    assert found[0].value == [min(19, before + MAKES_WAY)] and os.nice(0) == before
+    assert capfd.readouterr().out == "begun"
+
+
+class Noted:
+    """Something made that notes who lets go of it last."""
+
+    threads: ClassVar[list[str]] = []
+
+    def __del__(self) -> None:
+        Noted.threads.append(threading.current_thread().name)
+
+
+class Noting(Slow):
+    """Makes such things."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def transform(self, raw: int) -> Noted:
+        return Noted()
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_another_thread_lets_go_of_what_was_handed_out_where_memory_is_not_short(
+    room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "ROOM_BYTES", 0 if room else 2**62)
+    monkeypatch.setattr(Noted, "threads", [])
+    loader = DataLoader(
+        Noting(), batch_size=None, num_workers=1, collate_fn=lambda made: made, sampler=[1] * 30
+    )
+    for number, made in enumerate(loader, start=1):
+        assert isinstance(made, Noted) and len(Noted.threads) < number
+        del made
+        time.sleep(0.02)  # the accelerator's turn
+    del loader
+    gc.collect()
+    assert len(Noted.threads) == 30, "nothing is kept"
+    assert ("upriver-here" in Noted.threads) is room

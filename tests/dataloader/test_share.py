@@ -1,11 +1,13 @@
 """Shares at every prefix."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from upriver.dataloader.plan import Stretch
-from upriver.dataloader.share import AllHere, Part
+from upriver.dataloader.share import AllHere, Backlog, Evened, Part
 from upriver.errors import ConfigError
 from upriver.pipeline.mapstyle import DONE, START
 
@@ -63,3 +65,38 @@ def test_shares_that_cannot_be():
             Part(ratio, stretch(whole=True))
         with pytest.raises(ConfigError, match="ratio"):
             Part(0.5, stretch(whole=True)).turn(ratio)
+
+
+def evened(ratio: float, *, whole: bool, here: int = 0, elsewhere: int = 0) -> Evened:
+    return Evened(Part(ratio, stretch(whole=whole)), SimpleNamespace(backlog=Backlog(here, elsewhere)))
+
+
+@given(st.floats(0, 1), st.booleans(), st.lists(st.integers(1, 9), max_size=20))
+def test_where_both_sides_are_as_busy_as_the_share_says_it_is_the_share(ratio, whole, sizes):
+    part, even = Part(ratio, stretch(whole=whole)), evened(ratio, whole=whole)
+    assert [even(size) for size in sizes] == [part(size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "given"),
+    # Of so many under way half should be elsewhere; half a batch of 4 more or less is left alone.
+    [(4, 4, 2), (6, 2, 2), (8, 2, 3), (12, 0, 4), (40, 0, 4), (2, 6, 2), (2, 8, 1), (0, 12, 0)],
+)
+def test_a_side_that_is_behind_gets_less_until_it_is_not(here, elsewhere, given):
+    assert sum(evened(0.5, whole=False, here=here, elsewhere=elsewhere)(4)) == given
+
+
+@pytest.mark.parametrize(("here", "elsewhere", "goes"), [(8, 0, True), (0, 8, False)])
+def test_a_batch_that_is_made_whole_goes_to_whoever_is_not_behind(here, elsewhere, goes):
+    even = evened(0.5, whole=True, here=here, elsewhere=elsewhere)
+    assert [even(4) for _ in range(3)] == [[goes] * 4] * 3
+
+
+@given(st.floats(0, 1), st.booleans(), st.integers(1, 9), st.integers(0, 99), st.integers(0, 99))
+def test_nobody_gets_more_than_there_is_nor_anything_where_the_share_is_none(
+    ratio, whole, count, here, elsewhere
+):
+    found = evened(ratio, whole=whole, here=here, elsewhere=elsewhere)(count)
+    assert len(found) == count and (not whole or len(set(found)) == 1)
+    assert ratio > 0 or not any(found)
+    assert ratio < 1 or all(found)

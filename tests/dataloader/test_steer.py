@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from tests.dataloader.world import BATCH, World, best, part, rate, stretch
 from upriver.dataloader.auto import REST, Measured
 from upriver.dataloader.epoch import Waits
-from upriver.dataloader.share import Part
+from upriver.dataloader.share import Evened, Part
 from upriver.dataloader.steer import (
     MOST_WINDOW,
     PROBE,
@@ -134,6 +135,66 @@ def test_workers_that_nobody_needs_any_more_are_let_go() -> None:
     assert 0.4 < world.ratios[399] < 0.6 and world.ratios[-1] == 0
     assert measured.decision is not None and not measured.decision.offload
     assert rate(times, 1000) == pytest.approx(BATCH / 1.0, rel=0.01)
+
+
+# ------------------------------------------------------------------------ speeds that come and go
+
+
+class Shared(World):
+    """Each side has two thirds of its speed for a while, again and again, at times of its own."""
+
+    def __init__(self, *, hold: float, **costs: Any) -> None:
+        self.now = 0.0
+        self._costs = {"here": costs["here"], "there": costs["there"]}
+        self._holds = {"here": hold, "there": 0.7 * hold}
+        super().__init__(**costs)
+
+    def _now(self, side: str) -> float:
+        return self._costs[side] * (1.5 if int(self.now / self._holds[side]) % 2 else 1.0)
+
+    @property
+    def here(self) -> float:  # type: ignore[override]
+        return self._now("here")
+
+    @here.setter
+    def here(self, seconds: float) -> None:
+        self._costs["here"] = seconds
+
+    @property
+    def there(self) -> float:  # type: ignore[override]
+        return self._now("there")
+
+    @there.setter
+    def there(self, seconds: float) -> None:
+        self._costs["there"] = seconds
+
+
+SHARED: dict[str, dict[str, float]] = {
+    "equal sides": {"here": 0.02, "there": 0.02, "step": 0.03, "processes": 1},
+    "slow workers": {"here": 0.02, "there": 0.06, "step": 0.03, "processes": 1},
+    "fast workers": {"here": 0.04, "there": 0.01, "step": 0.03, "processes": 2},
+    "workers far away": {"here": 0.02, "there": 0.02, "step": 0.03, "processes": 1, "latency": 0.3},
+    "a model that both can feed": {"here": 0.02, "there": 0.02, "step": 0.055, "processes": 1},
+}
+
+
+@pytest.mark.parametrize("hold", [0.7, 4.1])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("mix", SHARED)
+def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ratio(
+    mix: str, whole: bool, hold: float
+) -> None:
+    def throughput(ratio: float, *, even: bool) -> float:
+        world = Shared(hold=hold, **SHARED[mix])
+        split = Part(ratio, stretch(whole=whole))
+        epoch = world.epoch(400, split)
+        if even:
+            epoch.split = Evened(split, weakref.proxy(epoch))
+        return rate(world.train(epoch), 380)
+
+    fixed = {tenth / 10: throughput(tenth / 10, even=False) for tenth in range(1, 10)}
+    best_ratio = max(fixed, key=fixed.__getitem__)
+    assert throughput(best_ratio, even=True) >= 0.995 * fixed[best_ratio]
 
 
 # ----------------------------------------------------------------------------------- failures

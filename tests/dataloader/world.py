@@ -63,6 +63,8 @@ class Processes:
         value = [SAMPLE] * len(task.indices)
         world.arrivals.at(self.free_at[first], Arrival(task.number, value))
 
+    def let_go(self, made: object) -> None: ...
+
     def halt(self) -> None: ...
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -32,7 +33,8 @@ import psutil
 import torch
 
 from upriver.dataloader.epoch import Epoch, Split
-from upriver.dataloader.share import AllHere, Part
+from upriver.dataloader.rivals import Rivals
+from upriver.dataloader.share import AllHere, Evened, Part
 from upriver.dataloader.steer import WINDOW, Kept, Steering, Step, Watch, Window, window_of
 from upriver.policies import OFFLOAD_POLICIES, Offload, OffloadPolicy, stalls
 from upriver.profile.metrics import SPEEDUP_THRESHOLD, Candidate, Metrics
@@ -141,6 +143,7 @@ class Measured:
         ocycles: CPU seconds of a batch, where a candidate makes it.
         rthp: MB/s of both, all of it offloaded, by candidate.
         decision: Once there is one; its ratio is the one in force.
+        rivals: Candidates that are being tried in turns, before the decision stands.
         kept: How the decision is held to its promise.
         anew: Whether it is being measured anew.
         timed: What is not finished yet, by candidate.
@@ -156,6 +159,7 @@ class Measured:
     ocycles: dict[str, float] = field(default_factory=dict)
     rthp: dict[str, float] = field(default_factory=dict)
     decision: Offload | None = None
+    rivals: Rivals | None = None
     kept: Kept | None = None
     anew: bool = False
     timed: dict[str, Timed] = field(default_factory=dict)
@@ -168,10 +172,22 @@ class Measured:
         """Whether the next batch is handed out for measuring."""
         return self.decision is None or self.anew
 
+    @property
+    def settled(self) -> bool:
+        """Whether what is decided stands."""
+        return self.decision is not None and self.rivals is None
+
+    @property
+    def in_force(self) -> str | None:
+        """The candidate by which batches are planned now; None where nothing is offloaded."""
+        if self.rivals is not None and self.rivals.next is not None:
+            return self.rivals.next
+        return None if self.decision is None else self.decision.candidate
+
     def forget(self) -> None:
         """All figures, to be measured anew; what was decided holds until there is another decision."""
         self.gthp = self.lthp = self.pcycle = self.pseconds = None
-        self.ocycles, self.rthp, self.timed = {}, {}, {}
+        self.ocycles, self.rthp, self.timed, self.rivals = {}, {}, {}, None
         self.anew, self.spent = True, 0
 
     def forget_candidates(self) -> None:
@@ -179,6 +195,7 @@ class Measured:
         self.rthp.clear()
         self.ocycles.clear()
         self.timed = {name: timed for name, timed in self.timed.items() if name == HERE}
+        self.rivals = None
         self.anew, self.spent = True, 0
 
     def decide(self, policy: OffloadPolicy, threshold: float, names: Sequence[str]) -> None:
@@ -195,7 +212,20 @@ class Measured:
                 watch=Watch(promised, 1 - promised / metrics.gthp),
                 steering=self._steering(found),
             )
+        self.rivals = Rivals.of(policy, metrics, found) if self.spent else None
         self.anew, self.since = False, 0
+
+    def settle(self, rivals: Rivals) -> None:
+        """By what came of the turns, which tell more of candidates than figures of other moments."""
+        decision, kept = self.decision, self.kept
+        assert decision is not None and decision.candidate is not None and kept is not None
+        best = rivals.best(decision.candidate)
+        kept.why = f"{kept.why}; {rivals.told(best)}"
+        self.decision, self.rivals = replace(decision, candidate=best, why=kept.why), None
+        promised = rivals.throughput(best)
+        rthp = self.rthp[best]
+        self.rthp |= {name: rthp * rivals.throughput(name) / _positive(promised) for name in rivals.seen}
+        kept.watch.expect(promised=promised, waited=1 - promised / _positive(self.gthp))
 
     def _steering(self, found: Offload) -> Steering | None:
         if found.candidate is None:
@@ -254,7 +284,7 @@ class Auto(Iterator[Any]):
         policy: Decides by what was measured.
         threshold: FastFlow's SpeedUpThreshold.
         warm: Batches to prepare before CPU seconds count, where processes have just begun.
-        on_decided: Told when it has been.
+        on_decided: Told when it has been, and when that stands.
         cpu_s: CPU seconds of this process and its loader processes so far.
         clock: Seconds.
     """
@@ -325,12 +355,20 @@ class _Course:
     on_decided: Callable[[], object]
     cpu_s: Callable[[], float]
 
+    @property
+    def _least_spent(self) -> int:
+        """Batches that measuring takes, as it may have been done by another job."""
+        return (1 + len(self.candidates)) * (PREPARED + LEAST_STEPS)
+
     def run(self) -> Course:
         """All of the epoch, and no end."""
         planned_before = 0
         while True:
             if self.found.measuring:
                 yield from self._measure()
+                planned_before = self.epoch.planned
+            if self.found.rivals is not None:
+                yield from self._take_turns(self.found.rivals, planned_before)
                 planned_before = self.epoch.planned
             yield from self._keep(planned_before)
 
@@ -388,6 +426,38 @@ class _Course:
                 timed.alone.add(step.consumed_s, step.nbytes)
         self.epoch.hold = False
 
+    def _take_turns(self, rivals: Rivals, planned_before: int) -> Course:
+        """Candidates, a window each, again and again; goes on where the last epoch ended.
+
+        Args:
+            planned_before: Batches on their way that were planned otherwise.
+        """
+        self.epoch.hold = False
+        while (name := rivals.next) is not None:
+            assert self.found.decision is not None
+            part = self.part(name, self.found.decision.ratio)
+            self.epoch.split = self._evened(part)
+            skip, rivals.window = max(SKIPPED, planned_before), rivals.window or Window()
+            while not rivals.window.enough(window_of(part.ratio, whole=part.stretch.whole)):
+                step = yield
+                self.found.since += 1
+                if skip:
+                    skip -= 1
+                elif step is not None:
+                    rivals.window.add(step)
+            window = rivals.window
+            rivals.add(name, window)
+            planned_before = self.epoch.planned
+            if not self.found.steer(window):  # nobody is needed, whoever it were
+                self.found.rivals = None
+                return
+        self.found.settle(rivals)
+        self.on_decided()
+
+    def _evened(self, part: Part) -> Split:
+        """An epoch must end as soon as nobody iterates, so what it has must not have it."""
+        return Evened(part, weakref.proxy(self.epoch))
+
     def _keep(self, planned_before: int) -> Course:
         """Hand out batches as was decided, until all is to be measured anew.
 
@@ -398,7 +468,11 @@ class _Course:
         part: Part | None = None
         if decision is not None and decision.candidate is not None:
             part = self.part(decision.candidate, decision.ratio)
-        self.epoch.split, self.epoch.hold = part or AllHere(), False
+        self.epoch.hold = False
+        if part is None:
+            self.epoch.split = AllHere()
+        else:
+            self.epoch.split = part if kept is None else self._evened(part)
         if kept is not None:
             kept.skip = max(SKIPPED, planned_before)
         while True:
@@ -410,7 +484,7 @@ class _Course:
             if window is None:
                 continue
             lacks = kept.watch.lacks(window, offloads=part is not None and part.ratio > 0)
-            if lacks and found.since >= found.rest * max(1, found.spent):
+            if lacks and found.since >= found.rest * max(self._least_spent, found.spent):
                 found.forget()
                 return
             if part is not None and part.ratio != (ratio := found.steer(window)):

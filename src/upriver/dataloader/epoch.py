@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from upriver.dataloader.local import Fed, Maker, Processes
 from upriver.dataloader.plan import Stretch
+from upriver.dataloader.share import Backlog
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import DONE
 from upriver.pipeline.seeding import apart
@@ -199,6 +200,14 @@ class Epoch:
         """Batches that are being made, or are made and not handed out."""
         return len(self._planned)
 
+    @property
+    def backlog(self) -> Backlog:
+        """What is under way on either side."""
+        samples = Counter[bool]()
+        for work in self._work.values():
+            samples[work.stretch is not None] += len(work.at)
+        return Backlog(here=samples[False], elsewhere=samples[True])
+
     def prepare(self, count: int) -> int:
         """Have that many batches made before the next one is handed out; how many there are."""
         self._plan_to(count)
@@ -214,6 +223,8 @@ class Epoch:
 
     def _plan_to(self, count: int) -> None:
         while len(self._planned) < count and not self._all_planned:
+            while not self._arrivals.empty():  # whatever has come since is done
+                self._arrived(self._arrivals.get())
             indices = next(self._batches, None)
             if indices is None:
                 self._all_planned = True
@@ -303,6 +314,8 @@ class Epoch:
         self.waits.samples += len(batch.indices)
         self.waits.given += batch.given
         self.waits.returned += batch.returned
+        if self._here is not None and HERE in batch.made:
+            self._here.let_go(batch)
         if batch.whole:
             return batch.value
         with apart():

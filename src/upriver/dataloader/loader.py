@@ -319,15 +319,15 @@ class DataLoader(TorchLoader[Any]):
             return self._offload
         if self._offload == "always":
             return Offloading(candidate=self._hired.candidates[-1])
-        decision = self._measured.decision
-        if decision is None or decision.candidate is None:
+        decision, candidate = self._measured.decision, self._measured.in_force
+        if decision is None or candidate is None:
             return None
-        return Offloading(candidate=decision.candidate, ratio=decision.ratio)
+        return Offloading(candidate=candidate, ratio=decision.ratio)
 
     @property
     def decided(self) -> bool:
         """Whether it is settled what is offloaded; only ``offload="auto"`` has to find out first."""
-        return self._hired is None or self._offload != "auto" or self._measured.decision is not None
+        return self._hired is None or self._offload != "auto" or self._measured.settled
 
     @property
     def why(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections import deque
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +23,16 @@ from upriver.pipeline.mapstyle import DONE
 
 READERS = 4
 """Threads that read at once, each the samples of one task."""
+
+MAKES_WAY = 10
+"""By so much loader processes are nicer than the training process, which has work of its own for a moment in
+each step; behind their turns an accelerator would wait for it."""
+
+MOST_HANDED = 2
+"""Batches that are kept for another thread to let go of."""
+
+SHARED_MEMORY, ROOM_BYTES = "/dev/shm", 2**28
+"""Where loader processes put what they make. A batch more is kept there only where there is so much room."""
 
 IDLE = Task(number=-1, epoch=0, batch=0, indices=(), samples=(), whole=False)
 """Nothing to do: a loader process that got no task at all would be ended."""
@@ -142,6 +154,7 @@ class Processes:
 
     def __init__(self, maker: Maker, **arguments: Any) -> None:
         self._waiting = Waiting()
+        arguments["worker_init_fn"] = partial(_begin, arguments.get("worker_init_fn"))
         with warnings.catch_warnings():  # of arguments the user's own loader has warned already
             warnings.simplefilter("ignore")
             self._loader = TorchLoader(
@@ -173,6 +186,15 @@ class Processes:
             raise RuntimeError("loader processes were not started, or were stopped")
         self._waiting.add(task)
         self._forward.expect()
+
+    def let_go(self, made: object) -> None:
+        """Of what was handed out, once there is something newer, and in another thread.
+
+        What processes have made is shared memory, which takes milliseconds to give back: a third of what a
+        small model's step takes, in the thread for which an accelerator waits.
+        """
+        if self._forward is not None and _has_room():
+            self._forward.let_go(made)
 
     def halt(self) -> None:
         """Let go of what nobody has begun; processes that do not persist end. May be called again."""
@@ -222,6 +244,10 @@ class Fed:
         else:
             self._threads.submit(self._read, task)
 
+    def let_go(self, made: object) -> None:
+        """See `Processes`."""
+        self._processes.let_go(made)
+
     def halt(self) -> None:
         """See `Processes`."""
         if self._threads is not None:
@@ -267,12 +293,17 @@ class _Forward(threading.Thread):
         super().__init__(name="upriver-here", daemon=True)
         self._source, self._taken, self._arrivals = source, taken, arrivals
         self._expected: SimpleQueue[None] = SimpleQueue()
+        self._handed: deque[object] = deque(maxlen=MOST_HANDED)
         self._over = False
         self.start()
 
     def expect(self) -> None:
         """One more."""
         self._expected.put(None)
+
+    def let_go(self, made: object) -> None:
+        """Of what was handed out, unless it is the newest, when the next result is there."""
+        self._handed.append(made)
 
     def halt(self) -> None:
         """No more; it ends by itself."""
@@ -286,8 +317,12 @@ class _Forward(threading.Thread):
             while not self._over and (arrival := self._next()).number == IDLE.number:
                 pass
             if self._over:
+                self._handed.clear()
                 return
             self._arrivals.put(arrival)
+            del arrival
+            while len(self._handed) > 1:
+                self._handed.popleft()
 
     def _next(self) -> Arrival:
         """What came of the task that was taken longest ago: results come in that order."""
@@ -297,6 +332,23 @@ class _Forward(threading.Thread):
             return Arrival(self._taken.popleft(), error=error, final=True)
         self._taken.popleft()
         return Arrival(made.number, made.value)
+
+
+def _has_room() -> bool:
+    """Whether shared memory is far from full."""
+    try:
+        room = os.statvfs(SHARED_MEMORY)
+    except (AttributeError, OSError):  # another system
+        return False
+    return room.f_bavail * room.f_frsize >= ROOM_BYTES
+
+
+def _begin(worker_init_fn: Callable[[int], object] | None, number: int) -> None:
+    """What a loader process does first."""
+    if hasattr(os, "nice"):
+        os.nice(MAKES_WAY)
+    if worker_init_fn is not None:
+        worker_init_fn(number)
 
 
 def _as_it_is(value: Any) -> Any:

@@ -13,7 +13,8 @@ The law, for a ratio r
     1. Here is late where h / (1 - r) is more than e / r: one sample fewer there spares more time than one
        fewer elsewhere. It is late by b = h - e (1 - r) / r. The other way round for elsewhere. Where b is
        within BAND r stays.
-    2. The side that is late makes all it can: A = (1 - r) T, or B = r T. The other one makes no less than it
+    2. The side that is late makes all it can: A = (1 - s) T, or B = s T, where s is the share that was made
+       elsewhere, which is r but for what `Evened` has moved. The other one makes no less than it
        has just made, and maybe more: with each window in which it is not late again it is taken to make some
        more than it was seen to (DOUBT), and after many of them much more.
     3. r goes GAIN of the way to B / (A + B), where both are done at once; but gives away no more than b of
@@ -128,6 +129,10 @@ class Window:
         self.nbytes += step.nbytes
         self.waits = self.waits + step.waits
 
+    def enough(self, size: int) -> bool:
+        """Whether so many batches are in it, and so much time."""
+        return self.steps >= size and self.seconds >= WINDOW_S
+
     @property
     def here(self) -> float:
         """Part of the time that was waited for what is made here: h."""
@@ -148,6 +153,13 @@ class Window:
         """Part of what was to be made elsewhere that came back: f."""
         return self.waits.returned / self.waits.given if self.waits.given else 0.0
 
+    def share(self, ratio: float) -> float:
+        """What was made elsewhere; the ratio in force, where that rounds to no other number of batches."""
+        samples, given = self.waits.samples, self.waits.given
+        if not samples or abs(given - ratio * samples) <= samples / self.steps:
+            return ratio
+        return given / samples
+
     @property
     def throughput(self) -> float:
         """MB/s."""
@@ -166,10 +178,11 @@ def window_of(ratio: float, *, whole: bool) -> int:
 
 
 class Point(NamedTuple):
-    """A ratio, and the MB/s that it gave."""
+    """A ratio, and the MB/s that it gave, with the share of them that was made elsewhere."""
 
     ratio: float
     throughput: float
+    share: float
 
 
 class Steering:
@@ -198,7 +211,7 @@ class Steering:
         """The ratio after a window in which it was as it is."""
         if not seen.waits.given or not self.ratio:
             return self.ratio  # it tells nothing of workers
-        now = Point(self.ratio, seen.throughput)
+        now = Point(self.ratio, seen.throughput, seen.share(self.ratio))
         if seen.failed > FAILED:
             self._fail(seen)
         elif self._left is not None:
@@ -227,8 +240,8 @@ class Steering:
         if now.throughput > (1 + WORSE / 2) * left.throughput:
             self._best, self._rest = now, self._next_rest
             self._next_rest = min(MOST_PATIENCE, max(PATIENCE, 2 * self._next_rest))
-            self._here = max(self._here, (1 - now.ratio) * now.throughput)
-            self._elsewhere = max(self._elsewhere, now.ratio * now.throughput)
+            self._here = max(self._here, (1 - now.share) * now.throughput)
+            self._elsewhere = max(self._elsewhere, now.share * now.throughput)
         else:  # the job has changed
             self._best, self.ratio = None, left.ratio
             self._rest = self._next_rest = 0
@@ -256,14 +269,16 @@ class Steering:
             self._eased, self._patience = False, min(MOST_PATIENCE, 2 * self._patience)
         if self._before_failing is not None:
             self._elsewhere, self._before_failing = self._before_failing, None
-        self._here = (1 - self.ratio) * seen.throughput
-        self._elsewhere = max(self._elsewhere, self.ratio * seen.throughput) * self._more("here")
+        share = seen.share(self.ratio)
+        self._here = (1 - share) * seen.throughput
+        self._elsewhere = max(self._elsewhere, share * seen.throughput) * self._more("here")
         self._to(self.ratio + min(self._way(), (1 + self._windows) * late * (1 - self.ratio)))
 
     def _fall(self, seen: Window, late: float) -> None:
         self._eased = False
-        self._elsewhere = self.ratio * seen.throughput
-        self._here = max(self._here, (1 - self.ratio) * seen.throughput) * self._more("elsewhere")
+        share = seen.share(self.ratio)
+        self._elsewhere = share * seen.throughput
+        self._here = max(self._here, (1 - share) * seen.throughput) * self._more("elsewhere")
         self._to(self.ratio + max(self._way(), -(1 + self._windows) * late * self.ratio))
 
     def _fail(self, seen: Window) -> None:
@@ -346,7 +361,7 @@ class Kept:
             self.skip -= 1
             return None
         self.window.add(step)
-        if self.window.steps < size or self.window.seconds < WINDOW_S:
+        if not self.window.enough(size):
             return None
         window, self.window = self.window, Window()
         return window

@@ -2,6 +2,9 @@
 
 Code that nobody declared draws from the generators that everybody shares: Python's, NumPy's and PyTorch's.
 They are set by (seed, epoch, sample, stage) before each call, so that the numbers a sample sees move with it.
+
+NumPy's is imported here and now: NumPy puts that off, and a forked process may fail that does it while its
+parent had other threads (a KeyError in Python's import locks, seen with 3.11).
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
+from numpy import random as numpy_random
 
 from upriver.pipeline.draw import Draw
 
@@ -26,7 +29,7 @@ def seed_generators(draw: Draw) -> None:
     """
     key = draw.key()
     random.seed(key)
-    np.random.seed([key >> shift & _WORD - 1 for shift in (0, 32, 64, 96)])
+    numpy_random.seed([key >> shift & _WORD - 1 for shift in (0, 32, 64, 96)])
     torch.default_generator.manual_seed(key & 2**63 - 1)
 
 
@@ -37,7 +40,7 @@ def apart() -> Iterator[None]:
     Whatever is drawn, the three generators go on afterwards as if nothing had been; and PyTorch computes with
     one thread, as in its own loader's processes: with more, some kernels give other low bits.
     """
-    ours, numpy, torchs = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    ours, numpy, torchs = random.getstate(), numpy_random.get_state(), torch.default_generator.get_state()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -45,5 +48,5 @@ def apart() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         random.setstate(ours)
-        np.random.set_state(numpy)
+        numpy_random.set_state(numpy)
         torch.default_generator.set_state(torchs)
