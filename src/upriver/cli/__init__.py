@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from upriver import __version__
-from upriver.cli import cuts, demo, index, plan, push, serve, serving, token, train, worker
+from upriver.cli import calibrate, cuts, demo, index, plan, push, serve, serving, token, train, worker
 from upriver.cli.common import ReaderGone, checked_stdout
 from upriver.errors import StoreError, UpriverError
 
@@ -36,6 +36,7 @@ app.command("demo")(demo.demo)
 app.command("index")(index.index)
 app.command("push")(push.push)
 app.command("cuts")(cuts.cuts)
+app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
 app.command("token")(token.token)

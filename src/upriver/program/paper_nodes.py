@@ -171,7 +171,7 @@ def _kinds(node: Node, shapes: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
     after: Sequence[int] = next((shapes[value.name] for value in node.outputs if value is not None), ())
     if name in _RESHAPING and len(before) > 2 and after == [before[0], math.prod(before[1:])]:
         return ("flatten",)
-    if _is_view(node.op) or ("adaptive" in name and after == before):
+    if gives_view(node.op) or ("adaptive" in name and after == before):
         return ()
     if name in _JOINING:
         return (_TUPLE, "concat")
@@ -195,8 +195,8 @@ def _has_bias(node: Node, name: str) -> bool:
     return reference(node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")) is not None
 
 
-def _is_view(op: str) -> bool:
-    """Whether an operator gives the memory that it was given, by its signature."""
+def gives_view(op: str) -> bool:
+    """Whether an operator gives the memory that it was given, as its signature says."""
     if op == "_unsafe_view.default":
         return True
     try:

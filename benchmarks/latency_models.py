@@ -1,0 +1,330 @@
+"""How far latency models are off: operators by kind in the layout of LoADPart's Table III, and six networks.
+
+Run with ``python benchmarks/latency_models.py``; ``--write`` writes ``benchmarks/results/latency_models.md``.
+The configurations are those of `upriver.profile.ranges`, fixed beforehand; every fifth of a kind is held out,
+and errors are those of what was held out. All of it takes some 10 minutes, on one core; each kind's timings
+become a record, so the benchmark can be ended at any moment and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _common import RESULTS, Spread, commit, machine, table, versions
+from _planned import Deadline, Records, TimeIsUp
+from upriver._torchvision import ensure_torchvision
+from upriver.profile import alone
+from upriver.profile.alone import Bench
+from upriver.profile.calibrate import OCCASIONS, TABLE_III, Measured, fit, plan
+from upriver.profile.calls import Call
+from upriver.profile.kinds import works_of
+from upriver.profile.predict import MODELS, KindError, ModelName, Predictor, measure_unknown, place_of
+from upriver.profile.ranges import RANGES
+from upriver.program.capture import capture
+from upriver.program.program import Program
+
+NETWORKS = {
+    "alexnet": 224,
+    "vgg16": 224,
+    "resnet18": 224,
+    "resnet50": 224,
+    "squeezenet1_0": 227,
+    "xception": 299,
+}
+"""LoADPart's networks, and how many pixels across they take here."""
+
+RUNS = 9
+GOAL = 0.15
+"""How far off a whole network may be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """One network, run and predicted.
+
+    Attributes:
+        nodes: Operators of its graph.
+        measured_ms: The shortest of the lower quartiles of all occasions, as of an operator.
+        runs_ms: All whole runs.
+        predicted_ms: By model.
+        took_ms: The prediction by ours.
+    """
+
+    name: str
+    nodes: int
+    measured_ms: float
+    runs_ms: Spread
+    predicted_ms: Mapping[ModelName, float]
+    took_ms: float
+
+    def off(self, model: ModelName) -> float:
+        """Relative to what was measured."""
+        return self.predicted_ms[model] / self.measured_ms - 1
+
+
+# ------------------------------------------------------------------------------------- measuring
+
+
+def build(name: str) -> tuple[Program, torch.Tensor]:
+    """A network with random weights as a program, and one sample."""
+    ensure_torchvision()  # which timm needs, too
+    torch.manual_seed(0)
+    if name == "xception":
+        import timm
+
+        model = timm.create_model("legacy_xception", pretrained=False)
+    else:
+        from torchvision import models
+
+        model = getattr(models, name)(weights=None)
+    x = torch.randn(1, 3, NETWORKS[name], NETWORKS[name])
+    return capture(model.eval(), x), x
+
+
+def run_network(name: str) -> dict[str, Any]:
+    """Seconds of whole runs."""
+    program, x = build(name)
+    seconds = []
+    for _ in range(2 + RUNS):
+        began = time.perf_counter()
+        program.run((x,), 0, program.num_stages)
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": seconds[2:]}
+
+
+@functools.cache
+def configurations(kind: str, quick: bool) -> tuple[tuple[Call, bool], ...]:
+    """Of a kind, each with whether it is held out."""
+    return tuple(plan(kinds=[kind], quick=quick))
+
+
+def time_kind(kind: str, bench: Bench, *, quick: bool) -> dict[str, Any]:
+    """Seconds of each of a kind's configurations."""
+    seconds = [float(f"{bench.seconds(call):.4g}") for call, _ in configurations(kind, quick)]
+    return {"digest": digest_of(kind, quick=quick), "seconds": seconds}
+
+
+def digest_of(kind: str, *, quick: bool) -> str:
+    """Of what is timed and how."""
+    how = hashlib.sha256(Path(alone.__file__).read_bytes())
+    for call, _ in configurations(kind, quick):
+        how.update(call.signature.encode())
+    return how.hexdigest()[:16]
+
+
+def measure(
+    records: Records, deadline: Deadline, *, kinds: Sequence[str], networks: Sequence[str], quick: bool
+) -> None:
+    """Whatever is not there yet, each on every occasion.
+
+    Raises:
+        TimeIsUp: If something is left.
+    """
+    bench = Bench()
+    for occasion in range(OCCASIONS):
+        for name in networks:
+            if f"{name} {occasion}" not in records:
+                deadline.check()
+                _keep(records, f"{name} {occasion}", run_network(name))
+        for kind in kinds:
+            row = records.rows.get(f"{kind} {occasion}")
+            if row is None or row["digest"] != digest_of(kind, quick=quick):
+                deadline.check()
+                _keep(records, f"{kind} {occasion}", time_kind(kind, bench, quick=quick))
+
+
+def _keep(records: Records, key: str, row: Mapping[str, Any]) -> None:
+    records.add(key, {"commit": commit(), "load": round(os.getloadavg()[0], 2), **row})
+    print(key, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------- judging
+
+
+def fitted(records: Records, kinds: Sequence[str], *, quick: bool) -> Predictor:
+    """The models of what was timed: of all occasions the shortest time counts."""
+    measured = []
+    for kind in kinds:
+        rows = list(_of(records, kind))
+        if rows:
+            shortest = map(min, zip(*(row["seconds"] for row in rows), strict=True))
+            measured += [
+                Measured(works=works_of(call), seconds=seconds, held_out=held_out)
+                for (call, held_out), seconds in zip(configurations(kind, quick), shortest, strict=True)
+            ]
+    return fit(measured, place_of())
+
+
+def _of(records: Records, name: str) -> Iterator[dict[str, Any]]:
+    for occasion in range(OCCASIONS):
+        if f"{name} {occasion}" in records:
+            yield records.rows[f"{name} {occasion}"]
+
+
+def predicted(records: Records, predictor: Predictor, name: str) -> Network | None:
+    """A network that was run; None if it was not."""
+    rows = list(_of(records, name))
+    if not rows:
+        return None
+    graph = build(name)[0].graph
+    by_model: dict[ModelName, float] = {}
+    for model in MODELS:
+        unknown = measure_unknown(graph, predictor, model=model)
+        by_model[model] = sum(predictor.stage_seconds(graph, measured=unknown, model=model)) * 1e3
+    began = time.perf_counter()
+    predictor.node_seconds(graph)
+    took_ms = (time.perf_counter() - began) * 1e3
+    return Network(
+        name=name,
+        nodes=len(graph.nodes),
+        measured_ms=min(sorted(row["seconds"])[RUNS // 4] for row in rows) * 1e3,
+        runs_ms=Spread.of(seconds * 1e3 for row in rows for seconds in row["seconds"]),
+        predicted_ms=by_model,
+        took_ms=took_ms,
+    )
+
+
+def judged(errors: Sequence[KindError]) -> tuple[list[str], list[str]]:
+    """The paper's kinds for which ours is no worse than its device column for long operators, and others."""
+    met, missed = [], []
+    for error in errors:
+        if error.model == "ours" and error.kind in TABLE_III and error.mape_long_percent is not None:
+            better = error.mape_long_percent <= TABLE_III[error.kind]["device"][1]
+            (met if better else missed).append(error.kind)
+    return met, missed
+
+
+def report(
+    errors: Sequence[KindError], networks: Sequence[Network], rows: Collection[Mapping[str, Any]]
+) -> str:
+    """The page.
+
+    Args:
+        rows: The records.
+    """
+    met, missed = judged(errors)
+    far = [network.name for network in networks if abs(network.off("ours")) > GOAL]
+    took = max((network.took_ms for network in networks), default=0.0)
+    loads = [row["load"] for row in rows]
+    return f"""# Latency models
+
+**Goals.** For operators of 50 us and more, ours is off by no more than LoADPart's paper reports for its
+device, kind by kind: {f"missed for {_listed(missed)}; met for {_listed(met)}" if missed else "met"}.
+For whole networks by at most {GOAL:.0%}: {f"missed for {_listed(far)}" if far else "met"}.
+
+## By kind of operator
+
+{table(_HEADER, list(_rows(errors)))}
+
+- RMSE in us / MAPE in %, on configurations held out. `LoADPart edge` and `device` are its own models
+  (non-negative least squares without an intercept, Tables I and II) with the features of that column, fitted
+  to timings of this machine; `paper` is what it reports of its own machines (Table III).
+- Each configuration was timed on {OCCASIONS} occasions, minutes apart, of which the shortest time counts: the
+  lower quartile of some runs. Before each run what the operator reads is written anew, and all else is pushed
+  out of the caches, its code too: in a program other operators have run since.
+
+## Whole networks
+
+{table(_NETWORK_HEADER, list(map(_network_row, networks)))}
+
+- Batch 1, float32, one thread, random weights. What is measured is the captured program as a
+  whole, {RUNS} runs on each of {OCCASIONS} occasions: the shortest of their lower quartiles, as of operators;
+  beside it the median of all runs (lowest to highest). A prediction is the sum over the operators, each as if
+  it ran alone; ours takes up to {took:.0f} ms.
+
+## How
+
+- {machine()}. {versions("torch", "torchvision", "timm", "scipy")}.
+  Measured at commit {", ".join(dict.fromkeys(row["commit"] for row in rows)) or "none"}.
+- Load average {min(loads, default=0):.1f} to {max(loads, default=0):.1f}. A machine that others share, whose
+  work makes memory slower at one time than at another: an error of some per cent may be the machine's.
+- Not shown: an accelerator, other types than float32, several threads.
+
+Run it again: `python benchmarks/latency_models.py --write`.
+"""
+
+
+_HEADER = (
+    "kind", "n", "LoADPart edge", "LoADPart device", "ours", "n of 50 us", "LoADPart device, %", "ours, %",
+    "paper edge", "paper device",
+)  # fmt: skip
+
+_NETWORK_HEADER = (
+    "network", "operators", "measured, ms", "all runs, ms",
+    "ours, ms", "off", "LoADPart edge, ms", "off", "LoADPart device, ms", "off",
+)  # fmt: skip
+
+
+def _rows(errors: Sequence[KindError]) -> Iterator[Sequence[object]]:
+    found = {(error.kind, error.model): error for error in errors}
+    for kind in dict.fromkeys(error.kind for error in errors):
+        ours = found.get((kind, "ours"))
+        paper = TABLE_III.get(kind)
+        yield (
+            kind,
+            ours.count if ours else "",
+            *(_both(found.get((kind, model))) for model in ("edge", "device", "ours")),
+            ours.count_long if ours else "",
+            *(_long(found.get((kind, model))) for model in ("device", "ours")),
+            *("{:.1f} / {:.1f}".format(*paper[side]) if paper else "" for side in ("edge", "device")),
+        )
+
+
+def _both(error: KindError | None) -> str:
+    return f"{error.rmse_us:.1f} / {error.mape_percent:.1f}" if error else ""
+
+
+def _long(error: KindError | None) -> str:
+    return f"{error.mape_long_percent:.1f}" if error and error.mape_long_percent is not None else ""
+
+
+def _network_row(network: Network) -> Sequence[object]:
+    cells: list[object] = [network.name, network.nodes, f"{network.measured_ms:.1f}", network.runs_ms.text(1)]
+    for model in MODELS:
+        cells += [f"{network.predicted_ms[model]:.1f}", f"{network.off(model):+.1%}"]
+    return cells
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, help="begin no further kind or network after so many")
+    parser.add_argument("--quick", action="store_true", help="a small form that says little")
+    parser.add_argument("--report", action="store_true", help="only report what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
+    parser.add_argument("--write", action="store_true", help="write the report there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    name = "latency_models_quick" if options.quick else "latency_models"
+    kinds = tuple(TABLE_III) if options.quick else tuple(RANGES)
+    records = Records(options.out / f"{name}.jsonl")
+    if not options.report:
+        try:
+            deadline = Deadline(options.minutes)
+            measure(records, deadline, kinds=kinds, networks=tuple(NETWORKS), quick=options.quick)
+        except TimeIsUp:
+            print("time is up; the next start goes on from here", file=sys.stderr)
+    predictor = fitted(records, kinds, quick=options.quick)
+    networks = [network for each in NETWORKS if (network := predicted(records, predictor, each))]
+    text = report(predictor.errors, networks, records.rows.values())
+    if options.write:
+        (options.out / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

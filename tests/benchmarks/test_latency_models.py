@@ -1,0 +1,135 @@
+"""The benchmark of latency models: its records, what a report makes of them, and what it takes up again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import latency_models
+from _common import Spread
+from _planned import Deadline, Records, TimeIsUp
+from latency_models import Network, fitted, judged, measure, predicted, report
+from upriver.profile.calibrate import OCCASIONS, TABLE_III
+from upriver.profile.calls import Call
+from upriver.profile.kinds import works_of
+from upriver.profile.predict import KindError, ModelName
+from upriver.program import capture
+
+KIND = "activation.relu"
+
+
+def error(kind: str, model: ModelName, long: float | None) -> KindError:
+    return KindError(
+        kind=kind,
+        model=model,
+        count=20,
+        rmse_us=12.34,
+        mape_percent=11.0,
+        count_long=0 if long is None else 7,
+        mape_long_percent=long,
+    )
+
+
+def network(name: str, ours_ms: float) -> Network:
+    return Network(
+        name=name,
+        nodes=10,
+        measured_ms=10.0,
+        runs_ms=Spread.of([9.0, 10.0, 30.0]),
+        predicted_ms={"ours": ours_ms, "edge": 20.0, "device": 5.0},
+        took_ms=3.0,
+    )
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Operators that take as long as their elements say, twice that on the first occasion; what was timed."""
+    timed: list[str] = []
+    occasions: dict[str, int] = {}
+
+    class Scripted:
+        def seconds(self, call: Call) -> float:
+            timed.append(works_of(call)[0].kind)
+            occasions[call.signature] = occasions.get(call.signature, 0) + 1
+            return 1e-9 * call.made[0].numel * (2 if occasions[call.signature] == 1 else 1)
+
+    monkeypatch.setattr(latency_models, "Bench", Scripted)
+    monkeypatch.setattr(latency_models, "NETWORKS", {"small": 8})
+    model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.ReLU())
+    monkeypatch.setattr(latency_models, "build", lambda name: (capture(model, x := torch.randn(1, 8)), x))
+    return timed
+
+
+def run(records: Records, deadline: Deadline | None = None) -> None:
+    measure(records, deadline or Deadline(None), kinds=[KIND], networks=["small"], quick=True)
+
+
+def test_ours_is_judged_by_the_papers_device_where_operators_are_long() -> None:
+    device = TABLE_III[KIND]["device"][1]
+    assert judged([error(KIND, "ours", device), error(KIND, "edge", 99.0)]) == ([KIND], [])
+    assert judged([error(KIND, "ours", device + 1)]) == ([], [KIND])
+    assert judged([error(KIND, "ours", None), error("softmax", "ours", 99.0)]) == ([], [])
+
+
+def test_a_report_says_what_is_met_and_what_is_missed() -> None:
+    rows: Callable[[float], list[KindError]] = lambda ours: [  # noqa: E731
+        error(KIND, model, ours if model == "ours" else 50.0) for model in ("ours", "edge", "device")
+    ]
+    good = report(rows(1.0), [network("alexnet", 11.0)], [{"load": 0.5, "commit": "abc"}])
+    assert "kind by kind: met." in good and "by at most 15%: met." in good
+    assert f"| {KIND} | 20 | 12.3 / 11.0 | 12.3 / 11.0 | 12.3 / 11.0 | 7 | 50.0 | 1.0 |" in good
+    assert "| 4.5 / 12.6 | 1451.5 / 17.7 |" in good
+    assert (
+        "| alexnet | 10 | 10.0 | 10.0 (9.0 to 30.0) | 11.0 | +10.0% | 20.0 | +100.0% | 5.0 | -50.0% |" in good
+    )
+    bad = report(rows(99.0), [network("alexnet", 5.0), network("vgg16", 10.0)], [])
+    assert f"missed for {KIND}; met for none" in bad and "missed for alexnet." in bad
+
+
+def test_what_was_measured_stands_in_records_and_is_not_measured_again(
+    scripted: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "records.jsonl"
+    run(Records(path))
+    rows = Records(path).rows
+    assert set(rows) == {f"{name} {number}" for name in ("small", KIND) for number in range(OCCASIONS)}
+    count = len(scripted)
+    run(Records(path))
+    assert len(scripted) == count > 0
+
+
+def test_time_that_is_up_leaves_the_rest_for_the_next_start(scripted: list[str], tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    with pytest.raises(TimeIsUp):
+        run(records, Deadline(1e-12))
+    assert not scripted and not records.rows
+    run(records)
+    assert len(records.rows) == 2 * OCCASIONS
+
+
+def test_other_configurations_are_timed_anew(scripted: list[str], tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    run(records)
+    stale: dict[str, Any] = records.rows[f"{KIND} 1"]
+    records.add(f"{KIND} 1", {**stale, "digest": "another"})
+    count = len(scripted)
+    run(records)
+    assert len(scripted) == count + len(stale["seconds"])
+
+
+def test_the_shortest_time_counts_and_a_network_is_predicted(scripted: list[str], tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    assert predicted(records, None, "small") is None  # type: ignore[arg-type]
+    run(records)
+    predictor = fitted(records, [KIND, "softmax"], quick=True)
+    assert predictor.papers["edge"].coefficients == {KIND: {"flops": pytest.approx(1e-9, rel=1e-3)}}
+    found = predicted(records, predictor, "small")
+    assert found is not None and found.nodes == 2
+    assert len(found.runs_ms.values) == OCCASIONS * latency_models.RUNS
+    assert min(found.runs_ms.values) <= found.measured_ms <= found.runs_ms.median
+    # the other operator, of which no kind was timed, was measured
+    assert all(seconds > 8e-6 for seconds in found.predicted_ms.values())
