@@ -212,14 +212,18 @@ class Timings:
     """Seconds that one micro-batch spent, by phase and by stage.
 
     Attributes:
-        phases: ``queue``, ``read``, ``input``, ``forward``, ``encode`` to seconds.
+        phases: ``receive``, ``queue``, ``read``, ``input``, ``forward``, ``encode`` to seconds. ``receive``,
+            from the first byte of a request to its last, is with its first micro-batch, where its inputs are
+            sent along; no worker is kept busy by it. Micro-batches that were computed together share theirs.
         stages: Position after a stage to the seconds of that stage (input stages have positions <= 0).
         expected_wait_s: What another micro-batch of the same tenant would wait there for others.
+        k: How many times as long as at best stages take there now; at least 1.
     """
 
     phases: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[int, float] = field(default_factory=dict)
     expected_wait_s: float = 0.0
+    k: float = 1.0
 
 
 # ------------------------------------------------------------------------------------ what is known

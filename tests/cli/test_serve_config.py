@@ -50,6 +50,9 @@ head_timeout_s = 5
 idle_timeout_s = 10.5
 max_connections = 64
 grace_s = 3
+load_window_s = 30
+load_watch_s = 2.5
+load_free_below = 0.8
 audit_log = "logs/audit.jsonl"
 log_format = "json"
 trace_endpoint = "http://localhost:4318"
@@ -185,6 +188,9 @@ def test_everything_that_may_stand_in_it(
         "idle_timeout_s": 10.5,
         "max_connections": 64,
         "grace_s": 3.0,
+        "load_window_s": 30.0,
+        "load_watch_s": 2.5,
+        "load_free_below": 0.8,
         "audit_log": str(tmp_path / "logs" / "audit.jsonl"),
         "log_format": "json",
         "trace_endpoint": "http://localhost:4318",

@@ -17,7 +17,7 @@ from tests.program.nets import frozen_small
 from upriver.client import budget, connect, measuring, second
 from upriver.client.measuring import Measured
 from upriver.client.servers import Gate
-from upriver.client.today import waiting
+from upriver.client.today import busy_s, waiting
 from upriver.client.transport import ServerClient
 from upriver.errors import (
     Busy,
@@ -34,7 +34,7 @@ from upriver.pipeline import Dataset
 from upriver.profile import memory
 from upriver.profile.build import has_lines
 from upriver.protocol import Load, StageCosts
-from upriver.types import Tier
+from upriver.types import Tier, Timings
 
 
 @pytest.fixture(autouse=True)
@@ -217,6 +217,11 @@ def test_others_in_the_queue_share_the_servers() -> None:
     assert waiting([4.0, 4.0], 1.0, in_flight=4) == 2  # another job like this one
     assert waiting([0.0, 4.0, 4.0], 1.0, in_flight=4) == 2
     assert waiting([4.0], 0.0, in_flight=4) == 1
+
+
+def test_a_worker_is_not_busy_with_what_still_comes_in_or_waits() -> None:
+    phases = {"receive": 9.0, "queue": 9.0, "read": 1.0, "input": 2.0, "forward": 4.0}
+    assert busy_s(Timings(phases=phases)) == 7.0
 
 
 def loaded(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:

@@ -412,6 +412,63 @@ def test_probe():
     assert probe.num_bytes / probe.seconds < 2 * 3_000_000
 
 
+def answered(answer: bytes, status: int = 200) -> Callable[[Exchange], None]:
+    """A server that takes a probe and says so, in these words."""
+
+    def respond(exchange: Exchange) -> None:
+        assert (exchange.method, exchange.path) == ("POST", "/v1/probe")
+        assert not exchange.body.strip(b"\0")
+        exchange.plain(status, answer.replace(b"SENT", b"%d" % len(exchange.body)))
+
+    return respond
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100_000, (1 << 20) + 1, 3 << 20])
+def test_an_upload_is_measured_by_the_server(num_bytes: int) -> None:
+    with scripted(answered(b'{"bytes": SENT, "seconds": 1e-5}')) as url, ServerClient(url) as client:
+        probe = client.probe_upload(num_bytes)
+    assert (probe.num_bytes, probe.seconds) == (num_bytes, 1e-5)
+    assert probe.bytes_per_s == pytest.approx(num_bytes / 1e-5)
+    assert probe.first_byte_s > 0
+
+
+@pytest.mark.parametrize("seconds", ["0", "3600"])
+def test_an_upload_takes_no_longer_than_was_waited_for_it_and_no_link_is_infinite(seconds: str) -> None:
+    answer = b'{"bytes": SENT, "seconds": %s}' % seconds.encode()
+    with scripted(answered(answer)) as url, ServerClient(url) as client:
+        probe = client.probe_upload(1000)
+    assert 0 <= probe.seconds < 3600
+    assert probe.first_byte_s >= 0
+    assert 0 < probe.bytes_per_s <= 1000 / 1e-6
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"bytes": 1, "seconds": 1}',
+        b'{"bytes": SENT, "seconds": -1}',
+        b'{"bytes": SENT, "seconds": 1e999}',
+        b'{"bytes": SENT}',
+        b"[]",
+        b"nonsense",
+    ],
+)
+def test_an_upload_of_which_a_server_says_nonsense_is_an_error(answer: bytes) -> None:
+    with scripted(answered(answer)) as url, ServerClient(url) as client, pytest.raises(ProtocolError):
+        client.probe_upload(1000)
+
+
+def test_an_older_server_takes_no_upload() -> None:
+    with scripted(answered(b"{}", 405)) as url, ServerClient(url) as client, pytest.raises(ProtocolError):
+        client.probe_upload(1000)
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1, 1.5, True, float("nan")])
+def test_an_upload_has_bytes(num_bytes: float) -> None:
+    with ServerClient("http://127.0.0.1:1") as client, pytest.raises(ConfigError, match="num_bytes"):
+        client.probe_upload(num_bytes)  # type: ignore[arg-type]
+
+
 class StoppedClock:
     """Time that goes on only while somebody sleeps."""
 

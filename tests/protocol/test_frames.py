@@ -19,9 +19,11 @@ from upriver.protocol import (
     End,
     FrameDecoder,
     FrameKind,
+    Load,
     RunRequest,
     aligned_empty,
     decode_info,
+    decode_versioned,
     encode,
     error_body,
     error_from,
@@ -71,7 +73,7 @@ def with_header(change, payload=None):
 
 
 def test_every_kind_comes_back():
-    timings = Timings(phases={"read": 0.5, "forward": 0.25}, stages={-1: 0.1, 3: 0.2})
+    timings = Timings(phases={"read": 0.5, "forward": 0.25}, stages={-1: 0.1, 3: 0.2}, k=1.5)
     assert read(wire(timings)) == timings
     assert read(wire(REQUEST)) == REQUEST
     assert read(wire(End())) == End()
@@ -319,6 +321,26 @@ def test_timings_are_finite(value):
     header = b'{"phases":{"read":' + value.encode() + b'},"stages":{}}'
     with pytest.raises(ProtocolError):
         read(frame_head(FrameKind.STATS, header))
+
+
+@pytest.mark.parametrize("value", ["0.99", "-1", "1e999", "null", "NaN", '"x"'])
+def test_a_load_factor_is_finite_and_at_least_1(value):
+    header = b'{"phases":{},"stages":{},"k":' + value.encode() + b"}"
+    with pytest.raises(ProtocolError):
+        read(frame_head(FrameKind.STATS, header))
+
+
+def test_what_an_older_server_does_not_say_is_as_if_nothing_were_known():
+    stats = read(frame_head(FrameKind.STATS, b'{"phases":{"read":0.5},"stages":{}}'))
+    assert stats == Timings(phases={"read": 0.5})
+    assert stats.k == 1
+    said = {"protocol": VERSION, "window_s": 60, "utilisation": 0.5, "running": 1, "queue": 0}
+    load = {**said, "expected_wait_s": 0, "k": 2, "workers": [2]}
+    found = decode_versioned(json.dumps(load).encode(), Load, "load")
+    assert (found.k, found.machine) == (2, 0)
+    for machine in (-0.1, 1.1):
+        with pytest.raises(ProtocolError, match="machine"):
+            decode_versioned(json.dumps({**load, "machine": machine}).encode(), Load, "load")
 
 
 def test_errors_keep_their_class():

@@ -12,7 +12,7 @@ import torch
 
 from tests.pipeline.making import write
 from tests.server.conftest import MICRO_BATCH, images, make_program
-from tests.server.running import answering, ask, body_of, changed, messages, refused, run, wait_for
+from tests.server.running import answering, ask, body_of, changed, connect, messages, refused, run, wait_for
 from upriver.errors import BadSample, ObjectChanged, StoreError
 from upriver.pipeline import CenterCrop, Decode, Normalize, Resize, index
 from upriver.program import capture, graph_path
@@ -137,6 +137,31 @@ def test_tensors_sent_along(uploaded, world, start, stop):
     )
     for batch, got in zip(sent, run(uploaded, request, sent), strict=True):
         same(got, world.here(batch.ids, stop))
+
+
+def test_how_long_what_is_sent_along_takes_to_come_is_told(uploaded, world):
+    sent = [world.here(ids, 0) for ids in ((0, 1, 2, 3), (5, 6))]
+    request = RunRequest(
+        micro_batches=tuple(batch.ids for batch in sent),
+        start=0,
+        stop=1,
+        micro_batch=MICRO_BATCH,
+        program=world.program.digest,
+    )
+    body, before = body_of(request, *sent), uploaded.metric("upriver_bytes_in_total")
+    connection = connect(uploaded)
+    try:
+        connection.putrequest("POST", "/v1/run")
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body[:1000])
+        wait_for(lambda: uploaded.metric("upriver_bytes_in_total") == before + 1000)
+        connection.send(body[1000:])
+        told = [found for found in messages(connection.getresponse()) if isinstance(found, Timings)]
+    finally:
+        connection.close()
+    assert ["receive" in timings.phases for timings in told] == [True, False]
+    assert told[0].phases["receive"] > 0
+    assert all(timings.k >= 1 for timings in told)
 
 
 def test_an_answer_is_data_and_stats_in_turn_and_then_an_end(uploaded, world):

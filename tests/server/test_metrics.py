@@ -29,6 +29,7 @@ def filled() -> Metrics:
     metrics.bytes_out_by("anna", 8)
     metrics.queue(3, 4000)
     metrics.memory(30, 20, 100)
+    metrics.load(1.5, 0.95)
     metrics.admitted("anna")
     metrics.shed("anna", "queue")
     metrics.draining.set(1)
@@ -146,6 +147,8 @@ def test_a_query_on_the_dashboard_groups_by_labels_that_there_are() -> None:
         ("upriver_memory_reserved_bytes", {}, 30),
         ("upriver_memory_used_bytes", {}, 20),
         ("upriver_memory_budget_bytes", {}, 100),
+        ("upriver_load_factor", {}, 1.5),
+        ("upriver_machine_utilisation", {}, 0.95),
         ("upriver_admitted_requests_total", {"tenant": "anna"}, 1),
         ("upriver_shed_requests_total", {"tenant": "anna", "reason": "queue"}, 1),
         ("upriver_shed_requests_total", {"tenant": "anna", "reason": "memory"}, 0),

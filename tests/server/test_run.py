@@ -2,15 +2,17 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from upriver.errors import DeadlineExceeded, Overloaded, QuotaExceeded, UpriverError
-from upriver.protocol import RunRequest
+from upriver.protocol import PREFIX_NBYTES, RunRequest
 from upriver.server import ServerConfig
 from upriver.server.budget import Budget
 from upriver.server.handle import Result
@@ -148,6 +150,37 @@ def test_small_answers_are_computed_ahead_by_one_and_no_more_for_a_reader_that_s
         rest = [bytes(buffer) async for buffer in answer]
         assert [at for at in log if at.startswith("compute")] == [f"compute {at}" for at in range(PARTS)]
         assert rest[-1].startswith(b"UPRV")
+
+    asyncio.run(go())
+
+
+def test_every_answer_tells_the_load_factor():
+    async def go():
+        runner = runner_of([], [0] * PARTS, [0] * PARTS, 3)
+        load = runner._pool.load
+        load.came(7)
+        for seconds in (0.1, 0.3, 0.3):
+            load.saw(7, "a", {1: seconds})
+        return await sent(runner, [], order_of())
+
+    buffers = asyncio.run(go())
+    stats = [msgspec.json.decode(buffer[PREFIX_NBYTES:]) for buffer in buffers if b"phases" in buffer]
+    assert [header["k"] for header in stats] == [pytest.approx(3.0)] * PARTS
+
+
+def test_the_first_group_alone_has_the_seconds_in_which_what_was_sent_came():
+    async def phases_of(order):
+        runner = runner_of([], [0] * PARTS, [0] * PARTS, 3)
+        buffers = await sent(runner, [], order)
+        stats = [msgspec.json.decode(buffer[PREFIX_NBYTES:]) for buffer in buffers if b"phases" in buffer]
+        return [header["phases"] for header in stats]
+
+    async def go():
+        order = order_of()
+        along = replace(order, asked=replace(order.asked, batches=[cast(Any, None)], received_s=2.5))
+        found = await phases_of(along)
+        assert [phases.get("receive") for phases in found] == [2.5, *[None] * (PARTS - 1)]
+        assert not any("receive" in phases for phases in await phases_of(order_of()))
 
     asyncio.run(go())
 

@@ -33,6 +33,7 @@ FULL = Snapshot(
     queue_bytes=12345,
     utilisation=0.75,
     k=1.25,
+    machine=0.9,
     expected_wait_s=0.4,
     uptime_s=90061.0,
     draining=True,

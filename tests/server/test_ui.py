@@ -116,6 +116,8 @@ def test_every_number_is_there() -> None:
     assert seen.facts["waiting"] == "4 requests, 12.3 kB"
     assert seen.facts["memory"] == "700 B set aside of 1 kB, 300 B taken by workers"
     assert seen.facts["workers busy"] == "75%"
+    assert seen.facts["machine busy"] == "90%"
+    assert seen.facts["slower than at best"] == "1.25 times"
     assert seen.facts["up for"] == "1 d 1 h"
     assert seen.facts["state"].startswith("draining")
 

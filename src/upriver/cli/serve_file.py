@@ -125,6 +125,9 @@ class ServeFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     idle_timeout_s: float | None = None
     max_connections: int | None = None
     grace_s: float | None = None
+    load_window_s: float | None = None
+    load_watch_s: float | None = None
+    load_free_below: float | None = None
     audit_log: str | None = None
     log_format: str | None = None
     trace_endpoint: str | None = None

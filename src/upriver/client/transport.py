@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from upriver import tracing
+from upriver.client.checks import whole
 from upriver.client.connection import (
     BROKEN,
     Address,
@@ -42,7 +43,9 @@ from upriver.protocol import (
     ProfileRequest,
     RunRequest,
     StageCosts,
+    Uploaded,
     decode_info,
+    decode_json,
     decode_versioned,
     encode,
     program_head,
@@ -71,6 +74,9 @@ PROBE_BYTES = 64 * 1024
 
 PROBE_SETTLED = 4
 """A probe's rate is that after so many parts of it: before, a burst or a slow start decides."""
+
+_ZEROS = bytes(1 << 20)
+"""What an upload is made of that measures the link."""
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 """Nothing beside the token."""
@@ -105,10 +111,12 @@ class Probe:
     """What one probe of the link measured.
 
     Attributes:
-        num_bytes: Bytes asked for and received.
-        first_byte_s: From the request to the first byte: round trip, and the server's front.
-        seconds: From the first byte to the last.
-        bytes_per_s: What the link carried, the first part of the transfer left out.
+        num_bytes: Bytes asked for and received, or sent.
+        first_byte_s: From the request to the first byte: round trip, and the server's front. Of an upload
+            what it took beside ``seconds``.
+        seconds: From the first byte to the last, as they arrived.
+        bytes_per_s: What the link carried, the first part of the transfer left out; in an upload that counts,
+            too, so that a burst makes this more.
     """
 
     num_bytes: int
@@ -278,6 +286,30 @@ class ServerClient:
             first_byte_s=first_at - asked,
             seconds=last_at - first_at,
             bytes_per_s=(received - settled) / max(last_at - settled_at, 1e-6),
+        )
+
+    def probe_upload(self, num_bytes: int) -> Probe:
+        """Send ``num_bytes`` to the server, which takes the time; bytes that come at once take none.
+
+        Raises:
+            ConfigError: If ``num_bytes`` is no whole number from 1 on.
+            TooLarge: If it is more than the server takes.
+            UpriverError: As for `info`.
+        """
+        whole("num_bytes", num_bytes)
+        pieces = [_ZEROS[: num_bytes - start] for start in range(0, num_bytes, len(_ZEROS))]
+        began = time.monotonic()
+        with self._question("POST", "/v1/probe", pieces) as response:
+            found = self._decoded(response, INFO_BYTES, lambda data: decode_json(data, Uploaded, "probe"))
+        took_s = time.monotonic() - began
+        if found.bytes != num_bytes:
+            raise ProtocolError(f"{self.url}: {num_bytes} bytes were sent, and it got {found.bytes}")
+        seconds = min(found.seconds, took_s)  # its clock may run faster than this one
+        return Probe(
+            num_bytes=num_bytes,
+            first_byte_s=took_s - seconds,
+            seconds=seconds,
+            bytes_per_s=num_bytes / max(seconds, 1e-6),
         )
 
     # ---------------------------------------------------------------------------------------- work

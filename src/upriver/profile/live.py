@@ -45,8 +45,8 @@ MOST_SLOWED = 1000.0
 LEAST_S = 1e-9
 """A worker that took less for a micro-batch tells nothing of it."""
 
-APART = ("queue", "read")
-"""Phases in which a micro-batch keeps no other one from a server's workers: it waits, or it is read."""
+APART = ("receive", "queue", "read")
+"""Phases in which a micro-batch keeps no other one from a server's workers: it comes, waits, or is read."""
 
 _Sums = deque[float]
 _Line = tuple[float, float]

@@ -142,6 +142,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
                 phases=dict(message.phases),
                 stages=dict(message.stages),
                 expected_wait_s=message.expected_wait_s,
+                k=message.k,
             )
             return [frame_head(FrameKind.STATS, msgspec.json.encode(header))]
         case UpriverError():

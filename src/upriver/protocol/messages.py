@@ -38,6 +38,8 @@ MAX_LARGER = 8
 """Sizes to choose from: eight doublings."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Factor = Annotated[float, msgspec.Meta(ge=1)]
 
 _T = TypeVar("_T")
 
@@ -246,17 +248,21 @@ class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     phases: dict[Label, float]
     stages: dict[int, float]
     expected_wait_s: Seconds = 0.0
+    k: Factor = 1.0
 
     def timings(self) -> Timings:
         """The same as the noun.
 
         Raises:
-            ProtocolError: If a time is negative or not finite.
+            ProtocolError: If a time is negative, or a number is not finite.
         """
         for name, seconds in [*self.phases.items(), *self.stages.items()]:
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise ProtocolError(f"seconds of {name!r} must be finite and >= 0, got {seconds}")
-        return Timings(phases=self.phases, stages=self.stages, expected_wait_s=self.expected_wait_s)
+        for name, value in (("expected_wait_s", self.expected_wait_s), ("k", self.k)):
+            if not math.isfinite(value):
+                raise ProtocolError(f"{name} must be finite, got {value}")
+        return Timings(phases=self.phases, stages=self.stages, expected_wait_s=self.expected_wait_s, k=self.k)
 
 
 # ------------------------------------------------------------------------- what a server measures
@@ -328,28 +334,43 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         running: Requests in progress.
         queue: Micro-batches that wait for a worker.
         expected_wait_s: What one more would wait for a worker.
-        k: How much longer stages take now than they did at best; at least 1.
+        k: How many times as long as at best stages take now; at least 1.
         workers: The same by worker.
         waiting: Requests that wait for memory.
         waiting_bytes: What they ask for.
         reserved_bytes: Memory that is held.
         budget_bytes: Memory that there is.
         draining: Whether it takes no further requests.
+        machine: Share of the last seconds for which everybody together kept busy what it computes with: the
+            cores it may use, or its accelerators; 0 where that cannot be told.
     """
 
     window_s: Seconds
-    utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    utilisation: Share
     running: Index
     queue: Index
     expected_wait_s: Seconds
-    k: Annotated[float, msgspec.Meta(ge=1)]
-    workers: tuple[Annotated[float, msgspec.Meta(ge=1)], ...]
+    k: Factor
+    workers: tuple[Factor, ...]
     waiting: Index = 0
     waiting_bytes: Index = 0
     reserved_bytes: Index = 0
     budget_bytes: Index = 0
     draining: bool = False
+    machine: Share = 0.0
     protocol: int = VERSION
+
+
+class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a probe of the way to the server (``POST /v1/probe``).
+
+    Attributes:
+        bytes: Of the body.
+        seconds: From its first byte to its last, as they came there; 0 where all came at once.
+    """
+
+    bytes: Index
+    seconds: Seconds
 
 
 # ------------------------------------------------------------------------------------------ reading

@@ -23,10 +23,11 @@ from upriver.errors import (
     ProgramNotFound,
     ProtocolError,
     QuotaExceeded,
+    TooLarge,
     UpriverError,
 )
 from upriver.program.devices import check_device
-from upriver.protocol import Info, Load, valid_digest
+from upriver.protocol import Info, Load, Uploaded, valid_digest
 from upriver.server import logs, openapi, ui
 from upriver.server.access import Access, tenant_of
 from upriver.server.audit import WEIGHTS_WANTED, Audit, Came, Entry
@@ -38,7 +39,7 @@ from upriver.server.metrics import Metrics
 from upriver.server.needs import Stretch
 from upriver.server.order import until
 from upriver.server.profiling import BODY_BYTES, Profiler
-from upriver.server.requests import check_length, content_length, number, while_there, zeros
+from upriver.server.requests import Arriving, check_length, content_length, number, while_there, zeros
 from upriver.server.rows import program_rows, tenant_rows
 from upriver.server.state import Snapshot
 from upriver.server.status import Wording, code_of, counted, http_errors
@@ -46,6 +47,7 @@ from upriver.server.stream import FrameStream
 from upriver.server.tenants import ANYONE, Tenant, missing_folders
 from upriver.server.tracing import Traced, traced
 from upriver.server.unit import Unit, Units
+from upriver.server.utilisation import look_at, watch
 from upriver.types import DEFAULT_MICRO_BATCH
 
 log = logging.getLogger(__name__)
@@ -92,7 +94,11 @@ class Front:
             most=config.max_datasets,
             hold=lambda nbytes: self.units.hold_index(nbytes),
         )
-        self._load = LoadMeter(config.workers * len(config.devices))
+        self._load = LoadMeter(
+            config.workers * len(config.devices),
+            window_s=config.load_window_s,
+            free_below=config.load_free_below,
+        )
         self.units = Units(
             [
                 Unit(
@@ -112,11 +118,15 @@ class Front:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Workers live as long as the application."""
+        """Workers live as long as the application, and as long it is watched how busy their machine is."""
         self.units.start()
+        look, every_s = look_at(self._config.devices), self._config.load_watch_s
+        watching = asyncio.create_task(watch(look, self._load.looked, every_s=every_s))
         try:
             yield
         finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
             await self.units.close()
             self.audit.close()
 
@@ -133,7 +143,7 @@ class Front:
             Route("/ui", self.ui),
             Route("/openapi.json", self.openapi),
             Route("/v1/info", self.info),
-            Route("/v1/probe", self.probe),
+            Route("/v1/probe", self.probe, methods=["GET", "POST"]),
             Route("/v1/programs/{digest}", self.program, methods=["HEAD", "PUT"]),
             Route("/v1/run", self.run, methods=["POST"]),
             Route("/v1/profile", self.profile, methods=["POST"]),
@@ -156,6 +166,7 @@ class Front:
         self._show_line()
         used, load = await asyncio.to_thread(self.units.used_bytes), self.current_load()
         self.metrics.memory(load.reserved_bytes, used, load.budget_bytes)
+        self.metrics.load(load.k, load.machine)
         self.metrics.program_bytes.set(sum(unit.shelf.nbytes for unit in self.units))
         self.metrics.draining.set(self.draining)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -187,7 +198,9 @@ class Front:
         return Response(msgspec.json.encode(info), media_type="application/json")
 
     async def probe(self, request: Request) -> Response:
-        """So many bytes, to measure the link with."""
+        """GET gives so many bytes, POST takes them, to measure the link with."""
+        if request.method == "POST":
+            return await self._take_probe(request)
         text = request.query_params.get("bytes", "0")
         nbytes = number(text)
         if nbytes is None or nbytes > PROBE_BYTES:
@@ -197,6 +210,17 @@ class Front:
             media_type="application/octet-stream",
             headers={"content-length": str(nbytes), "cache-control": "no-store"},
         )
+
+    async def _take_probe(self, request: Request) -> Response:
+        """Bytes are thrown away as they come; what counts is how long that takes."""
+        check_length(request, PROBE_BYTES, "probe")
+        arriving = Arriving(self._body(request))
+        async with until(asyncio.get_running_loop().time() + self._config.deadline_s):
+            async for _ in arriving:
+                if arriving.num_bytes > PROBE_BYTES:
+                    raise TooLarge(f"a probe has at most {PROBE_BYTES} bytes")
+        found = Uploaded(bytes=arriving.num_bytes, seconds=arriving.seconds)
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
     async def program(self, request: Request) -> Response:
         """HEAD asks for a program, PUT brings one."""
@@ -417,6 +441,7 @@ class Front:
             queue_bytes=load.waiting_bytes,
             utilisation=load.utilisation,
             k=load.k,
+            machine=load.machine,
             expected_wait_s=load.expected_wait_s,
             uptime_s=self.metrics.uptime_s,
             draining=self.draining,

@@ -15,6 +15,7 @@ from upriver.pipeline.image import PIXEL_CEILING
 from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
 from upriver.server.allowed import require_allow
 from upriver.server.budget import BASE, INDEXES
+from upriver.server.load import FREE_BELOW, WINDOW_S
 from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token, require_count
 from upriver.store import DEFAULT_PREFIX, Store, check_name
 from upriver.store.names import check_prefix
@@ -37,7 +38,15 @@ _COUNTS = (
     "code_bytes",
 )
 _COUNTS_OR_NONE = ("threads", "memory_budget_bytes")
-_SECONDS = ("job_timeout_s", "stall_timeout_s", "head_timeout_s", "idle_timeout_s", "deadline_s")
+_SECONDS = (
+    "job_timeout_s",
+    "stall_timeout_s",
+    "head_timeout_s",
+    "idle_timeout_s",
+    "deadline_s",
+    "load_window_s",
+    "load_watch_s",
+)
 _RESERVED = (BASE, INDEXES)
 """Names that own memory which is no tenant's: of idle workers, and of indexes."""
 
@@ -116,6 +125,11 @@ class ServerConfig:
             of the descriptors that a process may usually have, enough for dozens of training jobs.
         grace_s: What is running may finish for so long after a request to stop. 25 s: with what ending takes
             a server is gone within the 30 s that Kubernetes waits.
+        load_window_s: Micro-batches of so many seconds count in the load factor that clients are told.
+        load_watch_s: How often the server looks how busy everybody keeps its cores, or its accelerators. 5 s:
+            half of what LoADPart takes, so that a device that has gone local is back the sooner; a look takes
+            0.05 ms of a CPU with two cores to look at, 1.5 ms with 256.
+        load_free_below: Utilisation below which load factors from before are forgotten; 0.9 as in LoADPart.
         sandbox: How workers are shut in: by bubblewrap, by it where it works, or by namespaces alone.
         log_format: Lines for people, or JSON for machines.
         trace_endpoint: Where traces are sent (OpenTelemetry over HTTP); none are made if None.
@@ -158,6 +172,9 @@ class ServerConfig:
     idle_timeout_s: float = 75.0
     max_connections: int = 512
     grace_s: float = 25.0
+    load_window_s: float = WINDOW_S
+    load_watch_s: float = 5.0
+    load_free_below: float = FREE_BELOW
     sandbox: Sandbox = "auto"
     log_format: LogFormat = "text"
     trace_endpoint: str | None = None
@@ -241,6 +258,7 @@ class ServerConfig:
             require_finite(name, getattr(self, name), positive=True)
         for name in ("grace_s", "collect_s", "memory_reserve"):
             require_finite(name, getattr(self, name))
+        require_finite("load_free_below", self.load_free_below, at_most=1.0, positive=True)
         if self.memory_reserve >= 1:
             raise ConfigError(
                 f"memory_reserve is a share below 1 of what is available, got {self.memory_reserve}"

@@ -3,6 +3,15 @@
 A stage of one program at one size of micro-batch is always the same work, so whatever it takes beyond the
 least it ever took is others' doing: other processes on the machine, other workers, a lower clock. Input
 stages are no measure, since stored samples differ.
+
+That factor is LoADPart's ``k`` (Liu, Zheng, Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep
+Neural Networks for Edge Offloading", ICDCS 2022, section III-C): what recent stretches took over what they
+were predicted to take. There a latency model predicts, here the least that was seen, unless somebody knows
+better. There the mean of a period counts, here the median of each worker's recent micro-batches, and the mean
+of those.
+
+A factor that nobody measures anew stays what it is while the machine is busy, and is forgotten once it is not
+(section IV): a device that has gone local sends nothing to measure, and must learn that it may come back.
 """
 
 from __future__ import annotations
@@ -10,16 +19,22 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from upriver.protocol import Load
 
 WINDOW_S = 60.0
 """What is recent: some micro-batches of the slowest network, and a load that is over is soon forgotten."""
+
+FREE_BELOW = 0.9
+"""Utilisation below which a machine is free: LoADPart's threshold, above which it saw latency rise."""
+
+MOST_SLOWED = 1000.0
+"""More tells nobody anything, and whatever a worker says that was taken over, clients get a number."""
 
 MAX_SEEN = 64
 """Micro-batches of a worker that its factor looks back on, at most."""
@@ -31,6 +46,15 @@ MAX_JOBS = 4096
 """Finished jobs looked back on, at most. Where there were more in the window, it is shorter: those before are
 not known any more."""
 
+Predicted = Callable[[Hashable, Collection[int]], float | None]
+"""Seconds that the stages of a work at these positions take together where nothing disturbs; None where that
+is not known."""
+
+
+def nobody_knows(work: Hashable, positions: Collection[int]) -> float | None:
+    """Predicts nothing: the least that was seen counts."""
+    return None
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -38,24 +62,42 @@ class _Job:
     ended: float
 
 
+class _Factor(NamedTuple):
+    """How many times as long as predicted a micro-batch took, and when that was."""
+
+    at: float
+    value: float
+
+
 class LoadMeter:
     """Watches the workers of one server. Everything belongs to the event loop's thread.
 
     Args:
         num_workers: How many there are to be.
+        window_s: What is recent.
+        free_below: Utilisation below which the machine is free.
+        predicted: What stages take where nothing disturbs.
         now: Seconds of a clock that never goes back.
     """
 
     def __init__(
-        self, num_workers: int, *, window_s: float = WINDOW_S, now: Callable[[], float] = time.monotonic
+        self,
+        num_workers: int,
+        *,
+        window_s: float = WINDOW_S,
+        free_below: float = FREE_BELOW,
+        predicted: Predicted = nobody_knows,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_workers, self._window_s, self._now = num_workers, window_s, now
-        self._since = now()
+        self._free_below, self._predicted = free_below, predicted
+        self._since = self._looked_at = now()
+        self._machine: float | None = None
         self._queue = 0
         self._under_way: dict[int, float] = {}
         self._jobs: deque[_Job] = deque(maxlen=MAX_JOBS)
         self._best: OrderedDict[Hashable, dict[int, float]] = OrderedDict()
-        self._factors: dict[int, deque[tuple[float, float]]] = {}
+        self._factors: dict[int, deque[_Factor]] = {}
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -92,7 +134,7 @@ class LoadMeter:
             work: What decides how long a stage takes where nothing disturbs: program and micro-batch.
             stages: Position to seconds.
         """
-        spent = {position: seconds for position, seconds in stages.items() if position > 0 and seconds > 0}
+        spent = {at: seconds for at, seconds in stages.items() if at > 0 and 0 < seconds < math.inf}
         if not spent or worker not in self._factors:
             return
         best = self._best.setdefault(work, {})
@@ -101,8 +143,29 @@ class LoadMeter:
             self._best.popitem(last=False)
         for position, seconds in spent.items():
             best[position] = min(seconds, best.get(position, math.inf))
-        factor = sum(spent.values()) / sum(best[position] for position in spent)
-        self._factors[worker].append((self._now(), max(1.0, factor)))
+        alone = self._predicted(work, spent.keys()) or sum(best[position] for position in spent)
+        factor = sum(spent.values()) / alone
+        self._factors[worker].append(_Factor(self._now(), min(max(1.0, factor), MOST_SLOWED)))
+
+    def looked(self, machine: float | None) -> None:
+        """Take in how busy everybody together has kept the machine since this was told last.
+
+        Where it was free, what was measured before that time says nothing of now.
+
+        Args:
+            machine: A share; None where it cannot be told, and the window alone forgets.
+        """
+        if machine is not None and machine < self._free_below:
+            for factors in self._factors.values():
+                while factors and factors[0].at < self._looked_at:
+                    factors.popleft()
+        self._machine, self._looked_at = machine, self._now()
+
+    @property
+    def k(self) -> float:
+        """How many times as long as at best stages take now, by the workers of which that is known."""
+        known = [factor for worker in self._factors if (factor := self._factor(worker)) is not None]
+        return mean(known) if known else 1.0
 
     def load(self, *, running: int, **more: Any) -> Load:
         """What it comes to now.
@@ -111,7 +174,6 @@ class LoadMeter:
             running: Requests in progress.
             more: Further fields of the answer, which are not this one's to know.
         """
-        factors = [self._factor(worker) for worker in self._factors]
         window_s = self._looked_back_s()
         return Load(
             window_s=window_s,
@@ -119,15 +181,26 @@ class LoadMeter:
             running=running,
             queue=self._queue,
             expected_wait_s=self._expected_wait_s(),
-            k=mean(factors) if factors else 1.0,
-            workers=tuple(factors),
+            k=self.k,
+            workers=tuple(self._factor(worker) or 1.0 for worker in self._factors),
+            machine=self._machine or 0.0,
             **more,
         )
 
-    def _factor(self, worker: int) -> float:
-        """The median of what is recent: an odd slow micro-batch shows in none."""
-        recent = [factor for at, factor in self._factors[worker] if at >= self._now() - self._window_s]
-        return median(recent) if recent else 1.0
+    def _factor(self, worker: int) -> float | None:
+        """The median of what is recent: an odd slow micro-batch shows in none. None where nothing is.
+
+        On a busy machine what is recent ends with the worker's last micro-batch, whenever that was.
+        """
+        factors = self._factors[worker]
+        until = factors[-1].at if factors and self._held else self._now()
+        recent = [factor.value for factor in factors if factor.at >= until - self._window_s]
+        return median(recent) if recent else None
+
+    @property
+    def _held(self) -> bool:
+        """Whether others keep the machine busy, as far as anybody knows."""
+        return self._machine is not None and self._machine >= self._free_below
 
     def _looked_back_s(self) -> float:
         """The window, or as much of it as there was, and as is known."""

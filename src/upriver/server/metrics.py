@@ -53,7 +53,7 @@ RESTARTS = ("crash", "memory", "timeout")
 Found = Literal["kept", "read", "stored"]
 """Where a program came from: kept from before, read from a store, or just sent by its client."""
 
-PHASES = ("queue", "read", "input", "forward", "encode", "send")
+PHASES = ("receive", "queue", "read", "input", "forward", "encode", "send")
 """Of a micro-batch, in order. Workers name most of them, and a worker may have been taken over."""
 
 STORE_ERRORS = ("store", "not_found", "object_changed")
@@ -87,6 +87,7 @@ class Metrics:
         self._now, self._since = now, now()
         self._make_requests()
         self._make_admission()
+        self._make_load()
         self._make_micro_batches()
         self._make_programs()
         self._make_stores()
@@ -114,6 +115,12 @@ class Metrics:
             "shed_requests", "Requests not admitted, or let go before their end", "tenant", "reason"
         )
         self.draining = self._gauge("draining", "1 while the last requests finish and no new ones are taken")
+
+    def _make_load(self) -> None:
+        self._load_factor = self._gauge("load_factor", "How many times as long as at best stages take now")
+        self._machine = self._gauge(
+            "machine_utilisation", "Share of the time for which everybody keeps cores or accelerators busy"
+        )
 
     def _make_micro_batches(self) -> None:
         self._micro_batches = self._counter("micro_batches", "Micro-batches answered", "tenant")
@@ -184,6 +191,11 @@ class Metrics:
         self._reserved.set(reserved)
         self._used.set(used)
         self._budget.set(budget)
+
+    def load(self, k: float, machine: float) -> None:
+        """How many times as long as at best stages take now, and how busy everybody keeps the machine."""
+        self._load_factor.set(k)
+        self._machine.set(machine)
 
     def admitted(self, tenant: str) -> None:
         """One more request may compute."""

@@ -22,6 +22,7 @@ from upriver.protocol import (
     ProfileRequest,
     RunRequest,
     StageCosts,
+    Uploaded,
 )
 from upriver.protocol.messages import DIGEST_PATTERN, StatsHeader
 
@@ -65,7 +66,7 @@ _WORK = (*_KNOWN, 404, 409, 413, 429, 502, 504)
 
 _COME_BACK = (429, 503)
 
-_TYPES = (Info, Load, ProfileRequest, StageCosts, RunRequest, DataHeader, StatsHeader)
+_TYPES = (Info, Load, Uploaded, ProfileRequest, StageCosts, RunRequest, DataHeader, StatsHeader)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +143,22 @@ def _describing() -> Json:
     return {
         "/v1/info": _get("info", "What this server is", _json("Info", "Its description of itself.")),
         "/v1/load": _get("load", "How busy it is", _json("Load", "Over the last seconds.")),
-        "/v1/probe": _get("probe", "Bytes to measure the link with", zeros, more={"parameters": [asked]}),
+        "/v1/probe": {
+            **_get("probe", "Bytes to measure the link with", zeros, more={"parameters": [asked]}),
+            "post": _upload_probe().to_json(),
+        },
     }
+
+
+def _upload_probe() -> _Operation:
+    body = f"Any bytes, at most {PROBE_BYTES}; they are thrown away as they come."
+    return _Operation(
+        name="probeUpload",
+        summary="Take bytes to measure the way to the server with",
+        good=(200, _json("Uploaded", "How many came, and how long that took.")),
+        errors=(*_KNOWN, 413, 504),
+        more={"requestBody": _body(body, {"application/octet-stream": {"schema": _BINARY}})},
+    )
 
 
 def _programs() -> Json:

@@ -31,6 +31,7 @@ class Asked:
         deadline: When it must be through, by the loop's clock.
         body: Keeps the memory of what was sent as long as anyone needs it.
         body_nbytes: How much that is.
+        received_s: From the first byte of the body to the last.
     """
 
     request: RunRequest
@@ -41,6 +42,7 @@ class Asked:
     deadline: float
     body: Use | None = None
     body_nbytes: int = 0
+    received_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -133,6 +135,8 @@ class Work:
         clock = tracing.clock(index)
         if not index:
             clock.add("queue", self._order.waited_s)
+            if self._order.asked.batches:
+                clock.add("receive", self._order.asked.received_s)
         return await self._runner.job(self._order, index, clock), clock
 
     async def _compute(self, index: int) -> tuple[Result, Timings]:

@@ -1,9 +1,10 @@
-"""What routes ask of a request: how long its body is, and whether its client is still there."""
+"""What routes ask of a request: how long its body is, how it comes, and whether its client is still there."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -44,6 +45,32 @@ async def zeros(nbytes: int) -> AsyncIterator[memoryview]:
     for start in range(0, nbytes, len(_ZEROS)):
         yield memoryview(_ZEROS)[: nbytes - start]
         await asyncio.sleep(0)
+
+
+class Arriving:
+    """A body as it comes.
+
+    Attributes:
+        num_bytes: So far.
+        seconds: From its first byte to the last so far; 0 where all of it came at once.
+    """
+
+    def __init__(self, body: AsyncIterator[bytes]) -> None:
+        self._body = body
+        self._first_at = 0.0
+        self.num_bytes, self.seconds = 0, 0.0
+
+    def __aiter__(self) -> Arriving:
+        return self
+
+    async def __anext__(self) -> bytes:
+        chunk = await anext(self._body)
+        if chunk:  # the last one is none
+            now = time.perf_counter()
+            if not self.num_bytes:
+                self._first_at = now
+            self.num_bytes, self.seconds = self.num_bytes + len(chunk), now - self._first_at
+        return chunk
 
 
 def content_length(request: Request) -> int | None:

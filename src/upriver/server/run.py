@@ -46,6 +46,7 @@ from upriver.server.order import Asked, Order, Work, groups_of, until
 from upriver.server.places import Places
 from upriver.server.pool import WorkerPool
 from upriver.server.programs import Known, Programs
+from upriver.server.requests import Arriving
 from upriver.server.status import Wording
 from upriver.server.tenants import Tenant
 from upriver.server.turns import Turns
@@ -142,10 +143,10 @@ class Runner:
         """
         began = asyncio.get_running_loop().time()
         self.enter(stack, tenant)
-        coming = Coming(self._bodies, tenant)
+        coming, arriving = Coming(self._bodies, tenant), Arriving(body)
         use = stack.enter_context(Use(coming.release))
         async with until(began + self._config.deadline_s):
-            request, batches = await read_body(body, self._config.caps, room=coming.room)
+            request, batches = await read_body(arriving, self._config.caps, room=coming.room)
             if not batches:
                 coming.release()  # it is an object by now
             on_request(request)
@@ -161,6 +162,7 @@ class Runner:
                 deadline=began + deadline_s,
                 body=use,
                 body_nbytes=coming.nbytes,
+                received_s=arriving.seconds,
             )
 
     async def admit(self, asked: Asked, stack: AsyncExitStack) -> Order:
@@ -417,7 +419,7 @@ class Runner:
             clock.stage(position, seconds)
         wait_s = self._turns.expected_wait_s(asked.tenant.name, asked.tenant.weight)
         wait_s += order.admitted.waited_s / len(order.groups)  # the next request would wait as long
-        return result, _shared(clock.timings(), len(order.groups[index]), wait_s)
+        return result, _shared(clock.timings(), len(order.groups[index]), wait_s, self._pool.load.k)
 
     async def job(self, order: Order, index: int, clock: Clock) -> Job:
         """The work of one forward pass, with what it works on."""
@@ -486,10 +488,11 @@ def _since(began: float, clock: Clock, waited: float) -> float:
     return time.perf_counter() - began - (clock.phases.get("queue", 0.0) - waited)
 
 
-def _shared(timings: Timings, count: int, wait_s: float) -> Timings:
+def _shared(timings: Timings, count: int, wait_s: float, k: float) -> Timings:
     """Of each micro-batch of those that went together."""
     return Timings(
         phases={phase: seconds / count for phase, seconds in timings.phases.items()},
         stages={position: seconds / count for position, seconds in timings.stages.items()},
         expected_wait_s=wait_s,
+        k=k,
     )

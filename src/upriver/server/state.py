@@ -94,6 +94,7 @@ class Snapshot(_Row, frozen=True, kw_only=True):
         queue_bytes: What those ask for together.
         utilisation: Share of the last minute that the workers were busy.
         k: How many times longer stages take now than at best.
+        machine: Share of the last seconds for which everybody kept its cores or accelerators busy.
         expected_wait_s: How long a new micro-batch would wait for a worker.
         draining: Whether the server lets its last requests finish, and takes no new ones.
     """
@@ -109,6 +110,7 @@ class Snapshot(_Row, frozen=True, kw_only=True):
     queue_bytes: int = 0
     utilisation: float = 0.0
     k: float = 1.0
+    machine: float = 0.0
     expected_wait_s: float = 0.0
     uptime_s: float = 0.0
     draining: bool = False

@@ -106,6 +106,7 @@ def _overview(snapshot: Snapshot) -> str:
         "waiting": f"{snapshot.queue_requests} requests, {bytes_text(snapshot.queue_bytes)}",
         "expected wait": f"{seconds_text(snapshot.expected_wait_s)} s",
         "workers busy": f"{snapshot.utilisation:.0%}",
+        "machine busy": f"{snapshot.machine:.0%}",
         "slower than at best": f"{snapshot.k:.2f} times",
         "memory": _memory_text(snapshot),
     }
