@@ -73,7 +73,12 @@ def test_a_cut_that_keeps_next_to_nothing_busy() -> None:
     decode = stage("decode", 602112.0, storage=0.0, compute=0.0)
     tail = TailProfile(seconds=(0.0, sys.float_info.min), param_bytes=0, peak_bytes=0)
     profile = Profile(
-        model="all but free", freeze=0, input=freed, stages=(stage("model", 0.0),), input_stages=(decode,), tail=tail
+        model="all but free",
+        freeze=0,
+        input=freed,
+        stages=(stage("model", 0.0),),
+        input_stages=(decode,),
+        tail=tail,
     )
     machines = Cluster(link=Link(bandwidth_bytes_per_s=1e4), storage=StorageTier(micro_batch=1))
     plan = POLICIES["upriver"](profile, machines, Workload(batch_size=1, num_samples=1))
