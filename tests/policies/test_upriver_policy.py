@@ -68,7 +68,7 @@ def test_a_mix_of_little_gain_is_left_for_the_single_cut(gain: float, cuts: list
 
 
 def test_a_cut_that_keeps_next_to_nothing_busy() -> None:
-    """The other cut's share is measured in the least that any cut takes: no number that a float could not hold."""
+    """What the others take, measured in what that cut takes, is no number that a float could not hold."""
     freed = InputProfile(stored_bytes=0, tensor_bytes=0)
     decode = stage("decode", 602112.0, storage=0.0, compute=0.0)
     tail = TailProfile(seconds=(0.0, sys.float_info.min), param_bytes=0, peak_bytes=0)

@@ -125,7 +125,7 @@ def _mixes(model: CostModel, fitting: npt.NDArray[np.intp]) -> Iterator[tuple[li
 
 
 def _times(scale: float, seconds: Array) -> Array:
-    """``seconds`` as multiples of ``scale``; of a cut that takes longer than any share could use, no more than that."""
+    """``seconds`` as multiples of ``scale``; never more than any share could use."""
     return np.minimum(seconds, scale / NOTHING) / scale
 
 
