@@ -10,7 +10,7 @@ from hypothesis import settings
 os.environ["UPRIVER_CACHE"] = os.devnull
 
 # Tests assert results, never seconds: a busy machine is no failure. A tree is asked the same questions every
-# time, so that it passes or fails for what it is; ``--hypothesis-profile=search`` asks more, and others each run.
+# time, so that it passes or fails for what it is; ``--hypothesis-profile=search`` asks more, others each run.
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")
