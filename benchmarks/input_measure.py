@@ -27,7 +27,7 @@ SWEPT = 1000
 SKIPPED = 3
 """Steps at the start of an epoch that do not tell a batch's cost: nothing has been made ahead yet."""
 
-MOST_LEARNING = 18
+MOST_LEARNING = 48
 """Epochs in which a policy may find its decision."""
 
 SWEEPS, NEAR, NEAREST = 5, 1.25, 4
@@ -130,7 +130,7 @@ def calibrate(epochs: Epochs, setting: Setting) -> Told:
     best = min(tried, key=lambda number: tried[number])
     for number in set(PROCESSES) - {best}:
         epochs.close(f"torch {number}")
-    epochs.num_workers = max(best, 1)
+    epochs.num_workers = best or fewest(epochs)
     return {
         "step_s": step_s,
         "model_s": model_s,
@@ -139,6 +139,21 @@ def calibrate(epochs: Epochs, setting: Setting) -> Told:
         "num_workers": epochs.num_workers,
         "tried_s": {str(number): seconds for number, seconds in tried.items()},
     }
+
+
+def fewest(epochs: Epochs) -> int:
+    """How many loader processes upriver does best with where PyTorch has none at its best: none, or one.
+
+    By the shorter of two ways for each, as it is not known yet whether anything is to be offloaded.
+    """
+    tried: dict[int, float] = {}
+    for epochs.num_workers in (0, 1):
+        tried[epochs.num_workers] = min(
+            epochs.run(way, SWEPT, keep=False)["seconds"] for way in (HERE, "greedy")
+        )
+        for way in (HERE, "greedy"):
+            epochs.close(way)
+    return min(tried, key=lambda number: tried[number])
 
 
 def learn(epochs: Epochs, way: str, setting: Setting) -> list[Told]:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.dataloader.world import World
 from upriver.dataloader.auto import Measured
 from upriver.dataloader.epoch import Waits
-from upriver.dataloader.rivals import NEAR, TURNS, Rivals
+from upriver.dataloader.rivals import MORE_TURNS, NEAR, TURNS, Rivals
 from upriver.dataloader.steer import Step, Window
 from upriver.policies import OFFLOAD_POLICIES, Offload
+from upriver.policies.pipeline import highest
 from upriver.profile.metrics import Candidate, Metrics
 
 OURS = OFFLOAD_POLICIES["upriver"]
 
 
 def metrics(**rthp: float) -> Metrics:
-    candidates = tuple(Candidate(name=name, rthp=each, ocycle=0.1) for name, each in rthp.items())
+    """The first of the candidates is the cheapest here."""
+    candidates = tuple(
+        Candidate(name=name, rthp=each, ocycle=0.1 + number / 1000)
+        for number, (name, each) in enumerate(rthp.items())
+    )
     return Metrics(
         gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, speedup_threshold=1.1, candidates=candidates
     )
@@ -55,11 +63,11 @@ def test_a_policy_that_promises_nothing_decides_once() -> None:
     assert rivals("fastflow", p1=100.0, p2=99.0) is None
 
 
-def turns(found: Rivals, **given: Sequence[float]) -> list[str]:
+def turns(found: Rivals, **mb: Sequence[float]) -> list[str]:
     order = []
     while (name := found.next) is not None:
         order.append(name)
-        found.add(name, window(given[name][len(found.seen[name])]))
+        found.add(name, window(mb[name][len(found.seen[name])]))
     return order
 
 
@@ -69,21 +77,94 @@ def test_each_has_its_turn_again_and_again() -> None:
     assert turns(found, p1=[1.0] * TURNS, p2=[2.0] * TURNS) == ["p1", "p2"] * TURNS
 
 
+def test_those_that_are_near_each_other_have_more_turns_and_the_others_none() -> None:
+    found = rivals(p1=100.0, p2=100.0, p3=100.0)
+    assert found is not None
+    order = turns(found, p1=[10.0] * MORE_TURNS, p2=[5.0] * TURNS, p3=[9.5] * MORE_TURNS)
+    assert order == ["p1", "p2", "p3"] * TURNS + ["p1", "p3"] * (MORE_TURNS - TURNS)
+
+
 @pytest.mark.parametrize(
     ("p2", "taken"),
     [
         ([12.0, 12.0, 12.0], "p2"),
-        ([10.1, 10.1, 10.1], "p1"),
-        ([9.0, 9.0, 50.0], "p1"),
-        ([9.0, 11.0, 50.0], "p2"),
+        ([10.4] * MORE_TURNS, "p1"),
+        ([10.6] * MORE_TURNS, "p2"),
+        ([9.0, 9.0, 50.0, 9.0, 9.0, 9.0], "p1"),
+        ([9.0, 11.0, 50.0, 50.0, 11.0, 11.0], "p2"),
+        ([10.6, 10.6, 10.6, 9.0, 9.0, 9.0], "p1"),
     ],
 )
-def test_whoever_gives_clearly_more_at_the_median_is_taken(p2: list[float], taken: str) -> None:
+def test_whoever_gives_clearly_more_at_the_median_is_taken_else_who_costs_less(
+    p2: list[float], taken: str
+) -> None:
     found = rivals(p1=100.0, p2=100.0)
     assert found is not None
-    turns(found, p1=[10.0] * TURNS, p2=p2)
-    assert found.best("p1") == taken
-    assert f"{taken} is taken (p1 10, p2 {found.throughput('p2'):.4g} MB/s)" in found.told(taken)
+    turns(found, p1=[10.0] * MORE_TURNS, p2=p2)
+    assert found.best == taken
+    assert f"{taken} is taken" in found.told()
+    assert f"(p1 10, p2 {found.throughput('p2'):.4g} MB/s)" in found.told()
+    near = abs(found.throughput("p2") - 10.0) < 0.5
+    assert ("costs the least here" in found.told()) == near
+
+
+def test_of_equals_in_all_the_one_that_was_decided_for_is_taken() -> None:
+    found = Rivals(1.0, {"p2": 10.0, "p1": 10.0}, {"p1": 0.1, "p2": 0.1})
+    turns(found, p1=[10.0] * MORE_TURNS, p2=[10.0] * MORE_TURNS)
+    assert found.best == "p2"
+
+
+@pytest.mark.parametrize(("p2", "taken"), [(10.0, "p2"), (9.6, "p2"), (9.4, "")])
+def test_nothing_is_tried_too_where_it_promises_about_as_much_and_taken_if_others_give_clearly_less(
+    p2: float, taken: str
+) -> None:
+    found = rivals(p1=20.0, p2=30.0)
+    assert found is not None and list(found.seen) == ["", "p2", "p1"]
+    turns(found, **{"": [10.0] * MORE_TURNS, "p1": [8.0] * TURNS, "p2": [p2] * MORE_TURNS})
+    assert found.best == taken
+    said = f"{taken} is taken" if taken else "nothing is offloaded"
+    assert f"{said} (nothing 10, p2 {p2:.4g}, p1 8 MB/s)" in found.told()
+
+
+@given(st.dictionaries(st.sampled_from(["", "p1", "p2", "p3"]), st.floats(1, 1000), min_size=2))
+def test_promises_become_what_turns_have_shown(given_mb: dict[str, float]) -> None:
+    """In proportion to the best one's, not below what there is without, to the 2 % that promises hold."""
+    before = metrics(p1=120.0, p2=110.0, p3=100.0)
+    assert OURS.promise is not None
+    promises = {
+        each.name: OURS.promise(one, OURS.decide(one))
+        for each in before.candidates
+        for one in [replace(before, candidates=(each,))]
+    }
+    found = Rivals(
+        before.lthp,
+        {name: promises.get(name, before.lthp) for name in given_mb},
+        {each.name: each.ocycle for each in before.candidates},
+    )
+    for name, mb in given_mb.items():
+        found.seen[name].extend([mb] * TURNS)
+    scale = found.promises[found.best] / given_mb[found.best]
+    for each in before.candidates:
+        if each.name in given_mb:
+            now = replace(each, rthp=each.rthp * found.factor(each.name))
+            promised = highest(before, now)
+            assert promised == pytest.approx(max(before.lthp, scale * given_mb[each.name]), rel=0.02)
+
+
+def test_a_job_in_which_workers_turn_out_to_be_of_no_use_offloads_nothing() -> None:
+    measured = Measured(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, spent=1)
+    measured.rthp, measured.ocycles = {"p1": 20.0}, {"p1": 0.1}
+    measured.decide(OURS, 1.1, ["p1"])
+    found = measured.rivals
+    assert found is not None and measured.in_force is None, "nothing has its turn first"
+    turns(found, **{"": [100.0] * MORE_TURNS, "p1": [90.0] * MORE_TURNS})
+    measured.settle(found)
+    assert measured.settled and measured.decision is not None and measured.in_force is None
+    assert not measured.decision.offload and "nothing is offloaded" in measured.decision.why
+    again = Measured(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, rthp=measured.rthp)
+    again.ocycles = measured.ocycles
+    again.decide(OURS, 1.1, ["p1"])
+    assert again.decision is not None and not again.decision.offload
 
 
 def test_a_job_takes_the_better_one_and_another_job_goes_by_it() -> None:

@@ -33,9 +33,9 @@ import psutil
 import torch
 
 from upriver.dataloader.epoch import Epoch, Split
-from upriver.dataloader.rivals import Rivals
+from upriver.dataloader.rivals import HERE, Rivals
 from upriver.dataloader.share import AllHere, Evened, Part
-from upriver.dataloader.steer import WINDOW, Kept, Steering, Step, Watch, Window, window_of
+from upriver.dataloader.steer import WINDOW, Kept, Steering, Step, Watch, Window, settling, window_of
 from upriver.policies import OFFLOAD_POLICIES, Offload, OffloadPolicy, stalls
 from upriver.profile.metrics import SPEEDUP_THRESHOLD, Candidate, Metrics
 
@@ -65,9 +65,6 @@ SAME = 0.1
 """Nothing came of it where the ratio differs by less."""
 
 MEGA = 1e6
-
-HERE = ""
-"""Among the candidates: nothing is offloaded."""
 
 Course = Generator[None, Step | None, None]
 """Stops where a batch is to be handed out, and is told how that went; None where the dataset failed."""
@@ -181,7 +178,7 @@ class Measured:
     def in_force(self) -> str | None:
         """The candidate by which batches are planned now; None where nothing is offloaded."""
         if self.rivals is not None and self.rivals.next is not None:
-            return self.rivals.next
+            return self.rivals.next or None
         return None if self.decision is None else self.decision.candidate
 
     def forget(self) -> None:
@@ -217,14 +214,17 @@ class Measured:
 
     def settle(self, rivals: Rivals) -> None:
         """By what came of the turns, which tell more of candidates than figures of other moments."""
-        decision, kept = self.decision, self.kept
-        assert decision is not None and decision.candidate is not None and kept is not None
-        best = rivals.best(decision.candidate)
-        kept.why = f"{kept.why}; {rivals.told(best)}"
-        self.decision, self.rivals = replace(decision, candidate=best, why=kept.why), None
+        decision, kept, best = self.decision, self.kept, rivals.best
+        assert decision is not None and kept is not None
+        kept.why = f"{kept.why}; {rivals.told()}"
+        if best == HERE:
+            kept.steering = None
+            self.decision = replace(decision, offload=False, candidate=None, ratio=0.0, why=kept.why)
+        else:
+            self.decision = replace(decision, candidate=best, why=kept.why)
+        self.rivals = None
+        self.rthp |= {name: rivals.factor(name) * self.rthp[name] for name in rivals.seen if name != HERE}
         promised = rivals.throughput(best)
-        rthp = self.rthp[best]
-        self.rthp |= {name: rthp * rivals.throughput(name) / _positive(promised) for name in rivals.seen}
         kept.watch.expect(promised=promised, waited=1 - promised / _positive(self.gthp))
 
     def _steering(self, found: Offload) -> Steering | None:
@@ -435,10 +435,15 @@ class _Course:
         self.epoch.hold = False
         while (name := rivals.next) is not None:
             assert self.found.decision is not None
-            part = self.part(name, self.found.decision.ratio)
-            self.epoch.split = self._evened(part)
-            skip, rivals.window = max(SKIPPED, planned_before), rivals.window or Window()
-            while not rivals.window.enough(window_of(part.ratio, whole=part.stretch.whole)):
+            size, skip = WINDOW, max(SKIPPED, planned_before)
+            if name == HERE:
+                self.epoch.split = AllHere()
+            else:
+                part = self.part(name, self.found.decision.ratio)
+                self.epoch.split, size = self._evened(part), window_of(part.ratio, whole=part.stretch.whole)
+                skip += settling(part.ratio, whole=part.stretch.whole)  # else the others' turns tell of it
+            rivals.window = rivals.window or Window()
+            while not rivals.window.enough(size):
                 step = yield
                 self.found.since += 1
                 if skip:

@@ -1,8 +1,10 @@
-"""Candidates that promise about as much, tried in turns while training goes on.
+"""Candidates that promise about as much, tried in turns while training goes on; to offload nothing is one.
 
 What is measured of one candidate after another is not of one moment. Where machines are shared, a third of
 their speed comes and goes meanwhile, and whichever candidate had luck would be taken. In turns all see the
-same; every batch is handed out, at about the throughput that was promised.
+same; every batch is handed out, at about the throughput that was promised. What a batch made elsewhere still
+costs the training node (Ocycle) is known better than throughputs are: it decides between those that turns do
+not tell apart.
 """
 
 from __future__ import annotations
@@ -15,42 +17,67 @@ from upriver.dataloader.steer import Window
 from upriver.policies import Offload, OffloadPolicy
 from upriver.profile.metrics import Metrics
 
+HERE = ""
+"""Among the candidates: nothing is offloaded."""
+
 NEAR = 0.7
 """Of the most that any promises: whoever promises less is not tried."""
 
-TURNS = 3
-"""Of each, of one window."""
+TURNS, MORE_TURNS = 3, 6
+"""Of each, of one window; and of those that are near the best one after so many."""
 
-SAME = 0.02
-"""Who gives so little more than the one that was decided for does not take its place."""
+UNSURE = 0.1
+"""Of the most that any gives: whoever gives less by more after `TURNS` has no further ones."""
+
+SAME = 0.05
+"""Of the most: whoever gives less by no more is as good, as far as turns tell."""
 
 
 @dataclass(eq=False, slots=True)
 class Rivals:
     """What they have given so far.
 
+    Args:
+        alone: MB/s with nothing offloaded, as it was measured before.
+        promises: MB/s that each one promises; of equals in all the first is taken.
+        ocycles: CPU seconds that a batch which is made elsewhere costs the training node.
+
     Attributes:
         seen: MB/s of each one's turns.
         window: The turn that is not over.
     """
 
-    seen: Mapping[str, list[float]] = field(default_factory=dict)
+    alone: float
+    promises: Mapping[str, float]
+    ocycles: Mapping[str, float]
+    seen: Mapping[str, list[float]] = field(init=False)
     window: Window | None = None
+
+    def __post_init__(self) -> None:
+        self.seen = {name: [] for name in self.promises}
 
     @classmethod
     def of(cls, policy: OffloadPolicy, metrics: Metrics, decision: Offload) -> Rivals | None:
-        """Candidates near to the one that was decided for; None where there are none."""
+        """Those that promise about as much as the one decided for; None where there are no others."""
         if policy.promise is None or decision.candidate is None:
             return None
-        least = NEAR * policy.promise(metrics, decision)
-        names = [each.name for each in metrics.candidates if _promise(policy, metrics, each.name) >= least]
-        return cls({name: [] for name in names}) if len(names) > 1 else None
+        alone = min(metrics.gthp, metrics.lthp)
+        promises = {HERE: alone, decision.candidate: 0.0}
+        promises |= {each.name: _promise(policy, metrics, each.name) for each in metrics.candidates}
+        least = NEAR * max(promises.values())
+        near = {name: promised for name, promised in promises.items() if promised >= least}
+        ocycles = {each.name: each.ocycle for each in metrics.candidates}
+        return cls(alone, near, ocycles) if len(near) > 1 else None
 
     @property
     def next(self) -> str | None:
-        """Whose turn it is; None once all have had theirs."""
-        name = min(self.seen, key=lambda each: len(self.seen[each]))
-        return name if len(self.seen[name]) < TURNS else None
+        """Whose turn it is; None once all have had theirs, or one is far ahead."""
+        name = min(self.seen, key=self._turns)
+        if self._turns(name) < TURNS:
+            return name
+        near = self._with(1 - UNSURE)
+        name = min(near, key=self._turns)
+        return name if len(near) > 1 and self._turns(name) < MORE_TURNS else None
 
     def add(self, name: str, window: Window) -> None:
         """One's turn is over."""
@@ -61,19 +88,41 @@ class Rivals:
         """MB/s of one, the median of its turns."""
         return median(self.seen[name])
 
-    def best(self, before: str) -> str:
-        """Whoever gives the most.
+    @property
+    def best(self) -> str:
+        """Of those that give about the most the one that costs the least here.
 
-        Args:
-            before: The one that was decided for.
+        Nobody only where that gives clearly more: the ratio of the others is still being steered to its best.
         """
-        found = max(self.seen, key=self.throughput)
-        return found if self.throughput(found) > (1 + SAME) * self.throughput(before) else before
+        others = [name for name in self._with(1 - SAME) if name != HERE]
+        return min(others, key=self.ocycles.__getitem__) if others else HERE
 
-    def told(self, best: str) -> str:
+    def factor(self, name: str) -> float:
+        """What a candidate's Rthp is to be multiplied by, for its promise to be what turns have shown of it.
+
+        Relative to what the best one promises: turns are of another moment than Gthp and Lthp. What a promise
+        is above Lthp grows with Rthp.
+        """
+        gain, best = self.promises[name] - self.alone, self.throughput(self.best)
+        if gain <= 0 or best <= 0:
+            return 1.0
+        return max(0.0, self.promises[self.best] * self.throughput(name) / best - self.alone) / gain
+
+    def told(self) -> str:
         """What came of it, in words."""
-        each = ", ".join(f"{name} {self.throughput(name):.4g}" for name in self.seen)
-        return f"of those that promise about as much, tried in turns, {best} is taken ({each} MB/s)"
+        each = ", ".join(f"{name or 'nothing'} {self.throughput(name):.4g}" for name in self.seen)
+        best = f"{self.best} is taken" if self.best else "nothing is offloaded"
+        if len(set(self._with(1 - SAME)) - {HERE}) > 1:
+            best += ", which costs the least here of those that give as much"
+        return f"of those that promise about as much, tried in turns, {best} ({each} MB/s)"
+
+    def _turns(self, name: str) -> int:
+        return len(self.seen[name])
+
+    def _with(self, share: float) -> list[str]:
+        """Those that give at least such a share of the most."""
+        most = max(map(self.throughput, self.seen))
+        return [name for name in self.seen if self.throughput(name) >= share * most]
 
 
 def _promise(policy: OffloadPolicy, metrics: Metrics, name: str) -> float:

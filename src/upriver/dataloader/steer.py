@@ -169,12 +169,15 @@ class Window:
         return seconds / self.seconds if self.seconds > 0 else 0.0
 
 
+def settling(ratio: float, *, whole: bool) -> int:
+    """Batches until both sides have made some by a ratio that is new, where they are made whole."""
+    less = min(ratio, 1 - ratio)
+    return min(MOST_WINDOW, math.ceil(PER_WINDOW / less)) if whole and less > 0 else 0
+
+
 def window_of(ratio: float, *, whole: bool) -> int:
     """Batches of a window, so that both sides are in it."""
-    less = min(ratio, 1 - ratio)
-    if not whole or less <= 0:
-        return WINDOW
-    return min(MOST_WINDOW, max(WINDOW, math.ceil(PER_WINDOW / less)))
+    return max(WINDOW, settling(ratio, whole=whole))
 
 
 class Point(NamedTuple):
