@@ -478,6 +478,8 @@ loader by how many samples of each class there were. Different:{unequal}
 - The trainer with its loader processes has core 0 and a network namespace, `upriver worker` with one process
   core 1 and another one. Links of 200 Mbit/s are shaped by `tc tbf` both ways. A slow disk is an object
   server beside the worker behind a shaped loopback device that carries nothing else.
+- PyTorch's loader has 0, 1 or 2 processes, whichever is best, and upriver as many; where that is none, none
+  or one, by its own epochs.
 - In a setting all ways take turns, an epoch each, after their processes have started and policies have
   decided. Ways that take twice the best are not repeated, nor is a candidate tried beyond two ratios that
   take twice its own best; the {nearest} best ratios, where they are within {near:.0%} of the best, are run

@@ -118,11 +118,19 @@ def test_what_a_sample_raises_takes_the_place_of_its_batch_and_measuring_goes_on
 def test_steps_are_enough_when_they_tell_the_same():
     steady, shaky = Steps(), Steps()
     for number in range(LEAST_STEPS):
-        assert not steady.enough
+        assert not steady.enough()
         steady.add(0.1 + 0.001 * (number % 2), 10**6)
         shaky.add(0.1 + 0.2 * (number % 2), 10**6)
-    assert steady.enough and not shaky.enough
+    assert steady.enough() and not shaky.enough()
     assert steady.throughput == pytest.approx(9.95, rel=0.01)
+
+
+def test_what_workers_add_is_enough_when_it_is_known_as_exactly_as_what_there_is_beside_it():
+    shaky = Steps()
+    for number in range(LEAST_STEPS):
+        shaky.add(0.1 + 0.02 * (number % 2), 10**6)  # about 9 MB/s, to 3 %
+    assert not shaky.enough() and not shaky.enough(alone=10.0)
+    assert shaky.enough(alone=20.0)
 
 
 def test_bytes_of_a_batch():

@@ -87,15 +87,20 @@ class Steps:
         self.seconds.append(seconds)
         self.nbytes.append(nbytes)
 
-    @property
-    def enough(self) -> bool:
-        """Whether further ones would change little."""
+    def enough(self, alone: float = 0.0) -> bool:
+        """Whether further ones would change little.
+
+        Args:
+            alone: MB/s that the training node makes meanwhile, where these are of what others make: those add
+                to it, so the slower they are the less exactly it need be known.
+        """
         if len(self.seconds) >= MOST_STEPS:
             return True
         if len(self.seconds) < LEAST_STEPS:
             return False
         error = statistics.stdev(self.seconds) / len(self.seconds) ** 0.5
-        return bool(error <= SETTLED * statistics.fmean(self.seconds))
+        settled = SETTLED * max(1.0, alone / _positive(self.throughput))
+        return bool(error <= settled * statistics.fmean(self.seconds))
 
     @property
     def throughput(self) -> float:
@@ -381,13 +386,13 @@ class _Course:
         if stalls(found.gthp, found.lthp, self.threshold):
             for name in self.candidates:
                 if name not in found.rthp:
-                    timed = yield from self._time(name, self.part(name, 1.0))
+                    timed = yield from self._time(name, self.part(name, 1.0), alone=found.lthp)
                     found.ocycles[name] = timed.cpu_s / timed.prepared
                     found.rthp[name] = timed.both.throughput
         found.decide(self.policy, self.threshold, self.candidates)
         self.on_decided()
 
-    def _time(self, name: str, split: Split) -> Generator[None, Step | None, Timed]:
+    def _time(self, name: str, split: Split, *, alone: float = 0.0) -> Generator[None, Step | None, Timed]:
         """One way to make batches; goes on where the last epoch ended."""
         self.epoch.split = split
         timed = self.found.timed.setdefault(name, Timed())
@@ -395,7 +400,7 @@ class _Course:
             yield from self._prepare(timed)
         self.epoch.hold = False
         skip = SKIPPED
-        while not timed.both.enough:
+        while not timed.both.enough(alone):
             step = yield
             self.found.spent += 1
             if step is None:
