@@ -1,0 +1,212 @@
+"""The grouping with the least predicted makespan, by dynamic programming over the layers.
+
+    minimise    Timeline.makespan(groups)
+    subject to  groups are consecutive, cover every layer, and none is larger than the memory cap
+
+A way to group the first layers, a *label* here, is known by four things: when the link is free for the next
+group, how late the answer is at least for the groups so far, when the loader is free, and when each of the
+last layers is loaded, which a later request may have to wait for. The makespan grows with each of them, so a
+label that is better than another in none of them can be dropped, and what is left at the last layer is exact.
+
+What keeps the labels few:
+
+- A group that could be cut so that either part keeps the link busy for a latency need not be whole: its first
+  part would be there earlier and nothing later. So groups that end at a layer begin within two latencies'
+  worth of bytes, and a layer.
+- A label that cannot beat the best grouping known, even if no request from there on had to be waited for
+  (``Timeline.rest_s``), is dropped. The groupings of the other policies are known from the start.
+- Being late by less than what no grouping can beat is the same as not being late.
+
+Up to :data:`EXACT_LAYERS` layers that is all. Above, a label must promise a gain of :data:`TOLERANCE`, so that
+the makespan is at most that far above the least one, which is either found or was dropped for promising less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from upriver.coldstart.timeline import Array, Timeline
+
+_T = TypeVar("_T", bound=np.generic)
+
+Indices: TypeAlias = npt.NDArray[np.intp]
+
+EXACT_LAYERS = 128
+"""With more of them a search may stop :data:`TOLERANCE` above the optimum."""
+
+TOLERANCE = 0.001
+"""Far below what the seconds of a link or of a layer can be predicted to."""
+
+
+def shortest(timeline: Timeline, known: Iterable[list[range]]) -> list[range]:
+    """The grouping with the least makespan: one of those known, or a better one.
+
+    Args:
+        timeline: What the layers take.
+        known: At least one grouping that keeps the memory cap; the first of equals counts.
+    """
+    best = min(known, key=timeline.makespan)
+    tolerance = TOLERANCE if timeline.num_layers > EXACT_LAYERS else 0.0
+    return _Search(timeline, below_s=timeline.makespan(best) / (1.0 + tolerance)).run() or best
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ways:
+    """Labels with one more group, all to the same layer; one number each.
+
+    Attributes:
+        parent: The label without the group.
+        start: The group's first layer.
+        free_s: When the link is free for the next group.
+        late_s: The makespan so far.
+        begun_s: When the loader would have begun with the first layer, had it never waited.
+    """
+
+    parent: Indices
+    start: Indices
+    free_s: Array
+    late_s: Array
+    begun_s: Array
+
+
+class _Search:
+    """Labels, in the order of the layers at which they end."""
+
+    def __init__(self, timeline: Timeline, *, below_s: float) -> None:
+        """Begin with nothing grouped.
+
+        Args:
+            below_s: The makespan that is to be beaten.
+        """
+        self._timeline = timeline
+        self._below_s = below_s
+        self._waits = bool(timeline.room.any())
+        self._starts = _earliest_starts(timeline)
+        self._first: list[int] = []
+        self._count = 0
+        self._stop: Indices = np.empty(1, dtype=np.intp)
+        self._parent: Indices = np.empty(1, dtype=np.intp)
+        self._free_s, self._late_s, self._busy_s = np.empty((3, 1))
+        self._loaded_s = np.empty((1, timeline.num_layers if self._waits else 0))
+
+    def run(self) -> list[range]:
+        """The best grouping below the given makespan; empty if there is none."""
+        timeline, last = self._timeline, self._timeline.num_layers
+        floor_s = timeline.latency_s + float(timeline.rest_s[0])
+        if not last or floor_s >= self._below_s:
+            return []
+        self._first.append(0)
+        self._add(0, parent=-1, free_s=timeline.latency_s, late_s=floor_s, busy_s=0.0)
+        for stop in range(1, last):
+            self._first.append(self._count)
+            self._keep(stop, self._ways(stop))
+        self._first.append(self._count)
+        ways = self._ways(last)
+        return self._groups(int(ways.parent[ways.late_s.argmin()])) if len(ways.parent) else []
+
+    def _ways(self, stop: int) -> _Ways:
+        """Every label with a group that ends at ``stop``, if it can still beat what is known."""
+        timeline, labels = self._timeline, slice(self._first[self._starts[stop]], self._count)
+        start, begin = self._stop[labels], self._free_s[labels]
+        if needed := int(timeline.room[stop]):
+            begin = np.maximum(begin, self._loaded_s[labels, needed - 1] + timeline.latency_s)
+        end = begin + (timeline.seconds[stop] - timeline.seconds[start])
+        late = np.maximum(self._late_s[labels], end + timeline.tail_s[start])
+        free = np.maximum(end, begin + timeline.latency_s)
+        kept = np.flatnonzero(np.maximum(late, free + timeline.rest_s[stop]) < self._below_s)
+        begun = np.maximum(self._busy_s[labels][kept], end[kept]) - timeline.busy_s[start[kept]]
+        return _Ways(
+            parent=labels.start + kept,
+            start=start[kept],
+            free_s=free[kept],
+            late_s=late[kept],
+            begun_s=begun,
+        )
+
+    def _keep(self, stop: int, ways: _Ways) -> None:
+        """Add the labels that no other one beats; of equals the one whose last group is the smallest."""
+        left = np.arange(len(ways.parent))[::-1]
+        while len(left):
+            way = int(left[ways.free_s[left].argmin()])
+            label = self._add(
+                stop,
+                parent=int(ways.parent[way]),
+                free_s=float(ways.free_s[way]),
+                late_s=float(ways.late_s[way]),
+                busy_s=float(ways.begun_s[way] + self._timeline.busy_s[stop]),
+            )
+            if self._waits:
+                first = self._needed_from(stop)
+                self._loaded_s[label, first:stop] = self._loading(stop, ways, np.array([way]))[0]
+            if len(left) == 1:
+                return
+            left = left[~self._beaten(stop, ways, left, way, label)]
+
+    def _beaten(self, stop: int, ways: _Ways, left: Indices, way: int, label: int) -> npt.NDArray[np.bool_]:
+        """Which of those left are no better in anything than ``way``, whose link is free first."""
+        beaten = ways.late_s[left] >= ways.late_s[way]
+        if not self._waits:
+            return beaten
+        # What happens anyway hides what came before: the loader waits for the next layer to come, and a
+        # request for the link.
+        timeline, free = self._timeline, ways.free_s[left]
+        next_s = free + (timeline.seconds[stop + 1] - timeline.seconds[stop])
+        beaten &= np.maximum(ways.begun_s[left] + timeline.busy_s[stop], next_s) >= self._busy_s[label]
+        some = left[beaten]
+        loading = np.maximum(
+            self._loading(stop, ways, some), (ways.free_s[some] - timeline.latency_s)[:, np.newaxis]
+        )
+        beaten[beaten] = (loading >= self._loaded_s[label, self._needed_from(stop) : stop]).all(axis=1)
+        return beaten
+
+    def _needed_from(self, stop: int) -> int:
+        """The first layer that a group after ``stop`` may have to wait for."""
+        return max(0, int(self._timeline.room[stop + 1]) - 1)
+
+    def _loading(self, stop: int, ways: _Ways, some: Indices) -> Array:
+        """When each layer from the first that matters is loaded; a row for each of ``some``."""
+        first = self._needed_from(stop)
+        before = self._loaded_s[ways.parent[some], first:stop]
+        now = ways.begun_s[some][:, np.newaxis] + self._timeline.loaded_s[first:stop]
+        return np.where(np.arange(first, stop) >= ways.start[some][:, np.newaxis], now, before)
+
+    def _add(self, stop: int, *, parent: int, free_s: float, late_s: float, busy_s: float) -> int:
+        label = self._count
+        if label == len(self._stop):
+            self._grow()
+        self._stop[label], self._parent[label] = stop, parent
+        self._free_s[label], self._late_s[label], self._busy_s[label] = free_s, late_s, busy_s
+        self._count += 1
+        return label
+
+    def _grow(self) -> None:
+        self._stop, self._parent = _doubled(self._stop), _doubled(self._parent)
+        self._free_s, self._late_s = _doubled(self._free_s), _doubled(self._late_s)
+        self._busy_s, self._loaded_s = _doubled(self._busy_s), _doubled(self._loaded_s)
+
+    def _groups(self, label: int) -> list[range]:
+        """The groups of a label, and one more to the last layer."""
+        groups, stop = [], self._timeline.num_layers
+        while label >= 0:
+            start = int(self._stop[label])
+            groups.append(range(start, stop))
+            label, stop = int(self._parent[label]), start
+        return groups[::-1]
+
+
+def _earliest_starts(timeline: Timeline) -> Indices:
+    """The first layer of the largest group worth trying that ends before each layer, as the module says."""
+    seconds, ends = timeline.seconds, np.arange(timeline.num_layers + 1)
+    cut = np.minimum(np.searchsorted(seconds, seconds - timeline.latency_s, side="right") - 1, ends - 1)
+    again = np.searchsorted(seconds, seconds[cut] - timeline.latency_s, side="right") - 1
+    starts = np.where(cut < 0, 0, np.minimum(again, cut - 1) + 1)
+    return np.maximum(starts, timeline.room)
+
+
+def _doubled(array: npt.NDArray[_T]) -> npt.NDArray[_T]:
+    return np.concatenate((array, np.empty_like(array)))
