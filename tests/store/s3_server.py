@@ -1,4 +1,4 @@
-"""As much of S3 as a store asks for, over real HTTP: objects, ranges, If-Match, listings; and faults."""
+"""As much of S3 as a store asks for, over real HTTP: objects, also in parts, ranges, If-Match, listings; faults."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class S3Server(ThreadingHTTPServer):
     Attributes:
         objects: Path (bucket included) to content.
         requests: Method, path and Range of every request.
+        uploads: Objects that are on their way in parts, by their ids: path, and parts by their numbers.
         faults: What happens to the next requests, first come first served: a status, or ``cut`` for a body
             that breaks off half way.
     """
@@ -26,6 +27,7 @@ class S3Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
+        self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         self.requests: list[tuple[str, str, str]] = []
         self.faults: list[int | str] = []
         self.lock = threading.Lock()
@@ -68,12 +70,35 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self._fault()
         if isinstance(fault, int):
             return self._answer(fault)
-        self.server.objects[_path(self.path)] = body
+        query = _query(self.path)
+        if "uploadId" in query:
+            self.server.uploads[query["uploadId"]][1][int(query["partNumber"])] = body
+        else:
+            self.server.objects[_path(self.path)] = body
         self._answer(200, headers={"ETag": _etag(body)})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = self._fault()
+        if isinstance(fault, int):
+            return self._answer(fault)
+        query, path = _query(self.path), _path(self.path)
+        if "uploadId" not in query:
+            with self.server.lock:
+                number = f"upload-{len(self.server.requests)}"
+                self.server.uploads[number] = path, {}
+            return self._answer(200, _xml("InitiateMultipartUploadResult", UploadId=number))
+        _, parts = self.server.uploads.pop(query["uploadId"])
+        body = b"".join(parts[number] for number in sorted(parts))
+        self.server.objects[path] = body
+        self._answer(200, _xml("CompleteMultipartUploadResult", ETag=_etag(body)))
 
     def do_DELETE(self) -> None:
         self._fault()
-        self.server.objects.pop(_path(self.path), None)
+        if "uploadId" in (query := _query(self.path)):
+            self.server.uploads.pop(query["uploadId"], None)
+        else:
+            self.server.objects.pop(_path(self.path), None)
         self._answer(204)
 
     def do_HEAD(self) -> None:
@@ -126,6 +151,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _path(target: str) -> str:
     return unquote(urlsplit(target).path).strip("/")
+
+
+def _query(target: str) -> dict[str, str]:
+    return {name: values[0] for name, values in parse_qs(urlsplit(target).query).items()}
+
+
+def _xml(name: str, **values: str) -> bytes:
+    inner = "".join(f"<{key}>{escape(value)}</{key}>" for key, value in values.items())
+    return f"<{name}>{inner}</{name}>".encode()
 
 
 def _etag(body: bytes) -> str:

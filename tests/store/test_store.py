@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError
+from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, ProgramError, StoreError
 from upriver.store import Store
+from upriver.store import store as store_module
 
 from .s3_server import S3Server
 
@@ -75,7 +77,29 @@ def test_a_changed_object_is_noticed(store: Store) -> None:
         store.get("a", etag=etag)
 
 
-def test_a_missing_object_is_named(store: Store) -> None:
+def test_a_stream_becomes_one_object(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "STREAM_PART_BYTES", 5 * 2**20)
+    large = np.random.default_rng(0).integers(0, 256, 12 * 2**20, dtype=np.uint8)
+    for pieces in ([], [b"0123"], [b"", b"01", memoryview(b"23")], [b"x", large.data, b"y"], large.reshape(12, -1)):
+        store.put_stream("a/b.bin", (memoryview(piece) for piece in pieces))
+        assert store.get("a/b.bin") == b"".join(pieces)
+
+
+def test_a_stream_that_breaks_off_leaves_what_was_there(store: Store) -> None:
+    def broken() -> Iterator[bytes]:
+        for _ in range(40):
+            yield bytes(2**20)
+        raise ProgramError("no more")
+
+    store.put("old", b"before")
+    for name in ("old", "new"):
+        with pytest.raises(ProgramError, match="no more"):
+            store.put_stream(name, broken())
+    assert [(info.path, info.size) for info in store.list()] == [("old", 6)]
+
+
+def test_a_missing_object_is_named(
+store: Store) -> None:
     for read in (store.get, store.head, lambda path: store.get_range(path, 0, 1)):
         with pytest.raises(ObjectNotFound, match=r"'not/there' in store 'here'"):
             read("not/there")

@@ -42,6 +42,9 @@ EXACT_LAYERS = 128
 TOLERANCE = 0.001
 """Far below what the seconds of a link or of a layer can be predicted to."""
 
+ROUNDING = 1e-12
+"""Less than that is no gain."""
+
 
 def shortest(timeline: Timeline, known: Iterable[list[range]]) -> list[range]:
     """The grouping with the least makespan: one of those known, or a better one.
@@ -51,7 +54,7 @@ def shortest(timeline: Timeline, known: Iterable[list[range]]) -> list[range]:
         known: At least one grouping that keeps the memory cap; the first of equals counts.
     """
     best = min(known, key=timeline.makespan)
-    tolerance = TOLERANCE if timeline.num_layers > EXACT_LAYERS else 0.0
+    tolerance = TOLERANCE if timeline.num_layers > EXACT_LAYERS else ROUNDING
     return _Search(timeline, below_s=timeline.makespan(best) / (1.0 + tolerance)).run() or best
 
 

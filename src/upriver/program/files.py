@@ -93,14 +93,20 @@ def load(
         ProgramError: If it is not what its name says, or takes more than the caps allow.
     """
     try:
-        graph = _get(store, graph_path(prefix, digest), caps.graph_bytes)
-        weights = _get(store, weights_path(prefix, weights_digest_of(graph)), caps.weights_bytes)
+        graph = get_at_most(store, graph_path(prefix, digest), caps.graph_bytes)
+        weights = get_at_most(store, weights_path(prefix, weights_digest_of(graph)), caps.weights_bytes)
     except ObjectNotFound as error:
         raise ProgramNotFound(f"no program {digest} in store {store.name!r}: {error}") from None
     return Program.from_bytes(graph, weights, device=device, digest=digest, caps=caps)
 
 
-def _get(store: Store, path: str, most: int) -> bytes:
+def get_at_most(store: Store, path: str, most: int) -> bytes:
+    """A whole object, if it is no larger than that.
+
+    Raises:
+        ProgramError: If it is.
+        StoreError: If the store cannot be read.
+    """
     info = store.head(path)
     if info.size > most:
         raise ProgramError(f"{path} has {info.size} bytes; at most {most} are allowed")

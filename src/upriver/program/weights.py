@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> bytes:
     Raises:
         ProgramError: If a tensor has no dense form, or a name that the format keeps for itself.
     """
-    return b"".join(_pieces(tensors))
+    return b"".join(_stored(tensors))
 
 
 class WeightsFile:
@@ -89,7 +89,7 @@ class WeightsFile:
         self.tensors = {name: aligned(storage_order(tensor)) for name, tensor in self._given.items()}
         self.nbytes = 0
         folded = hashlib.sha256()
-        for piece in _pieces(self._given):
+        for piece in _stored(self._given):
             folded.update(piece)
             self.nbytes += len(piece)
         self.digest = folded.hexdigest()
@@ -104,43 +104,24 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """A file's bytes, header first, then one tensor after the other."""
-    header: dict[str, Any] = {}
-    gaps: list[int] = []
-    offset = 0
-    for number, (name, tensor) in enumerate(tensors.items(), start=1):
-        if _is_reserved(name):
-            raise ProgramError(f"a weight cannot be called {name!r}")
-        dense = storage_order(tensor)
-        code = _CODES[str(tensor.dtype).removeprefix("torch.")]
-        header[name] = {
-            "dtype": code,
-            "shape": list(dense.shape),
-            "data_offsets": [offset, offset + dense.nbytes],
-        }
-        offset += dense.nbytes
-        gaps.append(-offset % ALIGNMENT)
-        if gap := gaps[-1]:
-            pad = {"dtype": "U8", "shape": [gap], "data_offsets": [offset, offset + gap]}
-            header[f"{PADDING}{number}"] = pad
-            offset += gap
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + LENGTH_BYTES) % ALIGNMENT)
-    yield len(text).to_bytes(LENGTH_BYTES, "little") + text
-    for tensor, gap in zip(tensors.values(), gaps, strict=True):
-        dense = storage_order(tensor.detach()).cpu()
-        if dense.numel():
-            yield memoryview(dense.reshape(-1).view(torch.uint8).numpy().data)
-        yield bytes(gap)
+def _stored(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """A file's bytes, header first, then one tensor after the other, padding between."""
+    dense = {name: storage_order(tensor) for name, tensor in tensors.items()}
+    head, entries = head_of((name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in dense.items())
+    yield head
+    for entry in entries:
+        yield raw_bytes(dense[entry.name])
+        yield bytes(entry.gap)
 
 
-def _is_reserved(name: str) -> bool:
-    return name == METADATA or name.startswith(PADDING)
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor, row by row: its own memory where they lie so in main memory, else a copy."""
+    dense = tensor.detach().cpu().contiguous()
+    return memoryview(dense.reshape(-1).view(torch.uint8).numpy().data) if dense.numel() else memoryview(b"")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
+class Entry:
     """A tensor as the header has it, in bytes of the body."""
 
     name: str
@@ -148,6 +129,49 @@ class _Entry:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def gap(self) -> int:
+        """Bytes of padding after it."""
+        return -self.stop % ALIGNMENT
+
+
+def head_of(forms: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[Entry]]:
+    """How a file of such tensors begins, and where each of them lies behind that.
+
+    Args:
+        forms: Name, type and shape of each, in the order of the file; no name twice.
+
+    Raises:
+        ProgramError: If a name is one that the format keeps for itself, or a type none that it has.
+    """
+    header: dict[str, Any] = {}
+    entries: list[Entry] = []
+    offset = 0
+    for number, (name, dtype, shape) in enumerate(forms, start=1):
+        if is_reserved(name):
+            raise ProgramError(f"a weight cannot be called {name!r}")
+        if dtype not in _CODES:
+            raise ProgramError(f"weight {name!r} is of type {dtype[:80]!r}; allowed are {', '.join(_CODES)}")
+        stop = offset + math.prod(shape) * DTYPES[dtype].itemsize
+        entry = Entry(name=name, dtype=dtype, shape=tuple(shape), start=offset, stop=stop)
+        header[name] = _described(_CODES[dtype], shape, offset, stop)
+        offset = stop + entry.gap
+        if entry.gap:
+            header[f"{PADDING}{number}"] = _described("U8", [entry.gap], stop, offset)
+        entries.append(entry)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + LENGTH_BYTES) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, entries
+
+
+def _described(code: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
+    return {"dtype": code, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def is_reserved(name: str) -> bool:
+    """Whether no weight may have that name."""
+    return name == METADATA or name.startswith(PADDING)
 
 
 def decode(data: torch.Tensor, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, torch.Tensor]:
@@ -163,7 +187,7 @@ def decode(data: torch.Tensor, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, torc
     header, body = _header(data, caps)
     entries = [_entry(name, entry, data.numel(), caps) for name, entry in header.items() if name != METADATA]
     _check_layout(entries, body.numel())
-    return {entry.name: _view(body, entry) for entry in entries if not _is_reserved(entry.name)}
+    return {entry.name: _view(body, entry) for entry in entries if not is_reserved(entry.name)}
 
 
 def _header(data: torch.Tensor, caps: GraphCaps) -> tuple[dict[str, Any], torch.Tensor]:
@@ -195,7 +219,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(name: str, entry: Any, most: int, caps: GraphCaps) -> _Entry:
+def _entry(name: str, entry: Any, most: int, caps: GraphCaps) -> Entry:
     match entry:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)], **rest} if (
             code in _NAMES and not rest and all(type(size) is int and size >= 0 for size in shape)
@@ -210,24 +234,24 @@ def _entry(name: str, entry: Any, most: int, caps: GraphCaps) -> _Entry:
     nbytes = 0 if 0 in shape else elements * DTYPES[dtype].itemsize
     if not 0 <= start <= stop <= most or stop - start != nbytes or elements > caps.tensor_bytes:
         raise ProgramError(f"weight {name[:80]!r}: bytes {start}..{stop} do not hold its shape of {code}")
-    return _Entry(name=name, dtype=dtype, shape=tuple(shape), start=start, stop=stop)
+    return Entry(name=name, dtype=dtype, shape=tuple(shape), start=start, stop=stop)
 
 
-def _check_layout(entries: list[_Entry], nbytes: int) -> None:
+def _check_layout(entries: list[Entry], nbytes: int) -> None:
     """Side by side, from the first byte to the last, each weight on a boundary."""
     end = 0
     for entry in sorted(entries, key=lambda e: (e.start, e.stop)):
         if entry.start != end:
             what = "overlaps the one before it" if entry.start < end else "leaves a hole before it"
             raise ProgramError(f"weight {entry.name!r} {what}: it starts at byte {entry.start}, not {end}")
-        if entry.start % ALIGNMENT and not _is_reserved(entry.name):
+        if entry.start % ALIGNMENT and not is_reserved(entry.name):
             raise ProgramError(f"weight {entry.name!r} starts at byte {entry.start}, not on a boundary of 64")
         end = entry.stop
     if end != nbytes:
         raise ProgramError(f"the weights end at byte {end} of {nbytes}")
 
 
-def _view(body: torch.Tensor, entry: _Entry) -> torch.Tensor:
+def _view(body: torch.Tensor, entry: Entry) -> torch.Tensor:
     raw = body[entry.start : entry.stop]
     if entry.dtype == "bool" and raw.numel() and int(raw.max()) > 1:
         raise ProgramError(f"weight {entry.name!r}: a bool holds 0 or 1 only")
