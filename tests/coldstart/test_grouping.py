@@ -1,4 +1,4 @@
-"""Groupings against every way to group a few layers, and the timeline against its recurrence, step by step."""
+"""Groupings against every way to group a few layers, and the timeline against its own recurrence."""
 
 from __future__ import annotations
 
@@ -102,9 +102,10 @@ def test_a_makespan_is_what_the_recurrence_gives(case: Case) -> None:
 
 
 def test_a_makespan_by_hand() -> None:
-    case = Case(sizes_bytes=[4, 2, 6], load_s=[1, 1, 2], execute_s=[3, 5, 2], latency_s=3, bandwidth_bytes_per_s=2)
-    # The first group comes from 3 to 5, the second could from 5, but was asked for at 3: from 6 to 7, the third
-    # from 9 to 12. Loaded at 6, 8, 14, executed at 9, 14, 16.
+    of_layers = {"sizes_bytes": [4, 2, 6], "load_s": [1, 1, 2], "execute_s": [3, 5, 2]}
+    case = Case(**of_layers, latency_s=3, bandwidth_bytes_per_s=2)
+    # The first group comes from 3 to 5; the second, asked for at 3, from 6 to 7; the third from 9 to 12. They
+    # are loaded at 6, 8 and 14, executed at 9, 14 and 16.
     assert makespan(layer_by_layer(case.sizes_bytes), **asdict(case)) == 16
     # From 3 to 9; loaded at 10, 11, 13; executed at 13, 18, 20.
     assert makespan([range(3)], **asdict(case)) == 20
@@ -116,7 +117,8 @@ def test_a_request_waits_until_its_group_fits() -> None:
     case = Case(sizes_bytes=[4, 4, 4], load_s=[10, 1, 1], execute_s=[0, 0, 0], memory_cap_bytes=8)
     # The third layer fits when the first is loaded, at 15: it comes from 16 to 20.
     assert makespan(layer_by_layer(case.sizes_bytes), **asdict(case)) == 21
-    assert makespan(layer_by_layer(case.sizes_bytes), **asdict(replace(case, memory_cap_bytes=math.inf))) == 17
+    uncapped = replace(case, memory_cap_bytes=math.inf)
+    assert makespan(layer_by_layer(case.sizes_bytes), **asdict(uncapped)) == 17
     assert makespan([range(3)], **asdict(case)) == math.inf
 
 
@@ -198,8 +200,8 @@ def test_ours_is_never_slower_than_the_others_on_large_models(seed: int) -> None
     case = many_layers(seed, num_layers=300)
     timeline = Timeline(**asdict(case))
     groups = choose("upriver", timeline)
-    others = [greedy(case.sizes_bytes, latency_s=case.latency_s, bandwidth_bytes_per_s=case.bandwidth_bytes_per_s)]
-    others += [layer_by_layer(case.sizes_bytes), [range(300)]]
+    link = {"latency_s": case.latency_s, "bandwidth_bytes_per_s": case.bandwidth_bytes_per_s}
+    others = [greedy(case.sizes_bytes, **link), layer_by_layer(case.sizes_bytes), [range(300)]]
     assert timeline.makespan(groups) <= min(map(timeline.makespan, others))
 
 

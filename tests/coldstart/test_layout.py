@@ -1,4 +1,4 @@
-"""Published weights: what is written comes back through any safetensors reader, and no forged manifest passes."""
+"""Published weights: any safetensors reader gets back what was written, and no forged manifest passes."""
 
 from __future__ import annotations
 
@@ -193,10 +193,10 @@ def test_an_object_that_changed_is_a_typed_error(store: Store) -> None:
         check_head(store, PATH, manifest)
 
 
-@pytest.mark.parametrize("change", [lambda data: data + b"\0", lambda data: data[:-1]], ids=["longer", "shorter"])
-def test_a_forged_manifest_of_an_object_of_another_size(store: Store, change: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize("bytes_more", [1, -1])
+def test_a_forged_manifest_of_an_object_of_another_size(store: Store, bytes_more: int) -> None:
     _, manifest = published(store)
-    store.put(PATH, change(store.get(PATH)))
+    store.put(PATH, (store.get(PATH) + b"\0")[: manifest.nbytes + bytes_more])
     forged = msgspec.structs.replace(manifest, etag=store.head(PATH).etag)
     store.put(manifest_path(PATH), forged.encode())
     with pytest.raises(ProgramError, match=f"bytes; its manifest says {manifest.nbytes}"):
@@ -263,18 +263,18 @@ FORGED = {
     "checksum missing": (tensor(0, crc32c=[1]), "'a': 1 checksums for 2 chunks"),
     "checksum too many": (tensor(1, crc32c=[1, 2]), "'b': 2 checksums for 1 chunks"),
     "checksum too large": (tensor(1, crc32c=[1 << 32]), "manifest: .*crc32c"),
-    "trailing bytes": (lambda m: m.update(nbytes=m["nbytes"] + 64), "the weights end at byte .*, the object has"),
+    "trailing bytes": (lambda m: m.update(nbytes=m["nbytes"] + 64), "the weights end at byte"),
     "tensor left out": (lambda m: m["tensors"].pop(), "the weights end at byte|'a' leaves a hole|ties"),
     "other order": (lambda m: m["tensors"].reverse(), "'.*' leaves a hole before it"),
     "tie to nothing": (lambda m: m.update(ties={"too": "c"}), "'too' must be a new name .*, got 'c'"),
-    "tie in a chain": (lambda m: m.update(ties={"too": "tied", "c": "too"}), "'c' must be a new name .*, got 'too'"),
+    "tie in a chain": (lambda m: m.update(ties={"too": "tied", "c": "too"}), "'c' must be a new name"),
     "tie of a stored one": (lambda m: m.update(ties={"a": "b"}), "'a' must be a new name"),
     "tie of padding": (lambda m: m.update(ties={"__pad__": "b"}), "cannot be called '__pad__'"),
     "chunks of nothing": (lambda m: m.update(chunk_bytes=0), "chunk_bytes must be a multiple of 64"),
     "odd chunks": (lambda m: m.update(chunk_bytes=100), "chunk_bytes must be a multiple of 64"),
     "giant chunks": (lambda m: m.update(chunk_bytes=1 << 40), "chunk_bytes must be a multiple of 64"),
     "long etag": (lambda m: m.update(etag="x" * 2000), "an ETag of 2000 characters"),
-    "other schema": (lambda m: m.update(schema="upriver.weights/9"), "schema 'upriver.weights/9'; .*weights/1"),
+    "other schema": (lambda m: m.update(schema="upriver.weights/9"), "schema 'upriver.weights/9'; this"),
     "unknown field": (lambda m: m.update(more=1), "manifest: .*unknown field `more`"),
     "missing field": (lambda m: m.pop("etag"), "manifest: .*missing required field `etag`"),
     "another type of field": (lambda m: m.update(tensors={}), "manifest: "),
@@ -298,7 +298,10 @@ def test_one_manifest_has_one_spelling() -> None:
             decode(other)
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b'{"schema":1}', b"\xff", b"[" * 100_000, b'"\\ud800"'])
+NO_MANIFESTS = [b"", b"{", b"[]", b"null", b'{"schema":1}', b"\xff", b"[" * 100_000, b'"\\ud800"']
+
+
+@pytest.mark.parametrize("data", NO_MANIFESTS)
 def test_what_is_no_manifest_is_a_typed_error(data: bytes) -> None:
     with pytest.raises(ProgramError, match="manifest: "):
         decode(data)

@@ -1,4 +1,4 @@
-"""As much of S3 as a store asks for, over real HTTP: objects, also in parts, ranges, If-Match, listings; faults."""
+"""As much of S3 as a store asks for, over HTTP: objects, parts, ranges, If-Match, listings; and faults."""
 
 from __future__ import annotations
 

@@ -34,6 +34,8 @@ from .test_store import (  # noqa: F401
     test_a_changed_object_is_noticed,
     test_a_missing_object_is_named,
     test_a_range_past_the_end_is_an_error_not_fewer_bytes,
+    test_a_stream_becomes_one_object,
+    test_a_stream_that_breaks_off_leaves_what_was_there,
     test_awkward_names_are_only_names,
     test_deleting,
     test_listing_knows_what_is_there_and_agrees_with_head,

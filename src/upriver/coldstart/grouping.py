@@ -1,8 +1,8 @@
 """Which layers of a model are downloaded together: PISeL's greedy groups, layer by layer, and our own.
 
-Groups are ranges over the layers in execution order, one request each. Few large ones leave the loader and the
-processor waiting for the first bytes to be of use, many small ones leave the link waiting for requests. What
-that costs is predicted by the same :class:`~upriver.coldstart.timeline.Timeline` for all of them.
+Groups are ranges over the layers in execution order, one request each. Few large ones leave the loader and
+the processor waiting for the first bytes to be of use, many small ones leave the link waiting for requests.
+What that costs is predicted by the same :class:`~upriver.coldstart.timeline.Timeline` for all of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def greedy(
 ) -> list[range]:
     """PISeL's groups (CIKM 2024, Algorithm 1): each but the last of at least RL x BW.
 
-    Those are the most consecutive groups of which each but the last has that size. (The paper's Theorem 1 says
-    the fewest, which one group of everything would be.)
+    Those are the most consecutive groups of which each but the last has that size. (The paper's Theorem 1
+    says the fewest, which one group of everything would be.)
 
     Args:
         sizes_bytes: Of each layer's weights, in execution order.
@@ -151,11 +151,12 @@ def _pisel(timeline: Timeline) -> list[range]:
 
 def _best(timeline: Timeline) -> list[range]:
     cap = timeline.memory_cap_bytes
-    too_large = np.flatnonzero(timeline.sizes_bytes > cap)
-    if len(too_large):
+    over = np.flatnonzero(timeline.sizes_bytes > cap)
+    if len(over):
+        size = bytes_text(timeline.sizes_bytes[over[0]])
         raise ConfigError(
-            f"layer {too_large[0]} has {bytes_text(timeline.sizes_bytes[too_large[0]])}, more than memory_cap_bytes allows in "
-            f"flight ({bytes_text(cap)}); raise the cap, or give the layer in parts"
+            f"layer {over[0]} has {size}, more than memory_cap_bytes allows in flight ({bytes_text(cap)}); "
+            "raise the cap, or give the layer in parts"
         )
     return shortest(timeline, (_pisel(timeline), _layer_by_layer(timeline)))
 
@@ -178,7 +179,7 @@ def choose(policy: str, timeline: Timeline) -> list[range]:
     largest = max((timeline.size_bytes(group) for group in groups), default=0.0)
     if largest > timeline.memory_cap_bytes:
         raise ConfigError(
-            f"grouping {policy} has a group of {bytes_text(largest)}, more than memory_cap_bytes allows in flight "
-            f"({bytes_text(timeline.memory_cap_bytes)})"
+            f"grouping {policy} has a group of {bytes_text(largest)}, more than memory_cap_bytes allows in "
+            f"flight ({bytes_text(timeline.memory_cap_bytes)})"
         )
     return groups

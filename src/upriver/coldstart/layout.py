@@ -1,4 +1,4 @@
-"""Weights as they are published for cold starts: a safetensors file in execution order, and a manifest beside it.
+"""Weights as they are published for cold starts: safetensors in execution order, and a manifest beside it.
 
 The file is the one of :mod:`upriver.program.weights`: tensors in the order in which they are given, which is
 that of execution, each on a 64-byte boundary, named padding between; any safetensors reader reads it. Its
@@ -6,9 +6,9 @@ manifest, a JSON file, says where in the object each tensor lies, the CRC32C of 
 stand for a tensor that has another one, and the object's ETag. A loader that has read it needs nothing else
 before it asks for weights, and any tensors are checked without a byte of others.
 
-A reader believes nothing of it. Order, types and shapes decide where every byte of the file lies, its header's
-too, so what a manifest says of places is held against that, and the header of the object against what it must
-be, byte for byte. Nothing of the size that a manifest claims is allocated for that.
+A reader believes nothing of it. Order, types and shapes decide where every byte of the file lies, those of
+its header too, so what a manifest says of places is held against that, and the object's header against what
+it must be, byte for byte. Nothing of the size that a manifest claims is allocated for that.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def publish(
     not lie row by row in main memory.
 
     Args:
-        tensors: A state dict in execution order; they must not change meanwhile. What is the same tensor under
-            several names is stored under the first.
+        tensors: A state dict in execution order; nothing in it may change meanwhile. What is the same tensor
+            under several names is stored under the first.
         store: Where to.
         path: The object's name; it ends in ``.safetensors``.
         chunk_bytes: How many bytes of a tensor one checksum is for.
@@ -129,7 +129,7 @@ def publish(
 
     Raises:
         ConfigError: If the path is no name of a weights file.
-        ProgramError: If a tensor, or all of them, cannot stand in such a file, or are more than the caps allow.
+        ProgramError: If something in it cannot stand in such a file, or is more than the caps allow.
         ObjectChanged: If somebody else wrote the same object meanwhile.
         StoreError: If the store refuses. No manifest is left then that says otherwise of the object.
     """
@@ -143,8 +143,8 @@ def publish(
     info = store.head(path)
     if info.size != planned.nbytes:
         raise ObjectChanged(
-            f"object {path!r} in store {store.name!r} has {info.size} bytes, not the {planned.nbytes} that were "
-            "written: somebody else wrote it; publish again"
+            f"object {path!r} in store {store.name!r} has {info.size} bytes, not the {planned.nbytes} that "
+            "were written: somebody else wrote it; publish again"
         )
     checked = [
         msgspec.structs.replace(tensor, crc32c=crcs)
@@ -226,8 +226,8 @@ def decode(data: bytes | memoryview, caps: GraphCaps = DEFAULT_CAPS) -> Manifest
     """Read a manifest from anyone.
 
     Raises:
-        ProgramError: If it is no manifest of this schema, describes no file that could be, or one that is more
-            than the caps allow; the message says what and where.
+        ProgramError: If it is no manifest of this schema, describes no file that could be, or one that is
+            more than the caps allow; the message says what and where.
     """
     if len(data) > caps.header_bytes:
         raise ProgramError(f"manifest of {len(data)} bytes; at most {caps.header_bytes} are allowed")
@@ -343,7 +343,8 @@ def _check(manifest: Manifest, caps: GraphCaps) -> None:
 def _check_chunk_bytes(chunk_bytes: int) -> None:
     if not ALIGNMENT <= chunk_bytes <= MOST_CHUNK_BYTES or chunk_bytes % ALIGNMENT:
         raise ProgramError(
-            f"chunk_bytes must be a multiple of {ALIGNMENT} in {ALIGNMENT}..{MOST_CHUNK_BYTES}, got {chunk_bytes}"
+            f"chunk_bytes must be a multiple of {ALIGNMENT} in {ALIGNMENT}..{MOST_CHUNK_BYTES}, got "
+            f"{chunk_bytes}"
         )
 
 
@@ -372,7 +373,9 @@ def _check_names(manifest: Manifest, caps: GraphCaps) -> None:
         raise ProgramError(f"weight {twice!r} is there twice")
     for name, other in manifest.ties.items():
         if name in known or other not in known:
-            raise ProgramError(f"ties: {name!r} must be a new name of a weight that is there, got {other[:80]!r}")
+            raise ProgramError(
+                f"ties: {name!r} must be a new name of a weight that is there, got {other[:80]!r}"
+            )
 
 
 def _check_place(tensor: StoredTensor, entry: Entry, body: int, chunk_bytes: int) -> None:

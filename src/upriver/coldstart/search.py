@@ -17,8 +17,8 @@ What keeps the labels few:
   (``Timeline.rest_s``), is dropped. The groupings of the other policies are known from the start.
 - Being late by less than what no grouping can beat is the same as not being late.
 
-Up to :data:`EXACT_LAYERS` layers that is all. Above, a label must promise a gain of :data:`TOLERANCE`, so that
-the makespan is at most that far above the least one, which is either found or was dropped for promising less.
+Up to :data:`EXACT_LAYERS` layers that is all. Above, a label must promise a gain of :data:`TOLERANCE`, so
+that the makespan is at most that far above the least one, which is found or was dropped for promising less.
 """
 
 from __future__ import annotations
