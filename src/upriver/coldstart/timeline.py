@@ -117,6 +117,8 @@ class Timeline:
         self.tail_s = _tails(load, execute, one_core=one_core)
         self.rest_s = _rests(np.diff(self.seconds), self.tail_s)
         self.room = np.searchsorted(bytes_before, bytes_before - memory_cap_bytes, side="left")
+        alone = np.flatnonzero(sizes <= memory_cap_bytes)
+        self.room[alone + 1] = np.minimum(self.room[alone + 1], alone)  # whatever rounding says
 
     def size_bytes(self, group: range) -> float:
         """What a group has."""
