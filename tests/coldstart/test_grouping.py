@@ -175,9 +175,18 @@ def test_ours_is_the_fastest_of_all_groupings(case: Case) -> None:
 
 @given(cases(), st.sampled_from([0.01, 0.1, 0.3]))
 def test_a_search_that_may_stop_early_keeps_its_bound(case: Case, tolerance: float) -> None:
-    with mock.patch.multiple(search, EXACT_LAYERS=0, TOLERANCE=tolerance):
+    with mock.patch.multiple(search, EXACT_LAYERS=0, TOLERANCES=(tolerance,)):
         groups = best(**asdict(case))
     assert makespan(groups, **asdict(case)) <= brute_force(case) * (1 + tolerance) * (1 + 1e-9)
+
+
+@given(cases())
+def test_a_search_that_is_given_up_is_never_worse_than_what_is_known(case: Case) -> None:
+    with mock.patch.multiple(search, MOST_LABELS=(2, 0)):
+        groups = best(**asdict(case))
+    link = {"latency_s": case.latency_s, "bandwidth_bytes_per_s": case.bandwidth_bytes_per_s}
+    for known in (greedy(case.sizes_bytes, **link), layer_by_layer(case.sizes_bytes)):
+        assert makespan(groups, **asdict(case)) <= makespan(known, **asdict(case))
 
 
 def many_layers(seed: int, num_layers: int) -> Case:

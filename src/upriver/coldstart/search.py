@@ -15,15 +15,20 @@ What keeps the labels few:
   worth of bytes, and a layer.
 - A label that cannot beat the best grouping known, even if no request from there on had to be waited for
   (``Timeline.rest_s``), is dropped. The groupings of the other policies are known from the start.
-- Being late by less than what no grouping can beat is the same as not being late.
+- Being late by less than what no grouping can beat is the same as not being late, and so is a layer that is
+  loaded before any request that could wait for it can be sent.
 
-Up to :data:`EXACT_LAYERS` layers that is all. Above, a label must promise a gain of :data:`TOLERANCE`, so
-that the makespan is at most that far above the least one, which is found or was dropped for promising less.
+Up to :data:`EXACT_LAYERS` layers that is all, to rounding. Above, the makespan may be the first of
+:data:`TOLERANCES` above the least one. A label must promise a gain of half of that, and is dropped if another is better in everything
+but for as much as a layer's share of the other half. Such a step makes the makespan later by no more than it
+gives away, since nothing in the recurrence makes a delay grow; and there is one for each layer at most.
+A search that would keep very many labels is given up, and begun again with the next tolerance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -37,13 +42,18 @@ _T = TypeVar("_T", bound=np.generic)
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 EXACT_LAYERS = 128
-"""With more of them a search may stop :data:`TOLERANCE` above the optimum."""
-
-TOLERANCE = 0.001
-"""Far below what the seconds of a link or of a layer can be predicted to."""
+"""With more of them no search is exact."""
 
 ROUNDING = 1e-12
-"""Less than that is no gain."""
+"""The tolerance of a search that is exact."""
+
+TOLERANCES = (0.001, 0.01, 0.1, 1.0)
+"""How far above the least makespan the result may be. The first is far below what the seconds of a link or of
+a layer can be predicted to; the others are for memory caps of a few latencies' worth of bytes and links of
+hundreds of MB a latency."""
+
+MOST_LABELS = (1000, 2)
+"""Kept by one search: so many, and so many a layer. One is usual for a layer; 3,000 take about 0.1 s."""
 
 
 def shortest(timeline: Timeline, known: Iterable[list[range]]) -> list[range]:
@@ -54,8 +64,16 @@ def shortest(timeline: Timeline, known: Iterable[list[range]]) -> list[range]:
         known: At least one grouping that keeps the memory cap; the first of equals counts.
     """
     best = min(known, key=timeline.makespan)
-    tolerance = TOLERANCE if timeline.num_layers > EXACT_LAYERS else ROUNDING
-    return _Search(timeline, below_s=timeline.makespan(best) / (1.0 + tolerance)).run() or best
+    known_s = timeline.makespan(best)
+    exact = (ROUNDING,) if timeline.num_layers <= EXACT_LAYERS else ()
+    for tolerance in (*exact, *TOLERANCES):
+        with suppress(_TooMany):
+            return _Search(timeline, known_s=known_s, tolerance=tolerance).run() or best
+    return best
+
+
+class _TooMany(Exception):
+    """A search keeps too many labels to go on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,31 +98,43 @@ class _Ways:
 class _Search:
     """Labels, in the order of the layers at which they end."""
 
-    def __init__(self, timeline: Timeline, *, below_s: float) -> None:
+    def __init__(self, timeline: Timeline, *, known_s: float, tolerance: float) -> None:
         """Begin with nothing grouped.
 
         Args:
-            below_s: The makespan that is to be beaten.
+            timeline: What the layers take.
+            known_s: The makespan that is to be beaten.
+            tolerance: How far above the least one the result may be.
         """
         self._timeline = timeline
-        self._below_s = below_s
+        self._floor_s = timeline.latency_s + float(timeline.rest_s[0])
+        self._below_s = known_s / (1.0 + tolerance / 2)
+        share = tolerance / (2.0 + tolerance) / max(1, timeline.num_layers)
+        self._same_s = share * max(0.0, self._floor_s)
         self._waits = bool(timeline.room.any())
         self._starts = _earliest_starts(timeline)
+        self._due_s = _due(timeline, self._starts)
+        least = np.minimum.accumulate((self._due_s - timeline.loaded_s)[::-1])[::-1]
+        self._hidden_s = least + (timeline.busy_s - timeline.seconds)[:-1]
         self._first: list[int] = []
         self._count = 0
+        self._most = MOST_LABELS[0] + MOST_LABELS[1] * timeline.num_layers
         self._stop: Indices = np.empty(1, dtype=np.intp)
         self._parent: Indices = np.empty(1, dtype=np.intp)
         self._free_s, self._late_s, self._busy_s = np.empty((3, 1))
         self._loaded_s = np.empty((1, timeline.num_layers if self._waits else 0))
 
     def run(self) -> list[range]:
-        """The best grouping below the given makespan; empty if there is none."""
+        """The best grouping below the given makespan; empty if there is none.
+
+        Raises:
+            _TooMany: If that takes more than :data:`MOST_LABELS`.
+        """
         timeline, last = self._timeline, self._timeline.num_layers
-        floor_s = timeline.latency_s + float(timeline.rest_s[0])
-        if not last or floor_s >= self._below_s:
+        if not last or self._floor_s >= self._below_s:
             return []
         self._first.append(0)
-        self._add(0, parent=-1, free_s=timeline.latency_s, late_s=floor_s, busy_s=0.0)
+        self._add(0, parent=-1, free_s=timeline.latency_s, late_s=self._floor_s, busy_s=0.0)
         for stop in range(1, last):
             self._first.append(self._count)
             self._keep(stop, self._ways(stop))
@@ -152,19 +182,18 @@ class _Search:
 
     def _beaten(self, stop: int, ways: _Ways, left: Indices, way: int, label: int) -> npt.NDArray[np.bool_]:
         """Which of those left are no better in anything than ``way``, whose link is free first."""
-        beaten = ways.late_s[left] >= ways.late_s[way]
+        beaten = ways.late_s[left] >= ways.late_s[way] - self._same_s
         if not self._waits:
             return beaten
-        # What happens anyway hides what came before: the loader waits for the next layer to come, and a
-        # request for the link.
-        timeline, free = self._timeline, ways.free_s[left]
-        next_s = free + (timeline.seconds[stop + 1] - timeline.seconds[stop])
-        beaten &= np.maximum(ways.begun_s[left] + timeline.busy_s[stop], next_s) >= self._busy_s[label]
+        # A request cannot be sent before the link is about to be free for it, and it is free at each later
+        # layer after what comes before has come. A layer that is loaded by then makes nothing wait.
+        timeline, first = self._timeline, self._needed_from(stop)
+        hidden, busy = ways.free_s[left] + self._hidden_s[stop], ways.begun_s[left] + timeline.busy_s[stop]
+        beaten &= np.maximum(busy, hidden) >= self._busy_s[label] - self._same_s
         some = left[beaten]
-        loading = np.maximum(
-            self._loading(stop, ways, some), (ways.free_s[some] - timeline.latency_s)[:, np.newaxis]
-        )
-        beaten[beaten] = (loading >= self._loaded_s[label, self._needed_from(stop) : stop]).all(axis=1)
+        sent = np.maximum(self._due_s[first:stop] - timeline.seconds[stop], -timeline.latency_s)
+        loading = np.maximum(self._loading(stop, ways, some), ways.free_s[some][:, np.newaxis] + sent)
+        beaten[beaten] = (loading >= self._loaded_s[label, first:stop] - self._same_s).all(axis=1)
         return beaten
 
     def _needed_from(self, stop: int) -> int:
@@ -180,6 +209,8 @@ class _Search:
 
     def _add(self, stop: int, *, parent: int, free_s: float, late_s: float, busy_s: float) -> int:
         label = self._count
+        if label == self._most:
+            raise _TooMany
         if label == len(self._stop):
             self._grow()
         self._stop[label], self._parent[label] = stop, parent
@@ -209,6 +240,15 @@ def _earliest_starts(timeline: Timeline) -> Indices:
     again = np.searchsorted(seconds, seconds[cut] - timeline.latency_s, side="right") - 1
     starts = np.where(cut < 0, 0, np.minimum(again, cut - 1) + 1)
     return np.maximum(starts, timeline.room)
+
+
+def _due(timeline: Timeline, starts: Indices) -> Array:
+    """When a request that waits for each layer is sent at the earliest; infinite where there is none."""
+    first = np.searchsorted(timeline.room, np.arange(1, timeline.num_layers + 1), side="left")
+    some = first <= timeline.num_layers
+    due = np.full(timeline.num_layers, np.inf)
+    due[some] = timeline.seconds[starts[first[some]]] - timeline.latency_s
+    return due
 
 
 def _doubled(array: npt.NDArray[_T]) -> npt.NDArray[_T]:
