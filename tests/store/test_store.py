@@ -99,8 +99,7 @@ def test_a_stream_that_breaks_off_leaves_what_was_there(store: Store) -> None:
     assert [(info.path, info.size) for info in store.list()] == [("old", 6)]
 
 
-def test_a_missing_object_is_named(
-store: Store) -> None:
+def test_a_missing_object_is_named(store: Store) -> None:
     for read in (store.get, store.head, lambda path: store.get_range(path, 0, 1)):
         with pytest.raises(ObjectNotFound, match=r"'not/there' in store 'here'"):
             read("not/there")

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from upriver.coldstart.search import shortest
-from upriver.coldstart.timeline import Timeline, check_link, checked_sizes
+from upriver.coldstart.timeline import Array, Timeline, check_link, checked_sizes
 from upriver.errors import ConfigError
 from upriver.text import bytes_text
 
@@ -24,7 +24,7 @@ Grouping: TypeAlias = Callable[[Timeline], list[range]]
 
 
 def greedy(
-    sizes_bytes: Sequence[float], *, latency_s: float, bandwidth_bytes_per_s: float
+    sizes_bytes: Sequence[float] | Array, *, latency_s: float, bandwidth_bytes_per_s: float
 ) -> list[range]:
     """PISeL's groups (CIKM 2024, Algorithm 1): each but the last of at least RL x BW.
 
@@ -51,7 +51,7 @@ def greedy(
     return groups if start == len(sizes) else [*groups, range(start, len(sizes))]
 
 
-def layer_by_layer(sizes_bytes: Sequence[float]) -> list[range]:
+def layer_by_layer(sizes_bytes: Sequence[float] | Array) -> list[range]:
     """A group for each layer: what PISeL is compared with in its section 5.3.
 
     Raises:

@@ -304,9 +304,7 @@ def damaged(tensor: StoredTensor, data: bytes | memoryview, *, chunk_bytes: int)
     """
     view = memoryview(data).cast("B")
     if len(view) != tensor.stop - tensor.start:
-        raise ProgramError(
-            f"weight {tensor.name!r}: {len(view)} bytes, it has {tensor.stop - tensor.start}"
-        )
+        raise ProgramError(f"weight {tensor.name!r}: {len(view)} bytes, it has {tensor.stop - tensor.start}")
     chunks = (range(at, min(at + chunk_bytes, len(view))) for at in range(0, len(view), chunk_bytes))
     return [
         chunk

@@ -18,17 +18,20 @@ What keeps the labels few:
 - Being late by less than what no grouping can beat is the same as not being late, and so is a layer that is
   loaded before any request that could wait for it can be sent.
 
-Up to :data:`EXACT_LAYERS` layers that is all, to rounding. Above, the makespan may be the first of
-:data:`TOLERANCES` above the least one. A label must promise a gain of half of that, and is dropped if another is better in everything
+Up to :data:`EXACT_LAYERS` layers that is all, to rounding. Above, the makespan may be :data:`TOLERANCE` above
+the least one. A label must promise a gain of half of that, and is dropped if another is better in everything
 but for as much as a layer's share of the other half. Such a step makes the makespan later by no more than it
 gives away, since nothing in the recurrence makes a delay grow; and there is one for each layer at most.
-A search that would keep very many labels is given up, and begun again with the next tolerance.
+
+A memory cap of a few latencies' worth of bytes, where these are hundreds of MB, leaves hundreds of labels at
+a layer. A search with :data:`SPARE_LABELS` more than layers begins again, and keeps only the most promising at
+each layer: then all that is certain is that no known grouping is better.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -41,19 +44,20 @@ _T = TypeVar("_T", bound=np.generic)
 
 Indices: TypeAlias = npt.NDArray[np.intp]
 
-EXACT_LAYERS = 128
-"""With more of them no search is exact."""
+EXACT_LAYERS = 64
+"""With more of them a search may stop :data:`TOLERANCE` above the least makespan."""
+
+TOLERANCE = 0.001
+"""Far below what the seconds of a link or of a layer can be predicted to."""
 
 ROUNDING = 1e-12
 """The tolerance of a search that is exact."""
 
-TOLERANCES = (0.001, 0.01, 0.1, 1.0)
-"""How far above the least makespan the result may be. The first is far below what the seconds of a link or of
-a layer can be predicted to; the others are for memory caps of a few latencies' worth of bytes and links of
-hundreds of MB a latency."""
+SPARE_LABELS = 500
+"""By how many more than one a layer, which is usual, a search that may stop early begins again."""
 
-MOST_LABELS = (1000, 2)
-"""Kept by one search: so many, and so many a layer. One is usual for a layer; 3,000 take about 0.1 s."""
+PROMISING = 2
+"""How many are kept at each layer if that was not enough."""
 
 
 def shortest(timeline: Timeline, known: Iterable[list[range]]) -> list[range]:
@@ -65,11 +69,12 @@ def shortest(timeline: Timeline, known: Iterable[list[range]]) -> list[range]:
     """
     best = min(known, key=timeline.makespan)
     known_s = timeline.makespan(best)
-    exact = (ROUNDING,) if timeline.num_layers <= EXACT_LAYERS else ()
-    for tolerance in (*exact, *TOLERANCES):
-        with suppress(_TooMany):
-            return _Search(timeline, known_s=known_s, tolerance=tolerance).run() or best
-    return best
+    if timeline.num_layers <= EXACT_LAYERS:
+        return _Search(timeline, known_s=known_s, tolerance=ROUNDING).run() or best
+    try:
+        return _Search(timeline, known_s=known_s, tolerance=TOLERANCE, spare=SPARE_LABELS).run() or best
+    except _TooMany:
+        return _Search(timeline, known_s=known_s, tolerance=TOLERANCE, at_layer=PROMISING).run() or best
 
 
 class _TooMany(Exception):
@@ -85,6 +90,7 @@ class _Ways:
         start: The group's first layer.
         free_s: When the link is free for the next group.
         late_s: The makespan so far.
+        reach_s: The makespan at best.
         begun_s: When the loader would have begun with the first layer, had it never waited.
     """
 
@@ -92,19 +98,30 @@ class _Ways:
     start: Indices
     free_s: Array
     late_s: Array
+    reach_s: Array
     begun_s: Array
 
 
 class _Search:
     """Labels, in the order of the layers at which they end."""
 
-    def __init__(self, timeline: Timeline, *, known_s: float, tolerance: float) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        *,
+        known_s: float,
+        tolerance: float,
+        spare: float = math.inf,
+        at_layer: float = math.inf,
+    ) -> None:
         """Begin with nothing grouped.
 
         Args:
             timeline: What the layers take.
             known_s: The makespan that is to be beaten.
             tolerance: How far above the least one the result may be.
+            spare: How many more labels than layers there may be.
+            at_layer: How many labels are kept at each layer; the most promising ones.
         """
         self._timeline = timeline
         self._floor_s = timeline.latency_s + float(timeline.rest_s[0])
@@ -118,7 +135,7 @@ class _Search:
         self._hidden_s = least + (timeline.busy_s - timeline.seconds)[:-1]
         self._first: list[int] = []
         self._count = 0
-        self._most = MOST_LABELS[0] + MOST_LABELS[1] * timeline.num_layers
+        self._spare, self._at_layer = spare, at_layer
         self._stop: Indices = np.empty(1, dtype=np.intp)
         self._parent: Indices = np.empty(1, dtype=np.intp)
         self._free_s, self._late_s, self._busy_s = np.empty((3, 1))
@@ -128,7 +145,7 @@ class _Search:
         """The best grouping below the given makespan; empty if there is none.
 
         Raises:
-            _TooMany: If that takes more than :data:`MOST_LABELS`.
+            _TooMany: If that takes too many labels.
         """
         timeline, last = self._timeline, self._timeline.num_layers
         if not last or self._floor_s >= self._below_s:
@@ -151,21 +168,27 @@ class _Search:
         end = begin + (timeline.seconds[stop] - timeline.seconds[start])
         late = np.maximum(self._late_s[labels], end + timeline.tail_s[start])
         free = np.maximum(end, begin + timeline.latency_s)
-        kept = np.flatnonzero(np.maximum(late, free + timeline.rest_s[stop]) < self._below_s)
+        reach = np.maximum(late, free + timeline.rest_s[stop])
+        kept = np.flatnonzero(reach < self._below_s)
         begun = np.maximum(self._busy_s[labels][kept], end[kept]) - timeline.busy_s[start[kept]]
         return _Ways(
             parent=labels.start + kept,
             start=start[kept],
             free_s=free[kept],
             late_s=late[kept],
+            reach_s=reach[kept],
             begun_s=begun,
         )
 
     def _keep(self, stop: int, ways: _Ways) -> None:
-        """Add the labels that no other one beats; of equals the one whose last group is the smallest."""
-        left = np.arange(len(ways.parent))[::-1]
-        while len(left):
-            way = int(left[ways.free_s[left].argmin()])
+        """Add the labels that no other one beats, the most promising first.
+
+        Of equals that is the one whose last group is the smallest.
+        """
+        left = np.lexsort((-ways.start, ways.late_s, ways.free_s, ways.reach_s))
+        before = self._count
+        while len(left) and self._count - before < self._at_layer:
+            way = int(left[0])
             label = self._add(
                 stop,
                 parent=int(ways.parent[way]),
@@ -181,8 +204,9 @@ class _Search:
             left = left[~self._beaten(stop, ways, left, way, label)]
 
     def _beaten(self, stop: int, ways: _Ways, left: Indices, way: int, label: int) -> npt.NDArray[np.bool_]:
-        """Which of those left are no better in anything than ``way``, whose link is free first."""
-        beaten = ways.late_s[left] >= ways.late_s[way] - self._same_s
+        """Which of those left are no better in anything than ``way``, which has become a label."""
+        beaten: npt.NDArray[np.bool_] = ways.free_s[left] >= ways.free_s[way] - self._same_s
+        beaten &= ways.late_s[left] >= ways.late_s[way] - self._same_s
         if not self._waits:
             return beaten
         # A request cannot be sent before the link is about to be free for it, and it is free at each later
@@ -209,7 +233,7 @@ class _Search:
 
     def _add(self, stop: int, *, parent: int, free_s: float, late_s: float, busy_s: float) -> int:
         label = self._count
-        if label == self._most:
+        if label > stop + self._spare:
             raise _TooMany
         if label == len(self._stop):
             self._grow()
