@@ -42,7 +42,7 @@ class Proof:
             example: A micro-batch; its integers are shuffled, not made up, since they may be indices.
         """
         generator = torch.Generator().manual_seed(seed)
-        first, second, other = (_random_like(example, generator) for _ in range(3))
+        first, second, other = (random_like(example, generator) for _ in range(3))
         size = program.micro_batch
         self.program = program
         self._kept = size // 2
@@ -60,19 +60,7 @@ class Proof:
         Raises:
             CaptureError: Naming the first cut that changes a bit.
         """
-        self._values = [self._through_cuts(example) for example in self._random]
-
-    def _through_cuts(self, example: Example) -> tuple[torch.Tensor, ...]:
-        program = self.program
-        kept = tuple(example.tensors)
-        for position in range(program.num_stages):
-            going_on = program.run(kept, position, position + 1)
-            sent = program.run(as_shipped(kept), position, position + 1)
-            if not all(_equal(a, b) for a, b in zip(going_on, sent, strict=True)):
-                after = program.stages[position - 1].name if position else "the input"
-                raise CaptureError(f"a cut after {after!r} changes bits of what follows it")
-            kept = going_on
-        return kept
+        self._values = [through_cuts(self.program, example) for example in self._random]
 
     def split(
         self, model: nn.Module, tail: Tail, in_eval: EvalPlan, *, autocast: torch.dtype | None = None
@@ -115,14 +103,31 @@ class Proof:
         first, second = self._values
         for changed, before, rows in ((mixed, first, self._kept), (padded, second, self._unpadded)):
             a, b = (tail.values.select(values, range(rows)) for values in (changed, before))
-            if not all(_equal(x, y) for x, y in zip(a, b, strict=True)):
+            if not all(same_bits(x, y) for x, y in zip(a, b, strict=True)):
                 raise CaptureError(
                     "samples influence each other in the frozen part: the answer for one row depends on "
                     "others"
                 )
 
 
-def _random_like(example: Example, generator: torch.Generator) -> Example:
+def through_cuts(program: Program, example: Example) -> tuple[torch.Tensor, ...]:
+    """What a program gives, each of its stages run on tensors that stay and on tensors that were sent.
+
+    Raises:
+        CaptureError: Naming the first cut that changes a bit.
+    """
+    kept = tuple(example.tensors)
+    for position in range(program.num_stages):
+        going_on = program.run(kept, position, position + 1)
+        sent = program.run(as_shipped(kept), position, position + 1)
+        if not all(same_bits(a, b) for a, b in zip(going_on, sent, strict=True)):
+            after = program.stages[position - 1].name if position else "the input"
+            raise CaptureError(f"a cut after {after!r} changes bits of what follows it")
+        kept = going_on
+    return kept
+
+
+def random_like(example: Example, generator: torch.Generator) -> Example:
     """Other values of the same form: normal numbers, and integers taken from those that the example has."""
     return example.with_tensors([_random(tensor, generator) for tensor in example.tensors])
 
@@ -171,17 +176,18 @@ def _same_answers(
     except Exception as error:  # the user's forward, on a model of which a part is missing
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CaptureError(f"the model cut after {tail.boundary!r} does not run: {reason}") from error
-    if len(whole) != len(split) or not all(_equal(a, b) for a, b in zip(whole, split, strict=True)):
+    if len(whole) != len(split) or not all(same_bits(a, b) for a, b in zip(whole, split, strict=True)):
         raise CaptureError(f"the model cut after {tail.boundary!r} gives another answer than the whole one")
     for name, gradient in whole_gradients.items():
         other = split_gradients[name]
-        if (gradient is None) != (other is None) or (gradient is not None and not _equal(gradient, other)):
+        if (gradient is None) != (other is None) or (gradient is not None and not same_bits(gradient, other)):
             raise CaptureError(f"the model cut after {tail.boundary!r} gives another gradient of {name!r}")
-    if not all(_equal(a, b) for a, b in zip(kept, values, strict=True)):
+    if not all(same_bits(a, b) for a, b in zip(kept, values, strict=True)):
         raise CaptureError(f"the model cut after {tail.boundary!r} writes into what it was given")
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    """Whether two tensors are ``torch.equal``, a NaN being equal to itself."""
     # NaN equals NaN here: a network that gives one whole must give it when split, too.
     if b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False

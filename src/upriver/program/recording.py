@@ -37,6 +37,8 @@ class Recording:
         flops: Floating-point operations of each node, for the whole micro-batch.
         problems: Index of a node to why no program may hold it.
         mutated: Index of a node to the module whose buffer it changes.
+        answers: Names of the tensors of the model's answer, in order, where all of it was recorded; one that
+            comes twice stands there twice, unlike among the outputs of ``chain``.
     """
 
     micro_batch: int
@@ -48,6 +50,7 @@ class Recording:
     flops: Sequence[float]
     problems: Mapping[int, str]
     mutated: Mapping[int, str]
+    answers: Sequence[str] = ()
 
 
 def record(
@@ -90,9 +93,13 @@ class _Reader:
             forms = (self._original(name, copies=2), self._original(name, copies=1), name)
             taken = {*self._outputs, *self._fixed}
             self._outputs.append(next(form for form in forms if form not in taken))
-        for name in given[num_sources : num_sources + num_answers]:
-            original = self._original(name, copies=1)
-            self._outputs.append(name if original in self._fixed else original)
+        answers = given[num_sources : num_sources + num_answers]
+        originals = [self._original(name, copies=1) for name in answers]
+        self._answers = [
+            name if original in self._fixed else original
+            for name, original in zip(answers, originals, strict=True)
+        ]
+        self._outputs += self._answers
         self._outputs = list(dict.fromkeys(self._outputs))
         self._cached = [self._original(name, copies=1) for name in given[num_sources + num_answers :]]
         if not num_answers:
@@ -137,6 +144,7 @@ class _Reader:
             flops=self._all_flops(ordered, nodes, problems),
             problems=problems,
             mutated=mutated,
+            answers=tuple(self._answers),
         )
 
     def _original(self, name: str, *, copies: int) -> str:

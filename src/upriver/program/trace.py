@@ -7,6 +7,7 @@ later stage can say what shape a skipped module would have given for any number 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -227,15 +228,41 @@ def _is_machinery(name: str) -> bool:
     return name in ("_parameters", "_buffers", "_modules") or "hook" in name
 
 
+class _FastPath:
+    """Whether torch takes the fused transformer path is one flag for all threads of a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = True
+
+    def enter(self) -> None:
+        """One more thread wants it off."""
+        with self._lock:
+            if not self._inside:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._inside += 1
+
+    def leave(self) -> None:
+        """It is as it was when no thread wants it off any more."""
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_FAST_PATH = _FastPath()
+
+
 @contextlib.contextmanager
 def no_fast_path() -> Iterator[None]:
     """Switch off the fused transformer path, which eager eval takes and a captured graph does not."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    _FAST_PATH.enter()
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        _FAST_PATH.leave()
 
 
 def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = None) -> Trace:

@@ -1,0 +1,171 @@
+"""A whole model as one program that can be cut after any operator, and its answer in the model's own form.
+
+Proven before it is used, on the example and on random values of its form: every cut changes no bit of what
+follows it, and what the program gives is what the model gives in eval. Where a cut between operators does
+change bits, stages end with modules only; where one of those does, there is a single stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from upriver.errors import CaptureError
+from upriver.program.capture import bound, checked, graph_of
+from upriver.program.devices import random_kept
+from upriver.program.example import Example, Inputs
+from upriver.program.program import Program
+from upriver.program.proof import random_like, same_bits, through_cuts
+from upriver.program.recording import Recording, record
+from upriver.program.stages import Granularity
+from upriver.program.trace import in_eval, no_fast_path, state_kept
+from upriver.program.weights import WeightsFile
+
+GRANULARITIES: tuple[Granularity, ...] = ("op", "module", "end")
+"""Where stages may end, the finest first: it offers the most cuts."""
+
+Constant: TypeAlias = "bool | int | float | str | None"
+"""What may stand in an answer beside tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """A model, for inputs of one form.
+
+    Attributes:
+        program: All of it.
+        example: What it was captured with.
+        reference: What the program gives for that.
+        places: For each tensor of an answer, in order, where it stands in what the program gives.
+        returned: What the model itself returned for the example.
+    """
+
+    program: Program
+    example: Example
+    reference: tuple[torch.Tensor, ...]
+    places: tuple[int, ...]
+    returned: Answer
+
+    def answer(self, given: Sequence[torch.Tensor]) -> Any:
+        """What the model would return, from what its program gives."""
+        return self.returned.with_tensors([given[place] for place in self.places])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model returned, taken apart.
+
+    Attributes:
+        leaves: Tensors and constants, in order.
+        form: What they are parts of.
+    """
+
+    leaves: tuple[torch.Tensor | Constant, ...]
+    form: pytree.TreeSpec
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among its leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def constants(self) -> list[Constant]:
+        """The other ones."""
+        return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The same with other tensors, put together."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.form)
+
+
+def capture_whole(model: nn.Module, inputs: Inputs) -> Captured:
+    """Capture a model in eval and prove every cut of it; the model is left as it was.
+
+    Args:
+        model: The user's model. Its parameters are not copied, so they must stay as they are.
+        inputs: What it is called with, on its device.
+
+    Raises:
+        CaptureError: If it cannot be captured, or its program gives other bits; the message says why.
+        ConfigError: If ``inputs`` is nothing that a model can be called with.
+    """
+    example = Example.of(inputs)
+    recording = checked(record(model, example))
+    answer = _answer_of(model, example)
+    random = random_like(example, torch.Generator().manual_seed(0))
+    try:
+        compared = [(example, answer), (random, _answer_of(model, random))]
+    except CaptureError:  # it does not take any values: the example has to do
+        compared = [(example, answer)]
+    places = tuple(recording.chain.outputs.index(name) for name in recording.answers)
+    program, reference = _proven(recording, model, places, compared)
+    return Captured(program=program, example=example, reference=reference, places=places, returned=answer)
+
+
+def _proven(
+    recording: Recording,
+    model: nn.Module,
+    places: Sequence[int],
+    compared: Sequence[tuple[Example, Answer]],
+) -> tuple[Program, tuple[torch.Tensor, ...]]:
+    """The program with the most cuts of which all hold, and what it gives for the first example."""
+    weights, device = WeightsFile(recording.tensors), compared[0][0].tensors[0].device
+    for granularity in GRANULARITIES:
+        graph = graph_of(recording, model, weights.digest, device=device, granularity=granularity)
+        program = bound(graph, weights, device)
+        try:
+            given = [through_cuts(program, example) for example, _ in compared]
+            break
+        except CaptureError:
+            if granularity == GRANULARITIES[-1]:
+                raise
+    for (_, answer), tensors in zip(compared, given, strict=True):
+        _check_alike(compared[0][1], answer, [tensors[place] for place in places])
+    return program, given[0]
+
+
+def _check_alike(first: Answer, answer: Answer, given: Sequence[torch.Tensor]) -> None:
+    """Whether a program gave what the model did, and nothing but tensors is another for other values."""
+    wanted = answer.tensors
+    if (first.form, first.constants) != (answer.form, answer.constants):
+        raise CaptureError(
+            "the form of the model's answer, or a constant in it, depends on the values of its input"
+        )
+    if len(wanted) != len(given) or not all(same_bits(a, b) for a, b in zip(wanted, given, strict=True)):
+        raise CaptureError("the captured model gives another answer than the model itself")
+
+
+def _answer_of(model: nn.Module, example: Example) -> Answer:
+    """What the model returns in eval; it is left as it was, and so is the example.
+
+    Raises:
+        CaptureError: If it does not run, or returns what no program can give.
+    """
+    call = example.with_tensors([tensor.clone() for tensor in example.tensors])
+    with (
+        torch.no_grad(),
+        random_kept([example.tensors[0].device]),
+        in_eval(model),
+        state_kept(model),
+        no_fast_path(),
+    ):
+        try:
+            answer = model(*call.args, **call.kwargs)
+        except Exception as error:  # whatever the user's forward raises
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CaptureError(f"the model does not run: {reason}") from error
+    leaves, form = pytree.tree_flatten(answer)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
+            raise CaptureError(
+                f"the model's answer holds a {type(leaf).__name__}; it may hold tensors, numbers and words, in "
+                "tuples, lists, dicts and classes that torch.utils._pytree knows"
+            )
+    return Answer(tuple(leaves), form)

@@ -1,0 +1,146 @@
+"""What several tests of split inference share: networks, a server that misbehaves, links as they are told."""
+
+from __future__ import annotations
+
+import http.client
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+from tests.client.scripted_http import Exchange, scripted
+from upriver.client.inference.decide import Rule
+from upriver.client.inference.far import Far
+from upriver.client.inference.link import LinkWindow
+from upriver.client.inference.offload import Offload
+
+SELDOM = {"probe_s": 3600.0, "load_s": 3600.0}
+"""Nothing but requests and what a test says changes what is known of a server."""
+
+
+class Chain(nn.Module):
+    """Some layers of which each makes less of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            OrderedDict(
+                first=nn.Linear(64, 48),
+                relu=nn.ReLU(),
+                second=nn.Linear(48, 24),
+                tanh=nn.Tanh(),
+                third=nn.Linear(24, 12),
+                sigmoid=nn.Sigmoid(),
+                last=nn.Linear(12, 3),
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.layers(x)
+        return answer
+
+
+class Two(nn.Module):
+    """Two inputs, one of them by name and optional; an answer of several parts, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 6), nn.Linear(5, 6)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, scale: float = 1.0) -> dict[str, Any]:
+        hidden = torch.relu(self.left(x))
+        if other is not None:
+            hidden = hidden + self.right(other)
+        hidden = self.norm(hidden)
+        scores = self.head(hidden) * scale
+        return {"scores": scores, "parts": (hidden, [scores.argmax(1), scores]), "count": 2, "none": None}
+
+
+class Words(nn.Module):
+    """Takes whole numbers, of which some are out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.head(torch.tanh(self.embedding(words)).mean(1))
+        return answer
+
+
+def chain(seed: int = 0) -> Chain:
+    torch.manual_seed(seed)
+    return Chain()
+
+
+def here(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What the model gives by itself, in eval."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        answer = model(*args, **kwargs)
+    model.train(training)
+    return answer
+
+
+def far_of(answer: Offload, number: int = 0) -> Far:
+    return answer._fars[number]
+
+
+def cut_at(answer: Offload, cut: int) -> None:
+    """From here on requests are cut there."""
+    answer._rule = Rule(cut=cut)
+
+
+def tell_link(answer: Offload, bytes_per_s: float, rtt_s: float = 0.001, number: int = 0) -> None:
+    """The link to a server is so, as far as anybody knows."""
+    far = far_of(answer, number)
+    far.link = LinkWindow()
+    far.link.saw(1, rtt_s)
+    far.link.saw(max(1e6, bytes_per_s), rtt_s + max(1e6, bytes_per_s) / bytes_per_s)
+    far._overhead_s = 0.0
+    far._download = lambda: None  # nothing is known of the way down
+
+
+def tell_load(answer: Offload, k: float, wait_s: float = 0.0, number: int = 0) -> None:
+    far = far_of(answer, number)
+    far._load, far._wait_s = k, wait_s
+
+
+class Proxy:
+    """A server in front of a real one, which does something else with run requests when told to."""
+
+    def __init__(self, url: str) -> None:
+        self.url = ""
+        self.requests = 0
+        self.instead: Callable[[Exchange], None] | None = None
+        self._address = urlsplit(url).netloc
+
+    def __call__(self, exchange: Exchange) -> None:
+        if exchange.path == "/v1/run":
+            self.requests += 1
+            if self.instead is not None:
+                return self.instead(exchange)
+        return self.forward(exchange)
+
+    def forward(self, exchange: Exchange) -> None:
+        connection = http.client.HTTPConnection(self._address, timeout=60)
+        try:
+            connection.request(exchange.method, exchange.path, body=exchange.body or None)
+            response = connection.getresponse()
+            exchange.plain(response.status, response.read())
+        finally:
+            connection.close()
+
+
+@contextmanager
+def proxy(url: str) -> Iterator[Proxy]:
+    """A proxy in front of the server at ``url``."""
+    found = Proxy(url)
+    with scripted(found) as found.url:
+        yield found

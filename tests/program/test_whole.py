@@ -1,0 +1,119 @@
+"""A whole model as one program: the bits and the form of its answer, from every cut."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tests.inference.asking import Two, chain, here
+from tests.program.nets import Small
+from upriver.errors import CaptureError
+from upriver.program.alignment import as_shipped
+from upriver.program.capture import capture
+from upriver.program.example import Example
+from upriver.program.whole import capture_whole
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two answers are the same to the bit, and of the same form."""
+    a, form_a = pytree.tree_flatten(ours)
+    b, form_b = pytree.tree_flatten(theirs)
+    return form_a == form_b and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True)
+    )
+
+
+def small() -> Small:
+    torch.manual_seed(0)
+    return Small().eval()
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (small(), torch.randn(1, 3, 16, 16)),
+        (chain(), torch.randn(2, 64)),
+        (Two(), Example(args=(torch.randn(3, 8),), kwargs={"other": torch.randn(3, 5)})),
+    ],
+)
+def test_every_cut_gives_what_the_model_gives(model: nn.Module, example: torch.Tensor | Example) -> None:
+    found = capture_whole(model, example)
+    program, call = found.program, found.example
+    wanted = here(model, *call.args, **call.kwargs)
+    assert program.num_stages >= 5
+    for cut in range(program.num_stages + 1):
+        crossing = program.run(call.tensors, 0, cut)
+        given = program.run(as_shipped(crossing), cut, program.num_stages)
+        assert same(found.answer(given), wanted), cut
+
+
+def test_stages_end_after_every_operator() -> None:
+    x = torch.randn(2, 64)
+    assert capture_whole(chain(), x).program.digest == capture(chain(), x, granularity="op").digest
+    assert capture_whole(chain(), x).program.num_stages == 7
+
+
+def test_a_tensor_that_comes_twice_is_given_twice() -> None:
+    model, x = Two().eval(), torch.randn(3, 8)
+    found = capture_whole(model, x)
+    answer = found.answer(found.reference)
+    assert len(found.places) == len(found.reference) + 1
+    assert torch.equal(answer["parts"][1][1], answer["scores"])
+    assert answer["count"] == 2 and answer["none"] is None
+    assert same(answer, here(model, x))
+
+
+class Named(nn.Module):
+    def forward(self, x: torch.Tensor) -> Pair:
+        return Pair(x + 1, {"same": x, "number": 1.5})
+
+
+def test_named_tuples_and_inputs_among_the_answer_come_back() -> None:
+    x = torch.randn(2, 4)
+    found = capture_whole(Named(), x)
+    assert same(found.answer(found.program.run([x], 0, found.program.num_stages)), here(Named(), x))
+
+
+def test_a_model_in_training_is_captured_in_eval_and_left_in_training() -> None:
+    model = Small().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(2, 3, 16, 16)
+    found = capture_whole(model, x)
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(found.answer(found.reference), here(model, x))
+
+
+class Object:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Holds(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + 1, Object(x)
+
+
+class Branch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Holds(), "holds a Object"),
+        (Branch(), "control flow depends on data"),
+        (nn.Linear(5, 5), "does not run|could not capture"),
+    ],
+)
+def test_what_cannot_be_captured_is_said(model: nn.Module, said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture_whole(model, torch.randn(2, 4))
