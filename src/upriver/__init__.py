@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _PLACES = {
     "connect": "upriver.client.connect",
     "Near": "upriver.client.connect",
+    "offload": "upriver.client.inference.offload",
+    "Offload": "upriver.client.inference.offload",
     "FinetuneJob": "upriver.client.job",
     "LinkMeter": "upriver.client.link",
     "DataLoader": "upriver.dataloader",
@@ -53,6 +55,8 @@ __all__ = ["__version__", *sorted(_PLACES)]
 if TYPE_CHECKING:
     from upriver.client.connect import Near as Near
     from upriver.client.connect import connect as connect
+    from upriver.client.inference.offload import Offload as Offload
+    from upriver.client.inference.offload import offload as offload
     from upriver.client.job import FinetuneJob as FinetuneJob
     from upriver.client.link import LinkMeter as LinkMeter
     from upriver.cluster.ray_workers import ray_workers as ray_workers

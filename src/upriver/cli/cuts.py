@@ -13,9 +13,11 @@ import typer
 from upriver.cli.common import DebugOption, JsonOption, emit, note, print_table, working
 from upriver.cli.options import (
     AutocastOption,
+    GranularityOption,
     InputShapeOption,
     MicroBatchOption,
     ModelArgument,
+    check_granularity,
     check_micro_batch,
     check_module,
     parse_shape,
@@ -27,18 +29,12 @@ if TYPE_CHECKING:
     from upriver.program.paper_nodes import PaperNode
     from upriver.program.survey import Survey
 
-GRANULARITIES = ("module", "op")
-
-
 def cuts(
     model: ModelArgument,
     freeze_to: Annotated[
         str | None, typer.Option(metavar="MODULE", help="Last frozen module: no later cut serves training.")
     ] = None,
-    granularity: Annotated[
-        str | None,
-        typer.Option(metavar="module|op", help="Cuts behind modules (default), or behind every operator."),
-    ] = None,
+    granularity: GranularityOption = None,
     nodes: Annotated[
         str | None,
         typer.Option(metavar="paper", help="Number nodes as LoADPart does: a bias is one of its own."),
@@ -63,8 +59,7 @@ def cuts(
     from upriver.program.survey import survey
 
     check_micro_batch(micro_batch)
-    if granularity not in (None, *GRANULARITIES):
-        raise ConfigError(f"--granularity must be {' or '.join(GRANULARITIES)}, got {granularity!r}")
+    ends = check_granularity(granularity)
     _check_nodes(nodes, {"--freeze-to": freeze_to, "--granularity": granularity, "--plot": plot})
     precision = autocast_dtype(autocast)
     check_picture(plot)
@@ -79,7 +74,7 @@ def cuts(
         found = survey(
             network,
             inputs.example(micro_batch),
-            granularity="op" if granularity == "op" else "module",
+            granularity=ends,
             freeze_to=freeze_to,
             autocast=precision,
         )

@@ -13,6 +13,8 @@ from upriver.text import parse_rate
 if TYPE_CHECKING:
     from torch import nn
 
+    from upriver.program.stages import Granularity
+
 ModelArgument = Annotated[
     str, typer.Argument(help="torchvision:NAME, timm:NAME, transformers:NAME or package.module:callable.")
 ]
@@ -23,6 +25,10 @@ InputShapeOption = Annotated[
 ]
 AutocastOption = Annotated[
     str | None, typer.Option(metavar="bfloat16|float16", help="Run under autocast to this type.")
+]
+GranularityOption = Annotated[
+    str | None,
+    typer.Option(metavar="module|op", help="Cuts behind modules (default), or behind every operator."),
 ]
 StoreOption = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="Store option (endpoint, region); repeatable.")
@@ -136,6 +142,20 @@ def check_micro_batch(micro_batch: int) -> int:
     if not 1 <= micro_batch <= DEFAULT_CAPS.micro_batch:
         raise ConfigError(f"micro_batch must be 1 to {DEFAULT_CAPS.micro_batch}, got {micro_batch}")
     return micro_batch
+
+
+def check_granularity(granularity: str | None) -> Granularity:
+    """Behind what a model is cut.
+
+    Raises:
+        ConfigError: If it is nothing of the kind.
+    """
+    match granularity:
+        case None | "module":
+            return "module"
+        case "op":
+            return "op"
+    raise ConfigError(f"--granularity must be module or op, got {granularity!r}")
 
 
 def check_module(model: nn.Module, name: str | None) -> None:

@@ -9,10 +9,12 @@ import typer
 from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, working
 from upriver.cli.options import (
     AutocastOption,
+    GranularityOption,
     InputShapeOption,
     ModelArgument,
     StoreOption,
     WeightsOption,
+    check_granularity,
     check_micro_batch,
     check_module,
     parse_counts,
@@ -41,6 +43,7 @@ def push(
         str | None,
         typer.Option(metavar="N,...", help="Tokens of a text or points of a sound; one program for each."),
     ] = None,
+    granularity: GranularityOption = None,
     weights: WeightsOption = None,
     input_shape: InputShapeOption = None,
     autocast: AutocastOption = None,
@@ -53,7 +56,8 @@ def push(
 ) -> None:
     """Capture a model up to a module and publish it: graphs of operators and a weights file, no code.
 
-    Programs for several micro-batches and lengths share one weights file.
+    Programs for several micro-batches and lengths share one weights file. With --granularity op, the whole
+    model is the program that upriver infer asks for.
     """
     from upriver.program.buckets import capture_buckets
     from upriver.program.files import publish
@@ -64,7 +68,7 @@ def push(
 
     counts = tuple(map(check_micro_batch, parse_counts(micro_batch, "--micro-batch")))
     lengths = parse_counts(length, "--length") if length is not None else (None,)
-    precision = autocast_dtype(autocast)
+    precision, ends = autocast_dtype(autocast), check_granularity(granularity)
     _check_lasting(uri)
     store = Store.open(uri, options=store_options(option))
     network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
@@ -75,7 +79,9 @@ def push(
         note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
     with working("capturing and publishing"):
         outputs = answers_of(network, examples[0], freeze_to, precision) if freeze_to is not None else None
-        programs = capture_buckets(network, examples, outputs=outputs, autocast=precision)
+        programs = capture_buckets(
+            network, examples, outputs=outputs, autocast=precision, granularity=ends
+        )
         for program in programs:
             publish(program, store, prefix=prefix)
     document = _document(model, programs, [size for _, size, _ in buckets], prefix)

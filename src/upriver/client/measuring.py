@@ -286,7 +286,7 @@ class Measuring:
 
     def _look_up(self, server: ServerClient, info: Info) -> Kept | None:
         """What an earlier job measured with this server, if it is kept."""
-        self._keys[server.url] = key = profile_key(self._dataset, self._program, server, info)
+        self._keys[server.url] = key = profile_key(self._dataset.digest, self._program, server, info)
         kept = load_profile(
             key,
             stages=[stage.name for stage in self._program.stages],
@@ -427,11 +427,15 @@ class Measuring:
             return None
 
 
-def profile_key(dataset: Dataset, program: Program, server: ServerClient, info: Info) -> ProfileKey:
-    """What names the profile of a program on this machine and a server."""
+def profile_key(dataset: str, program: Program, server: ServerClient, info: Info) -> ProfileKey:
+    """What names the profile of a program on this machine and a server.
+
+    Args:
+        dataset: Digest of what it runs on; empty where inputs come one by one.
+    """
     return ProfileKey(
         program=program.digest,
-        dataset=dataset.digest,
+        dataset=dataset,
         micro_batch=program.micro_batch,
         storage=Place(
             host=urlsplit(server.url).hostname or "",

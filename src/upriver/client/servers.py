@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -18,7 +18,7 @@ import torch
 from upriver.client.compare import Tolerance, difference, largest
 from upriver.client.connection import within
 from upriver.client.pool import Transport
-from upriver.client.transport import ServerClient
+from upriver.client.transport import RunAnswer, ServerClient
 from upriver.engine.engine import Engine, OnBadSample
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
@@ -200,9 +200,9 @@ class Gate:
             UpriverError: If the server cannot be used now.
         """
         self._check_fingerprint(server)
-        _bring(server, self._question.program)
+        bring(server, self._question.program)
         request = self._question.request([self._canary], stop=stop, epoch=0)
-        batch, timings = _answer(server, request, MEASURE_S)
+        batch, timings = answer_of(server, request, MEASURE_S)
         self._compare(server, batch, stop)
         return timings
 
@@ -233,13 +233,13 @@ class Gate:
 
         Up to the freeze point, which takes all stages; each earlier cut is a stretch of the same.
         """
-        _bring(server, program)
+        bring(server, program)
         times = program.micro_batch // len(self._canary)
         request = replace(self._question, program=program).request(
             [self._canary * times], stop=program.num_stages, epoch=0
         )
         seconds = MEASURE_S * program.micro_batch / self._question.program.micro_batch
-        batch, _ = _answer(server, request, seconds)
+        batch, _ = answer_of(server, request, seconds)
         got, count = self._at_size(server, batch, program.micro_batch), len(self._canary)
         wanted = self._values.select(self._referred().tensors, range(count))
         for start in range(0, count * times, count):
@@ -266,20 +266,9 @@ class Gate:
         log.warning("servers run no %d samples at once: %s", program.micro_batch, error)
 
     def _check_fingerprint(self, server: ServerClient) -> None:
-        info = server.info()
-        ours = fingerprint(self._question.program.device)
-        theirs = info.fingerprint
-        different = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-        if not different:
-            return
-        shown = ", ".join(
-            f"{key} {theirs.get(key, 'none')!r} there, {ours.get(key)!r} here" for key in different[:3]
+        check_fingerprint(
+            server.url, server.info().fingerprint, self._question.program.device, exact=self._allowed is None
         )
-        if self._allowed is None:
-            raise NotExact(
-                f"{server.url} computes with other low bits: {shown}; exact='numeric' accepts a tolerance"
-            )
-        log.info("%s has another fingerprint: %s", server.url, shown)
 
     def _referred(self) -> MicroBatch:
         """The canary's features as this side computes them."""
@@ -303,7 +292,7 @@ class Gate:
             self._note_distance(server, wanted, done)
         elif self._allowed is None:
             what = f"{server.url} gives {found} for the canary micro-batch at cut {stop}"
-            raise NotExact(what + _threads(server))
+            raise NotExact(what + threads_hint(server))
         else:
             raise NotExact(
                 f"{server.url} gives {found} for the canary micro-batch at cut {stop}, where exact='numeric' "
@@ -319,22 +308,66 @@ class Gate:
             log.info("%s: features are at most %.2g of the largest apart", server.url, apart)
 
 
-def _bring(server: ServerClient, program: Program) -> None:
+def check_fingerprint(url: str, theirs: Mapping[str, str], device: torch.device, *, exact: bool) -> None:
+    """Compare what decides the low bits on a server with what does here.
+
+    Args:
+        url: The server's.
+        theirs: Its fingerprint.
+        device: Where this side computes.
+        exact: Whether low bits must be equal; a difference is noted if not.
+
+    Raises:
+        NotExact: If they must, and are not.
+    """
+    ours = fingerprint(device)
+    different = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    if not different:
+        return
+    shown = ", ".join(
+        f"{key} {theirs.get(key, 'none')!r} there, {ours.get(key)!r} here" for key in different[:3]
+    )
+    if exact:
+        raise NotExact(f"{url} computes with other low bits: {shown}; exact='numeric' accepts a tolerance")
+    log.info("%s has another fingerprint: %s", url, shown)
+
+
+def bring(server: ServerClient, program: Program) -> None:
     """Let the server have a program; of one at another size the graph alone, where it has the weights."""
     if not server.has_program(program.digest):
         server.put_program(program)
 
 
-def _answer(server: ServerClient, request: RunRequest, seconds: float) -> tuple[MicroBatch, Timings]:
-    """The answer to a request for one micro-batch, if it is there in time."""
-    with server.run(request) as answer, within(seconds, answer.close, url=server.url):
+def answer_of(
+    server: ServerClient, request: RunRequest, seconds: float, batches: Sequence[MicroBatch] = ()
+) -> tuple[MicroBatch, Timings]:
+    """The answer to a request for one micro-batch, if it is there in time.
+
+    Args:
+        seconds: From here to its last byte.
+        batches: The inputs, where the request names no dataset.
+
+    Raises:
+        ServerUnavailable: If it is not.
+        UpriverError: Whatever else went wrong.
+    """
+    return only(server.run(request, batches), seconds, url=server.url)
+
+
+def only(answer: RunAnswer, seconds: float, *, url: str) -> tuple[MicroBatch, Timings]:
+    """What an answer of one micro-batch holds, if it is there in time.
+
+    Raises:
+        UpriverError: As `answer_of`.
+    """
+    with answer, within(seconds, answer.close, url=url):
         found = next(answer)
         for _ in answer:
             pass  # to the end, so that the connection can be used again
     return found
 
 
-def _threads(server: ServerClient) -> str:
+def threads_hint(server: ServerClient) -> str:
     """A word on thread counts, where they may be the cause: some kernels add up in another order."""
     there, here = server.info().threads, torch.get_num_threads()
     if there == here:

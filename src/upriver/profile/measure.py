@@ -106,6 +106,26 @@ def measure_stages(
     )
 
 
+def stage_medians(
+    program: Runnable, tensors: Sequence[torch.Tensor], *, repeats: int = REPEATS, warm_ups: int = WARM_UPS
+) -> tuple[float, ...]:
+    """Seconds of each stage of one program, in order: medians of some runs.
+
+    Args:
+        program: At the one size that is of interest.
+        tensors: The model's inputs.
+        repeats: Runs that count.
+        warm_ups: Runs before those.
+
+    Raises:
+        ConfigError: If ``repeats`` or ``warm_ups`` is too small.
+    """
+    require_finite("repeats", repeats, at_least=1)
+    require_finite("warm_ups", warm_ups)
+    runs = [_run(program, tensors) for _ in range(warm_ups + repeats)][warm_ups:]
+    return tuple(median(spent) for spent in zip(*runs, strict=True))
+
+
 def through_first(points: Sequence[tuple[int, float]]) -> Seconds:
     """The line of :func:`fit`, stretched so that it goes through the first point.
 

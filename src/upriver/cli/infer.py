@@ -1,0 +1,168 @@
+"""``upriver infer``: ask a model, here, on servers, or both, whatever is fastest now."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, print_table, working
+from upriver.cli.inputs import read_inputs
+from upriver.cli.options import InputShapeOption, ModelArgument, WeightsOption, parse_shape
+from upriver.cli.output import check_output
+from upriver.cli.serving import read_token
+from upriver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from upriver.client.inference.offload import Offload
+    from upriver.client.inference.request import Served
+
+TOP = 5
+"""Classes that are printed."""
+
+MOST_REPEATS = 1_000_000
+
+
+def infer(
+    model: ModelArgument,
+    file: Annotated[
+        Path, typer.Option("--input", metavar="FILE", help="Image, .npy or .safetensors with the inputs.")
+    ],
+    server: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Address of a server; repeatable.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.safetensors", help="Write the answer there, too.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="Ask so often; the seconds are medians.")] = 1,
+    policy: Annotated[
+        str | None, typer.Option(help="inference (default), loadpart, neurosurgeon, local or remote.")
+    ] = None,
+    cut: Annotated[int | None, typer.Option(help="Run so many stages here, in place of a policy.")] = None,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds after which the rest of a request is computed here.")
+    ] = 10.0,
+    no_push: Annotated[
+        bool, typer.Option("--no-push", help="Send no program to a server that has it not.")
+    ] = False,
+    exact: Annotated[
+        str, typer.Option(metavar="bitwise|numeric", help="Use only servers with the same bits, or any.")
+    ] = "bitwise",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token for the servers (or UPRIVER_TOKEN).")
+    ] = None,
+    ca: Annotated[Path | None, typer.Option(help="Authorities that vouch for https servers, in PEM.")] = None,
+    weights: WeightsOption = None,
+    input_shape: InputShapeOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Ask a model once or more: on this machine, on servers, or cut between the two as is fastest then.
+
+    The answer is the model's own, bit for bit, whatever becomes of the servers.
+    """
+    if not 1 <= repeat <= MOST_REPEATS:
+        raise ConfigError(f"--repeat must be a whole number in 1..{MOST_REPEATS}, got {repeat}")
+    check_output(output, "--output")
+    token = read_token(token_file)
+    from upriver.cli.checkpoint import save_tensors
+    from upriver.client.inference.offload import offload
+    from upriver.program.example import tensors_in
+    from upriver.program.names import load_model
+
+    network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
+    call = read_inputs(file, inputs)
+    if weights is None:
+        note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
+    with working("capturing the model and looking at the servers"):
+        answer = offload(
+            network,
+            example_inputs=call,
+            servers=server or (),
+            policy=policy,
+            cut=cut,
+            deadline_s=deadline,
+            push=not no_push,
+            exact=exact,  # type: ignore[arg-type]
+            token=token,
+            ca=ca,
+        )
+    with answer:
+        asked: list[Served] = []
+        for _ in range(repeat):
+            given = answer(*call.args, **call.kwargs)
+            if answer.last is not None:
+                asked.append(answer.last)
+        tensors = tensors_in(given)
+        if output is not None:
+            save_tensors(output, {f"output_{number}": tensor for number, tensor in enumerate(tensors)})
+        document = _document(model, answer, asked, tensors)
+        emit(document, as_json=as_json, text=lambda: _print(document))
+
+
+def _document(
+    model: str, answer: Offload, asked: Sequence[Served], tensors: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    phases = ("total_s", "decide_s", "device_s", "link_s", "server_s")
+    return {
+        "model": model,
+        "outputs": [
+            {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            for tensor in tensors
+        ],
+        "top": _top(tensors),
+        "requests": dict(answer.counts),
+        "last": asdict(asked[-1]),
+        "median": {phase: median(getattr(served, phase) for served in asked) for phase in phases},
+        "stages": answer.program.num_stages,
+        "digest": answer.program.digest,
+        "why": answer.why,
+    }
+
+
+def _top(tensors: Sequence[torch.Tensor]) -> list[dict[str, float]] | None:
+    """The likeliest classes of one sample; None where the answer is something else."""
+    if len(tensors) != 1 or tensors[0].dim() != 2 or tensors[0].shape[0] != 1:
+        return None
+    [scores] = tensors[0]
+    if not scores.is_floating_point() or len(scores) < 2:
+        return None
+    shares, classes = scores.float().softmax(0).topk(min(TOP, len(scores)))
+    return [
+        {"class": number, "share": share}
+        for number, share in zip(classes.tolist(), shares.tolist(), strict=True)
+    ]
+
+
+def _print(document: dict[str, Any]) -> None:
+    if document["top"] is not None:
+        rows = [(row["class"], f"{100 * row['share']:.2f}") for row in document["top"]]
+        print_table(("class", "%"), rows, left=frozenset())
+    else:
+        for output in document["outputs"]:
+            print(f"{output['dtype']} {tuple(output['shape'])}")
+    print()
+    last, counts = document["last"], document["requests"]
+    fields = {
+        "ran": _where(last, document["stages"]),
+        **{phase.replace("_s", " s"): f"{seconds:.6f}" for phase, seconds in document["median"].items()},
+    }
+    if counts["requests"] > 1:
+        fields["requests"] = ", ".join(f"{name} {count}" for name, count in counts.items())
+    if last["why_not"]:
+        fields["server"] = last["why_not"]
+    print_fields(fields)
+    print(f"\n{document['why']}")
+
+
+def _where(last: dict[str, Any], stages: int) -> str:
+    if not last["server"]:
+        return f"all {stages} stages here"
+    return f"{last['cut']} of {stages} stages here, the rest on {last['server']}"

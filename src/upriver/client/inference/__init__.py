@@ -1,0 +1,1 @@
+"""Load-aware split inference: a device runs the first stages of a network, a server the rest."""

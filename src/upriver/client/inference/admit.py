@@ -1,0 +1,184 @@
+"""What has to hold before a server runs the rest of requests, and what is measured on that occasion.
+
+As in a fine-tuning job: version, fingerprint, program, and a canary. Here that is the example that the
+network was captured with, which both sides compute, whole and from the cut that the least crosses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upriver.client.compare import Exact, Tolerance, difference, tolerance
+from upriver.client.inference.costs import Costs, crossing_bytes
+from upriver.client.inference.decide import Now
+from upriver.client.inference.exchange import Exchange, Finished
+from upriver.client.inference.link import LinkWindow
+from upriver.client.measuring import profile_key
+from upriver.client.servers import MEASURE_S, bring, check_fingerprint, threads_hint
+from upriver.client.transport import ServerClient
+from upriver.errors import NotExact, ProgramNotFound, UpriverError
+from upriver.profile.keep import load_profile, save_profile
+from upriver.program.program import Program
+from upriver.program.whole import Captured
+from upriver.protocol import Info, Load
+from upriver.types import Tier
+
+log = logging.getLogger("upriver")
+
+ROUND_TRIPS, PROBES = 3, 2
+"""Transfers of one byte and of more that a server's link is first known by."""
+
+CANARIES = 2
+"""Runs from the narrowest cut: the first one also has the server look up what crosses there."""
+
+REPEATS = 3
+"""Runs of each stage that count where a server measures what they take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """A network that a server may be asked for.
+
+    Attributes:
+        costs: What its stages take here and there.
+        overhead_s: What a request takes on the way beside a round trip and its bytes.
+        load: How busy the server is.
+    """
+
+    costs: Costs
+    overhead_s: float
+    load: Load
+
+
+def admit(
+    client: ServerClient,
+    captured: Captured,
+    device_s: Sequence[float],
+    *,
+    push: bool,
+    exact: Exact,
+    link: LinkWindow,
+) -> Admitted:
+    """Let a server show that it gives what the device gives, and measure it and the way there.
+
+    Args:
+        client: The server.
+        captured: The network.
+        device_s: Seconds of its stages on the device.
+        push: Whether it is sent the program if it has it not.
+        exact: Whether its bits must be the device's.
+        link: Takes in what crosses.
+
+    Raises:
+        NotExact: If its fingerprint or its answer differs.
+        ProgramNotFound: If it has not the program and is not to be sent it.
+        UpriverError: If it cannot be used now.
+    """
+    info, program = client.info(), captured.program
+    check_fingerprint(client.url, info.fingerprint, program.device, exact=exact == "bitwise")
+    _bring(client, program, push=push)
+    probe(client, link, small=ROUND_TRIPS, large=PROBES)
+    allowed = allowed_by(exact, captured)
+    whole = canary(client, captured, 0, allowed)
+    overhead_s = _overhead_s(client, captured, link, allowed)
+    seconds = _server_seconds(client, captured, info, device_s, whole)
+    return Admitted(
+        costs=Costs(program=program, device_s=device_s, server_s=seconds),
+        overhead_s=overhead_s,
+        load=client.load(),
+    )
+
+
+def allowed_by(exact: Exact, captured: Captured) -> Tolerance | None:
+    """How far a server's answer may be from the device's; None asks for equal bits."""
+    return None if exact == "bitwise" else tolerance([tensor.dtype for tensor in captured.reference])
+
+
+def _bring(client: ServerClient, program: Program, *, push: bool) -> None:
+    if push:
+        bring(client, program)
+    elif not client.has_program(program.digest):
+        raise ProgramNotFound(
+            f"{client.url} has not the program {program.digest}; let it be sent with push=True, or put it "
+            f"into a store of the server's: upriver push MODEL STORE --granularity op --micro-batch "
+            f"{program.micro_batch}"
+        )
+
+
+def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, every_s: float = 5.0) -> None:
+    """Send what means nothing, and note how long it took.
+
+    Args:
+        client: The server.
+        link: Takes it in, and says how large a probe is to be.
+        small: Transfers of one byte.
+        large: Others.
+        every_s: How often that is done.
+
+    Raises:
+        UpriverError: If the server does not answer.
+    """
+    for size in [1] * small + [0] * large:
+        found = client.probe_upload(size or link.probe_bytes(every_s))
+        link.saw(found.num_bytes, found.first_byte_s + found.seconds)
+
+
+def canary(client: ServerClient, captured: Captured, cut: int, allowed: Tolerance | None) -> Finished:
+    """Have a server finish the example from a cut on, and compare.
+
+    Raises:
+        NotExact: If it gives something else.
+        UpriverError: If it cannot be asked now.
+    """
+    crossing = captured.program.run(captured.example.tensors, 0, cut)
+    finished = Exchange(client, captured, cut, crossing).finish(MEASURE_S)
+    found = difference(captured.reference, finished.tensors, allowed)
+    if found and allowed is None:
+        raise NotExact(f"{client.url} gives {found} for the example at cut {cut}{threads_hint(client)}")
+    if found:
+        raise NotExact(
+            f"{client.url} gives {found} for the example at cut {cut}, where exact='numeric' allows {allowed}"
+        )
+    return finished
+
+
+def _overhead_s(
+    client: ServerClient, captured: Captured, link: LinkWindow, allowed: Tolerance | None
+) -> float:
+    """By requests of which the least crosses: what they took on the way beyond what the link explains."""
+    program = captured.program
+    cut = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
+    took = min(canary(client, captured, cut, allowed).link_s for _ in range(CANARIES))
+    bandwidth = link.bandwidth_bytes_per_s
+    crossing_s = crossing_bytes(program, cut) / bandwidth if bandwidth is not None else 0.0
+    return max(0.0, took - link.rtt_s - crossing_s)
+
+
+def _server_seconds(
+    client: ServerClient, captured: Captured, info: Info, device_s: Sequence[float], whole: Finished
+) -> tuple[float, ...]:
+    """Of each stage on the server when nothing else keeps it busy.
+
+    As an earlier process had it measured, else as it measures them now, else as they took in the canary.
+    """
+    program = captured.program
+    key = profile_key("", program, client, info)
+    kept = load_profile(key, stages=[stage.name for stage in program.stages], input_stages=())
+    if kept is not None:
+        return tuple(sum(stage.seconds[Tier.STORAGE]) for stage in kept.profile.stages)
+    positions = range(1, program.num_stages + 1)
+    try:
+        found = client.profile([program.digest], repeats=REPEATS)
+        lines = {cost.position: cost.seconds for cost in found.stages}
+        seconds = tuple(lines[at][0] + program.micro_batch * lines[at][1] for at in positions)
+    except (UpriverError, KeyError) as error:
+        log.info("%s does not measure stages now, its first answer has to do: %s", client.url, error)
+        timings = whole.timings
+        return tuple(timings.stages.get(at, 0.0) / timings.k for at in positions)
+    slowed = client.load().k
+    seconds = tuple(each / slowed for each in seconds)
+    costs = Costs(program=program, device_s=device_s, server_s=seconds)
+    save_profile(key, costs.profile, costs.cluster(Now(upload_bytes_per_s=1.0)))
+    return seconds

@@ -1,0 +1,131 @@
+"""What the stages of a captured network take on the device and on a server, and what crosses each cut.
+
+Here one request is one sample, however many rows it has: seconds and bytes are those of all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from upriver.client.inference.decide import Now
+from upriver.errors import ConfigError, ProgramError
+from upriver.latency import LatencyModel, Sums
+from upriver.profile.latency_files import kept
+from upriver.profile.measure import stage_medians
+from upriver.profile.predict import Predictor, measure_unknown
+from upriver.program.program import Program
+from upriver.program.whole import Captured
+from upriver.types import (
+    Cluster,
+    ComputeTier,
+    InputProfile,
+    Link,
+    Profile,
+    StageProfile,
+    StorageTier,
+    Tier,
+)
+
+log = logging.getLogger("upriver")
+
+Measure: TypeAlias = "Literal['predict', 'measure'] | Predictor"
+"""How the device's seconds are found: by the models that ``upriver calibrate`` has kept, by running every
+stage some times, or by these models."""
+
+WAYS = ("predict", "measure")
+
+ANY_LINK = Link(bandwidth_bytes_per_s=1.0)
+"""Where sums are made, which no link is part of."""
+
+
+def device_seconds(captured: Captured, measure: Measure) -> tuple[float, ...]:
+    """Of each stage on this device.
+
+    Predicted where that is asked for and there are models of this device; else each is measured.
+    """
+    program = captured.program
+    predictor = measure if isinstance(measure, Predictor) else None
+    if measure == "predict":
+        predictor = kept(program.device)
+    if predictor is not None:
+        try:
+            unknown = measure_unknown(program.graph, predictor, device=program.device)
+            return tuple(predictor.stage_seconds(program.graph, measured=unknown))
+        except ProgramError as error:  # an operator that does not run on random values
+            log.info("stages are measured, as they cannot be predicted: %s", error)
+    return stage_medians(program, captured.example.tensors)
+
+
+def crossing_bytes(program: Program, cut: int) -> int:
+    """What crosses a cut in one request."""
+    return sum(value.spec.nbytes for value in program.live(cut))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """A network between the device and one server.
+
+    Attributes:
+        program: The network.
+        device_s: Seconds of each stage on the device.
+        server_s: Of each stage on the server when nothing else keeps it busy.
+    """
+
+    program: Program
+    device_s: Sequence[float]
+    server_s: Sequence[float]
+
+    def __post_init__(self) -> None:
+        counts = {len(self.device_s), len(self.server_s)}
+        if counts != {self.program.num_stages}:
+            raise ConfigError(
+                f"{self.program.num_stages} stages have seconds each on both sides, got {sorted(counts)}"
+            )
+
+    @cached_property
+    def sums(self) -> Sums:
+        """Added up once. What packing takes is part of what the link is seen to take."""
+        return LatencyModel(self.profile, Cluster(link=ANY_LINK)).sums
+
+    @cached_property
+    def profile(self) -> Profile:
+        """As the planner has it: the device is the compute tier, the server the storage tier."""
+        program = self.program
+        rows = program.micro_batch
+        return Profile(
+            model="",
+            freeze=program.num_stages,
+            input=InputProfile(
+                stored_bytes=crossing_bytes(program, 0), tensor_bytes=crossing_bytes(program, 0)
+            ),
+            stages=tuple(
+                StageProfile(
+                    name=stage.name,
+                    kind=stage.kind,
+                    out_bytes=crossing_bytes(program, position),
+                    param_bytes=stage.param_bytes,
+                    flops=rows * stage.flops,
+                    peak_bytes=rows * stage.peak_bytes,
+                    seconds={str(Tier.COMPUTE): (0.0, here), str(Tier.STORAGE): (0.0, there)},
+                )
+                for position, (stage, here, there) in enumerate(
+                    zip(program.stages, self.device_s, self.server_s, strict=True), start=1
+                )
+            ),
+        )
+
+    def cluster(self, now: Now) -> Cluster:
+        """The two machines and the link, as they are now."""
+        return Cluster(
+            link=Link(
+                bandwidth_bytes_per_s=now.upload_bytes_per_s,
+                rtt_s=now.rtt_s,
+                download_bytes_per_s=now.download_bytes_per_s,
+            ),
+            storage=StorageTier(load=now.load, wait_s=now.wait_s, micro_batch=self.program.micro_batch),
+            compute=ComputeTier(micro_batch=self.program.micro_batch),
+        )

@@ -1,0 +1,254 @@
+"""One server as a device sees it: whether it may be asked, what it costs, what the link and its load are now.
+
+A thread of its own lets the server in, probes the way to it and asks for its load, as LoADPart's runtime
+profiler does (ICDCS 2022, section IV); where requests have brought the same of late, they do instead. A
+server that has failed is left alone for pauses that grow, and then let in again like a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from upriver.client.compare import Exact
+from upriver.client.inference.admit import admit, allowed_by, canary, probe
+from upriver.client.inference.costs import Costs, crossing_bytes
+from upriver.client.inference.decide import Now
+from upriver.client.inference.exchange import Exchange, Finished
+from upriver.client.inference.link import CONFIRMED, WINDOW, LinkWindow
+from upriver.client.retry import Backoff
+from upriver.client.transport import ServerClient
+from upriver.errors import Overloaded, ProgramNotFound, UpriverError
+from upriver.program.whole import Captured
+from upriver.text import error_text, said
+from upriver.types import BANDWIDTH, require_finite
+
+log = logging.getLogger("upriver")
+
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""For how long a server that has failed is left alone, the first time and at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """How servers are used.
+
+    Attributes:
+        push: Whether one that has not the program is sent it.
+        exact: Whether its bits must be the device's.
+        probe_s: Between two probes of the link (5 s: LoADPart, section V-A).
+        load_s: Between two questions for its load (10 s: likewise).
+        window: Transfers that the link is judged by.
+    """
+
+    push: bool = True
+    exact: Exact = "bitwise"
+    probe_s: float = 5.0
+    load_s: float = 10.0
+    window: int = WINDOW
+
+    def __post_init__(self) -> None:
+        require_finite("probe_s", self.probe_s, positive=True)
+        require_finite("load_s", self.load_s, positive=True)
+
+
+class Far:
+    """A server.
+
+    Args:
+        client: Talks to it; closed with this object.
+        terms: How it is used.
+
+    Attributes:
+        link: What the way up to it carries.
+        tried: Set once it has been let in, or has failed to be.
+    """
+
+    def __init__(self, client: ServerClient, terms: Terms) -> None:
+        self.link = LinkWindow(terms.window)
+        self.tried = threading.Event()
+        self._client, self._terms = client, terms
+        self._lock = threading.Lock()
+        self._wanted: dict[str, tuple[Captured, Sequence[float]]] = {}
+        self._costs: dict[str, Costs] = {}
+        self._overhead_s = 0.0
+        self._load, self._wait_s = 1.0, 0.0
+        self._probed_at = self._heard_at = -math.inf
+        self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
+        self._failures, self._rests_until = 0, 0.0
+        self._error: UpriverError | None = None
+        self._closed, self._wake = False, threading.Event()
+        self._thread = threading.Thread(target=self._keep_up, name="upriver-offload", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self._client.url
+
+    @property
+    def why_not(self) -> str:
+        """Why it is not asked; empty where it is."""
+        with self._lock:
+            if self._error is None:
+                return "" if len(self._costs) == len(self._wanted) else f"{self.url} is not let in yet"
+            text = said(str(self._error))
+        return text if self.url in text else f"{self.url}: {text}"
+
+    @property
+    def lacks_program(self) -> ProgramNotFound | None:
+        """Set where it has not the program, and is not to be sent it."""
+        return self._error if isinstance(self._error, ProgramNotFound) and not self._terms.push else None
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def serve(self, captured: Captured, device_s: Sequence[float]) -> None:
+        """Have a network ready there, soon.
+
+        Args:
+            captured: The network.
+            device_s: Seconds of its stages on the device.
+        """
+        with self._lock:
+            self._wanted[captured.program.digest] = (captured, device_s)
+        if self._thread.ident is None:
+            self._thread.start()
+        self._wake.set()
+
+    def costs(self, captured: Captured) -> Costs | None:
+        """What the network takes with it; None where it may not be asked now."""
+        if time.monotonic() < self._rests_until:
+            return None
+        return self._costs.get(captured.program.digest)
+
+    def now(self) -> Now | None:
+        """The link and the server at this moment; None where nothing is known of the link."""
+        upload = self.link.bandwidth_bytes_per_s
+        if upload is None:
+            return None
+        return Now(
+            upload_bytes_per_s=upload,
+            download_bytes_per_s=self._download(),
+            rtt_s=self.link.rtt_s + self._overhead_s,
+            load=self._load,
+            wait_s=self._wait_s,
+        )
+
+    def ask(self, captured: Captured, cut: int, tensors: Sequence[torch.Tensor]) -> Exchange:
+        """A question for what the network gives from a cut on."""
+        return Exchange(self._client, captured, cut, tensors)
+
+    def answered(self, captured: Captured, sent_bytes: int, finished: Finished) -> None:
+        """Take in what an answer shows of the link and of the load."""
+        program, download = captured.program, self._download()
+        down_s = crossing_bytes(program, program.num_stages) / download if download is not None else 0.0
+        self.link.saw(sent_bytes, finished.link_s - down_s - self._overhead_s, request=True)
+        with self._lock:
+            self._load, self._wait_s = finished.timings.k, finished.timings.expected_wait_s
+            self._probed_at = self._heard_at = time.monotonic()
+            self._failures = 0
+
+    def prepare(self, captured: Captured, cut: int) -> bool:
+        """Run the example from a cut on once, for the server to have all that it needs; whether it did."""
+        try:
+            canary(self._client, captured, cut, allowed_by(self._terms.exact, captured))
+        except UpriverError as error:
+            self.failed(error)
+            return False
+        return True
+
+    def failed(self, error: UpriverError) -> None:
+        """Leave it alone for a while; whatever it has failed by, but for want of room, it is let in anew."""
+        with self._lock:
+            if time.monotonic() < self._rests_until:  # as another request has found
+                return
+            self._failures += 1
+            pause_s = self._backoff.wait_s(self._failures)
+            if isinstance(error, Overloaded):
+                pause_s = max(pause_s, min(error.retry_after_s, LONGEST_PAUSE_S))
+            else:
+                self._costs = {}
+            self._rests_until = time.monotonic() + pause_s
+            known, self._error = str(self._error), error
+        (log.debug if known == str(error) else log.warning)("%s is not asked for now: %s", self.url, error)
+        self._wake.set()
+
+    def close(self) -> None:
+        """End its thread, and break off whatever is under way."""
+        self._closed = True
+        self._client.close()
+        self._wake.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _download(self) -> float | None:
+        rate = self._client.meter.observed_bandwidth()
+        return None if rate is None else min(rate, BANDWIDTH.most)
+
+    # --------------------------------------------------------------------------------------- thread
+
+    def _keep_up(self) -> None:
+        while not self._closed:
+            wait_s = 0.0
+            try:
+                wait_s = self._turn()
+            except UpriverError as error:
+                if not self._closed:
+                    self.failed(error)
+            except Exception as error:  # whatever it is, the server must not be left half let in
+                log.exception("%s cannot be looked after", self.url)
+                self.failed(UpriverError(error_text(error)))
+            self.tried.set()
+            self._wake.wait(wait_s)
+            self._wake.clear()
+
+    def _turn(self) -> float:
+        """Do what is due; the seconds until the next thing is."""
+        now = time.monotonic()
+        if now < self._rests_until:
+            return self._rests_until - now
+        for digest, (captured, device_s) in list(self._wanted.items()):
+            if digest not in self._costs:
+                self._let_in(captured, device_s)
+        if time.monotonic() >= self._probed_at + self._terms.probe_s:
+            self._probe()
+        if time.monotonic() >= self._heard_at + self._terms.load_s:
+            self._ask_load()
+        with self._lock:
+            if self._rests_until <= now:  # nor has it failed meanwhile
+                self._error = None
+        due = min(self._probed_at + self._terms.probe_s, self._heard_at + self._terms.load_s)
+        return max(0.0, due - time.monotonic())
+
+    def _let_in(self, captured: Captured, device_s: Sequence[float]) -> None:
+        terms = self._terms
+        admitted = admit(
+            self._client, captured, device_s, push=terms.push, exact=terms.exact, link=self.link
+        )
+        load = admitted.load
+        with self._lock:
+            self._costs = {**self._costs, captured.program.digest: admitted.costs}
+            self._overhead_s = admitted.overhead_s
+            self._load, self._wait_s = load.k, load.expected_wait_s
+            self._probed_at = self._heard_at = time.monotonic()
+            self._failures, self._error = 0, None
+        log.info("%s may be asked for stages of %s", self.url, captured.program.digest[:12])
+
+    def _probe(self) -> None:
+        """Once, and again at once where the link seems to be another one."""
+        for _ in range(1 + CONFIRMED):
+            probe(self._client, self.link, small=1, large=1, every_s=self._terms.probe_s)
+            if not self.link.unsettled:
+                break
+        self._probed_at = time.monotonic()
+
+    def _ask_load(self) -> None:
+        load = self._client.load()
+        with self._lock:
+            self._load, self._wait_s = load.k, load.expected_wait_s
+            self._heard_at = time.monotonic()

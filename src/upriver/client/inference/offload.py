@@ -1,0 +1,362 @@
+"""``upriver.offload()``: a model that answers from here, from a server or from both, as is fastest now."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from upriver.client import checks
+from upriver.client.compare import Exact
+from upriver.client.connection import Timeouts
+from upriver.client.discover import is_directory
+from upriver.client.inference.costs import WAYS, Measure, device_seconds
+from upriver.client.inference.decide import DEFAULT_POLICY, ESTIMATES, Rule, choose, likely
+from upriver.client.inference.decision import Decision
+from upriver.client.inference.far import Far, Terms
+from upriver.client.inference.forms import Forms, Network
+from upriver.client.inference.link import WINDOW
+from upriver.client.inference.request import Patience, Request, Served
+from upriver.client.tls import FilePath, client_context
+from upriver.client.transport import ServerClient
+from upriver.errors import ConfigError
+from upriver.profile.predict import Predictor
+from upriver.program.example import Example, Inputs
+from upriver.program.program import Program
+from upriver.program.whole import capture_whole
+from upriver.types import Plan, require_finite, require_type
+
+DEADLINE_S = 10.0
+"""For a request where nothing is said: the input of VGG16 takes 5 s over 1 Mbit/s, the thinnest link of
+LoADPart's evaluation (section V-B)."""
+
+CACHED_CUTS = 8
+"""Cuts that `Offload.warm` prepares where nothing is said: that evaluation uses at most four of a network."""
+
+LEAST_S = 1.0
+"""For a connection, and for what is not part of a request, however short its deadline."""
+
+START_S = 60.0
+"""How long servers are waited for at the start; one that takes longer is used when it is ready."""
+
+COUNTED = ("requests", "device", "server", "gave_up", "hedged")
+
+HELPERS = 32
+"""Requests that are hedged at once; of those beyond the device does the rest after ``hedge_s`` as well."""
+
+
+class Offload:
+    """A model to be called; `offload` makes it. Thread-safe.
+
+    Args:
+        forms: What calls are to run.
+        fars: Servers.
+        rule: How requests are cut.
+        patience: With servers.
+        cached_cuts: Cuts that `warm` prepares at most.
+
+    Attributes:
+        last: How the last request to end was answered; None before the first.
+    """
+
+    def __init__(
+        self, forms: Forms, fars: Sequence[Far], *, rule: Rule, patience: Patience, cached_cuts: int
+    ) -> None:
+        self.last: Served | None = None
+        self._forms, self._fars, self._rule = forms, tuple(fars), rule
+        self._patience, self._cached_cuts = patience, cached_cuts
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._decision: Decision | None = None
+        self._close = weakref.finalize(self, _end, self._fars, patience.helpers)
+
+    # --------------------------------------------------------------------------------------- asking
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives for these inputs in eval.
+
+        Raises:
+            ConfigError: If they have another form than the example and cannot be captured, in words that name
+                the argument; or if this object was closed.
+            ProgramError: If the network cannot be computed on them.
+        """
+        began = time.perf_counter()
+        self._check_open()
+        network, tensors = self._forms.find(args, kwargs)
+        decision, far = self._decide(network)
+        decide_s = time.perf_counter() - began
+        request = Request(
+            captured=network.captured,
+            tensors=tensors,
+            cut=decision.cut,
+            far=far,
+            patience=self._patience,
+        )
+        answer = network.captured.answer(request.run())
+        request.served.decide_s, request.served.total_s = decide_s, time.perf_counter() - began
+        self._note(request.served)
+        return answer
+
+    def decide(self) -> Decision:
+        """How a request of the example's form would be cut now."""
+        self._check_open()
+        return self._decide(self._forms.first)[0]
+
+    def _decide(self, network: Network) -> tuple[Decision, Far | None]:
+        captured = network.captured
+        offered = [(far, costs) for far in self._fars if (costs := far.costs(captured)) is not None]
+        states = [far.now() for far, _ in offered]
+        sums = [costs.sums for _, costs in offered]
+        choice = choose(
+            self._rule,
+            network.total_s,
+            captured.program.num_stages,
+            list(zip(sums, states, strict=True)),
+        )
+        far = None if choice.server is None else offered[choice.server][0]
+        shown = choice.server or 0
+        missing = self._fars if len(offered) < len(self._fars) else ()
+        self._decision = decision = Decision(
+            rule=self._rule,
+            network=network,
+            choice=choice,
+            server=far.url if far is not None else "",
+            costs=offered[shown][1] if offered else None,
+            now=states[shown] if offered else None,
+            not_used=tuple(reason for each in missing if (reason := each.why_not)),
+        )
+        return decision, far
+
+    def _note(self, served: Served) -> None:
+        with self._lock:
+            self.last = served
+            self._counts["requests"] += 1
+            self._counts["server" if served.server else "device"] += 1
+            self._counts["gave_up"] += bool(served.why_not)
+            self._counts["hedged"] += served.hedged
+
+    # ------------------------------------------------------------------------------------ explained
+
+    @property
+    def decision(self) -> Decision:
+        """The last one; one for the example before the first request."""
+        return self._decision or self.decide()
+
+    @property
+    def plan(self) -> Plan:
+        """The last decision as a plan: ``print(answer.plan)`` shows every cut."""
+        return self.decision.plan
+
+    @property
+    def why(self) -> str:
+        """The last decision in some sentences, and why servers are not asked."""
+        return self.decision.why
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Requests so far.
+
+        ``device`` and ``server`` gave the answer to so many, ``gave_up`` counts those that a server was asked
+        for in vain, ``hedged`` those that the device began beside a server.
+        """
+        with self._lock:
+            return {name: self._counts[name] for name in COUNTED}
+
+    @property
+    def program(self) -> Program:
+        """The captured network, for the example's form."""
+        return self._forms.first.captured.program
+
+    # ------------------------------------------------------------------------------------ preparing
+
+    def warm(self) -> dict[str, tuple[int, ...]]:
+        """Have the likely cuts ready: those that win somewhere over a sweep of bandwidths and loads.
+
+        The example runs through each of them once on both sides, and its answer is compared.
+
+        Returns:
+            For each server's address the cuts that are ready there.
+        """
+        self._check_open()
+        captured = self._forms.first.captured
+        ready: dict[str, tuple[int, ...]] = {}
+        for far in self._fars:
+            far.tried.wait(START_S)
+            costs = far.costs(captured)
+            if costs is not None:
+                cuts = likely(self._rule, costs.sums, most=self._cached_cuts)
+                ready[far.url] = tuple(cut for cut in cuts if far.prepare(captured, cut))
+        return ready
+
+    # -------------------------------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Let go of the servers; requests are refused from here on. May be called again."""
+        self._close()
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise ConfigError("this model was closed; make another one with upriver.offload()")
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def offload(
+    model: nn.Module,
+    *,
+    example_inputs: Inputs,
+    servers: Sequence[str] = (),
+    policy: str | None = None,
+    cut: int | None = None,
+    deadline_s: float = DEADLINE_S,
+    hedge_s: float | None = None,
+    push: bool = True,
+    exact: Exact = "bitwise",
+    measure: Measure = "predict",
+    probe_s: float = 5.0,
+    load_s: float = 10.0,
+    window: int = WINDOW,
+    cached_cuts: int = CACHED_CUTS,
+    token: str | None = None,
+    ca: FilePath | None = None,
+    certificate: FilePath | None = None,
+    key: FilePath | None = None,
+) -> Offload:
+    """Let a model answer from this device, from servers, or from both, whatever is fastest at the moment.
+
+    The answer is bit for bit what ``model(...)`` gives in eval under ``torch.no_grad()``, with PyTorch's
+    fused transformer path off; whatever becomes of the servers, there is one. Threads that look after these
+    end with ``close()``, or with the object.
+
+    Args:
+        model: Captured as it is now, in eval; it is left as it was. Its parameters are not copied: after they
+            have changed, make another one.
+        example_inputs: What it is called with: a tensor, a tuple of positional inputs, or a mapping of
+            keyword inputs, on the model's device. Calls of other forms are captured when they first come, up
+            to 8 in all.
+        servers: Addresses; without any the device answers alone.
+        policy: ``inference`` (ours, and what counts where neither it nor ``cut`` is given), ``loadpart``,
+            ``neurosurgeon`` (the same without the server's load), ``local`` or ``remote``.
+        cut: Let the device always run so many stages, in place of a policy.
+        deadline_s: After so long the device does the rest of a request itself.
+        hedge_s: After so long it begins to do so beside the server; never if None.
+        push: Whether a server that has not the program is sent it.
+        exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance.
+        measure: Whether the device's seconds are predicted, if ``upriver calibrate`` has made models of it,
+            or measured; or such models.
+        probe_s: Between two probes of the link to a server, where no request has shown it.
+        load_s: Between two questions for its load, likewise.
+        window: Transfers that a link is judged by.
+        cached_cuts: Cuts that ``warm()`` prepares at most.
+        token: Sent with everything that servers are asked.
+        ca: As for ``upriver.connect``, as are the two that follow.
+        certificate: Shown to servers.
+        key: Its key.
+
+    Raises:
+        CaptureError: If the model cannot be captured; the message says why.
+        ConfigError: If an argument is outside what is allowed.
+        ProgramNotFound: If a server has not the program and is not to be sent it.
+    """
+    require_type("model", model, nn.Module, "in eval or not")
+    rule = _rule(policy, cut)
+    terms = Terms(
+        push=checks.flag("push", push),
+        exact=checks.choice("exact", exact, ("bitwise", "numeric")),
+        probe_s=probe_s,
+        load_s=load_s,
+        window=checks.whole("window", window),
+    )
+    checks.whole("cached_cuts", cached_cuts)
+    if not isinstance(measure, Predictor):
+        checks.choice("measure", measure, WAYS)
+    patience = _patience(deadline_s, hedge_s)
+    clients = _clients(
+        servers,
+        deadline_s,
+        token=checks.token(token),
+        tls=client_context(ca=ca, certificate=certificate, key=key),
+    )
+    fars = [Far(client, terms) for client in clients]
+    forms = Forms(Example.of(example_inputs), partial(_make, model, fars, measure))
+    answer = Offload(forms, fars, rule=rule, patience=patience, cached_cuts=cached_cuts)
+    try:
+        _check_cut(rule, answer.program.num_stages)
+        _wait_for(fars)
+    except BaseException:
+        answer.close()
+        raise
+    return answer
+
+
+def _rule(policy: str | None, cut: int | None) -> Rule:
+    if policy is not None and cut is not None:
+        raise ConfigError(f"cut={cut} takes the place of a policy; give it or policy={policy!r}")
+    return Rule(policy=checks.choice("policy", policy or DEFAULT_POLICY, ESTIMATES), cut=cut)
+
+
+def _check_cut(rule: Rule, num_stages: int) -> None:
+    if rule.cut is not None and not (type(rule.cut) is int and 0 <= rule.cut <= num_stages):
+        raise ConfigError(f"cut must be a whole number in 0..{num_stages}, got {rule.cut!r}")
+
+
+def _patience(deadline_s: float, hedge_s: float | None) -> Patience:
+    require_finite("deadline_s", deadline_s, positive=True)
+    helpers = None
+    if hedge_s is not None:
+        require_finite("hedge_s", hedge_s)
+        helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="upriver-hedge")
+    return Patience(deadline_s=deadline_s, hedge_s=hedge_s, helpers=helpers)
+
+
+def _clients(urls: Sequence[str], deadline_s: float, *, token: str | None, tls: Any) -> list[ServerClient]:
+    if isinstance(urls, str):
+        raise ConfigError(f"servers must be a list of addresses, got the text {urls!r}")
+    for url in checks.addresses(urls):
+        if is_directory(url):
+            raise ConfigError(f"{url} is a directory; give the addresses of servers that it names")
+    timeouts, patient_s = Timeouts(), max(deadline_s, LEAST_S)
+    timeouts = Timeouts(
+        connect_s=min(timeouts.connect_s, patient_s), question_s=min(timeouts.question_s, patient_s)
+    )
+    return [ServerClient(url, token=token, timeouts=timeouts, tls=tls) for url in dict.fromkeys(urls)]
+
+
+def _make(model: nn.Module, fars: Sequence[Far], measure: Measure, example: Example) -> Network:
+    """Capture a model for one form of call, and let servers have it."""
+    captured = capture_whole(model, example)
+    seconds = device_seconds(captured, measure)
+    for far in fars:
+        far.serve(captured, seconds)
+    return Network(captured=captured, device_s=seconds, total_s=sum(seconds))
+
+
+def _wait_for(fars: Sequence[Far]) -> None:
+    """Until each server may be asked, or cannot be.
+
+    Raises:
+        ProgramNotFound: If one has not the program and is not to be sent it.
+    """
+    end = time.monotonic() + START_S
+    for far in fars:
+        far.tried.wait(max(0.0, end - time.monotonic()))
+        if (error := far.lacks_program) is not None:
+            raise error
+
+
+def _end(fars: Sequence[Far], helpers: Executor | None) -> None:
+    for far in fars:
+        far.close()
+    if helpers is not None:
+        helpers.shutdown()

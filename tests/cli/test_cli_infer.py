@@ -1,0 +1,235 @@
+"""``upriver infer``: the answer as JSON and as text, from files of every kind, with and without a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.inference.asking import here
+from tests.server.running import Running, running
+from upriver.cli import main
+from upriver.cli.stages import input_stages
+from upriver.pipeline import stored_tensor
+from upriver.program.names import load_model
+
+OWN = """
+import torch
+from torch import nn
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 4), nn.Linear(3, 4)
+
+    def forward(self, x, other):
+        hidden = torch.relu(self.left(x) + self.right(other))
+        return {"hidden": hidden, "sum": hidden.sum(1)}
+
+def two():
+    from upriver.program.example import Example
+    return Two(), Example(args=(torch.randn(2, 6),), kwargs={"other": torch.randn(2, 3)})
+
+def chain():
+    layers = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4)
+    return nn.Sequential(*layers), torch.randn(1, 6)
+
+class Branch(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+def branch():
+    return Branch(), torch.randn(1, 6)
+"""
+
+NET = ("torchvision:squeezenet1_1", "--input-shape", "3,48,48")
+
+
+@pytest.fixture(autouse=True)
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "infer_models.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("UPRIVER_TOKEN", raising=False)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with running(tmp_path_factory.mktemp("store").as_uri()) as found:
+        yield found.wait_ready()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def x(tmp_path: Path) -> torch.Tensor:
+    tensor = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
+    np.save(tmp_path / "x.npy", tensor.numpy())
+    return tensor
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["infer", *map(str, arguments), "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_without_a_server_all_runs_here(
+    tmp_path: Path, x: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "answer.safetensors"
+    found = asked(capsys, "infer_models:chain", "--input", tmp_path / "x.npy", "--output", output)
+    model, _ = load_model("infer_models:chain")
+    wanted = here(model, x)
+    assert torch.equal(load_file(output)["output_0"], wanted)
+    assert [row["class"] for row in found["top"]] == wanted[0].argsort(descending=True).tolist()
+    assert sum(row["share"] for row in found["top"]) == pytest.approx(1.0)
+    assert found["outputs"] == [{"shape": [1, 4], "dtype": "float32"}]
+    assert found["requests"] == {"requests": 1, "device": 1, "server": 0, "gave_up": 0, "hedged": 0}
+    assert found["last"]["server"] == "" and found["last"]["cut"] == found["stages"] == 3
+    assert "no server to ask" in found["why"]
+
+
+def test_a_server_gives_the_same_bits(
+    tmp_path: Path, x: torch.Tensor, server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = load_model("infer_models:chain")
+    for more in (("--cut", "1"), ("--policy", "remote")):
+        output = tmp_path / "answer.safetensors"
+        arguments = ("--input", tmp_path / "x.npy", "--server", server.url, "--repeat", "3", "--output", output)
+        found = asked(capsys, "infer_models:chain", *arguments, *more)
+        assert torch.equal(load_file(output)["output_0"], here(model, x))
+        assert found["requests"]["server"] == 3 and found["last"]["server"] == server.url
+        assert set(found["median"]) == {"total_s", "decide_s", "device_s", "link_s", "server_s"}
+
+
+def test_an_image_is_brought_to_the_models_size(
+    tmp_path: Path, server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (80, 100, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    output = tmp_path / "answer.safetensors"
+    found = asked(
+        capsys, *NET, "--input", tmp_path / "photo.png", "--server", server.url, "--cut", "5", "--output", output
+    )
+    model, _ = load_model("torchvision:squeezenet1_1")
+    chain = input_stages("eval", size=48)
+    stored = stored_tensor((tmp_path / "photo.png").read_bytes())
+    sample = chain.run(stored, sample=0, epoch=0, seed=0, start=chain.start, stop=0)
+    assert torch.equal(load_file(output)["output_0"], here(model, sample[None]))
+    assert len(found["top"]) == 5 and found["last"]["server"] == server.url
+
+
+def test_several_inputs_come_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {"first": torch.randn(2, 6), "other": torch.randn(2, 3)}
+    save_file(tensors, tmp_path / "inputs.safetensors")
+    output = tmp_path / "answer.safetensors"
+    found = asked(
+        capsys, "infer_models:two", "--input", tmp_path / "inputs.safetensors", "--output", output
+    )
+    model, _ = load_model("infer_models:two")
+    wanted = here(model, tensors["first"], other=tensors["other"])
+    assert [row["shape"] for row in found["outputs"]] == [[2, 4], [2]] and found["top"] is None
+    answers = load_file(output)
+    assert torch.equal(answers["output_0"], wanted["hidden"])
+    assert torch.equal(answers["output_1"], wanted["sum"])
+
+
+def test_a_sample_without_a_batch_and_in_double_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((3, 48, 48)))
+    assert asked(capsys, *NET, "--input", tmp_path / "x.npy")["outputs"][0]["shape"] == [1, 1000]
+
+
+def test_people_are_told_too(
+    tmp_path: Path, x: torch.Tensor, server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--input", str(tmp_path / "x.npy"), "--server", server.url, "--cut", "1", "--repeat", "2"]
+    assert main(["infer", "infer_models:chain", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert f"1 of 3 stages here, the rest on {server.url}" in printed
+    assert "class" in printed and "device s" in printed and "requests 2" in printed
+    assert "as asked for" in printed
+
+
+def test_a_server_that_does_not_answer_is_said_and_costs_nothing(
+    tmp_path: Path, x: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = asked(
+        capsys, "infer_models:chain", "--input", tmp_path / "x.npy", "--server", "http://127.0.0.1:9"
+    )
+    assert found["requests"]["device"] == 1
+    assert "Not asked: http://127.0.0.1:9" in found["why"]
+
+
+def test_a_program_that_was_pushed_is_found(
+    tmp_path: Path, x: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    push = ["push", "infer_models:chain", store.as_uri(), "--micro-batch", "1", "--granularity", "op", "--json"]
+    assert main(push) == 0
+    digest = json.loads(capsys.readouterr().out)["digest"]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with running(store.as_uri()) as found:
+        arguments = ("--input", tmp_path / "x.npy", "--server", found.wait_ready().url, "--no-push", "--cut", "2")
+        document = asked(capsys, "infer_models:chain", *arguments)
+    torch.set_num_threads(before)
+    assert document["digest"] == digest and document["last"]["server"] == found.url
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["infer_models:chain", "--input", "missing.npy"], "cannot read --input missing.npy"),
+        (["infer_models:chain", "--input", "x.txt"], "--input must be an image"),
+        (["infer_models:chain", "--input", "{x}", "--repeat", "0"], "--repeat must be"),
+        (["infer_models:chain", "--input", "{x}", "--cut", "9"], "cut must be a whole number in 0..3"),
+        (["infer_models:chain", "--input", "{x}", "--policy", "best"], "policy must be"),
+        (["infer_models:chain", "--input", "{x}", "--exact", "nearly"], "exact must be"),
+        (["infer_models:chain", "--input", "{x}", "--server", "here"], "a server is http://HOST:PORT"),
+        (["infer_models:chain", "--input", "{x}", "--output", "no/folder/here"], "does not exist"),
+        (["infer_models:branch", "--input", "{x}"], "control flow depends on data"),
+        (["infer_models:nobody", "--input", "{x}"], "has no callable"),
+        ([*NET, "--input", "{x}"], "could not capture"),
+        (["infer_models:chain", "--input", "{photo}"], "is an image, and the model takes an example"),
+        ([*NET, "--input", "{broken}"], "is no image that can be read"),
+        (["infer_models:chain", "--input", "{objects}"], "holds no array of numbers"),
+        (["infer_models:chain", "--input", "{text}"], "is no safetensors file"),
+    ],
+)
+def test_an_error_is_one_line(
+    arguments: list[str], said: str, tmp_path: Path, x: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / name for name in ("photo.png", "broken.png", "objects.npy", "text.safetensors")}
+    Image.new("RGB", (8, 8)).save(files["photo.png"])
+    files["broken.png"].write_bytes(b"no image")
+    np.save(files["objects.npy"], np.array([{}], dtype=object), allow_pickle=True)
+    files["text.safetensors"].write_text("words")
+    names = {"x": tmp_path / "x.npy", **{name.partition(".")[0]: path for name, path in files.items()}}
+    assert main(["infer", *(argument.format(**names) for argument in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and said in errors[0]
+    assert "random weights" in captured.err or captured.err.count("\n") == 1
+
+
+def test_a_server_without_the_program_says_how_it_comes_by_it(
+    tmp_path: Path, x: torch.Tensor, server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "other.safetensors"
+    model, _ = load_model("infer_models:chain", seed=5)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, weights)
+    arguments = ["--input", str(tmp_path / "x.npy"), "--server", server.url, "--no-push"]
+    assert main(["infer", "infer_models:chain", *arguments, "--weights", str(weights)]) == 2
+    assert "upriver push MODEL STORE --granularity op" in capsys.readouterr().err

@@ -1,0 +1,360 @@
+"""Whatever becomes of a server a request is answered, and rightly: real servers, and ones that misbehave."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import upriver
+from tests.client.scripted_http import Exchange, scripted
+from tests.inference.asking import (
+    SELDOM,
+    Chain,
+    Proxy,
+    Words,
+    chain,
+    cut_at,
+    far_of,
+    here,
+    proxy,
+)
+from tests.server.running import Running, running, wait_for
+from upriver.client.inference import far as far_module
+from upriver.client.inference.offload import Offload
+from upriver.errors import NotExact, Overloaded, ProgramError
+from upriver.protocol import End
+from upriver.types import MicroBatch, Timings
+
+LONG = 3600.0
+
+
+@pytest.fixture
+def between(server: Running) -> Iterator[Proxy]:
+    with proxy(server.url) as found:
+        yield found
+
+
+def asking(url: str, model: Chain, **options: Any) -> Offload:
+    settings: dict[str, Any] = {"example_inputs": torch.randn(2, 64), "cut": 3, **SELDOM, **options}
+    return upriver.offload(model, servers=[url], **settings)
+
+
+def hang(exchange: Exchange) -> None:
+    """Accept, and never answer."""
+    time.sleep(5.0)
+    exchange.hang_up()
+
+
+def trickle(exchange: Exchange) -> None:
+    """Some bytes now and then."""
+    exchange.start_chunks()
+    for _ in range(100):
+        exchange.chunk(b"U")
+        time.sleep(0.05)
+
+
+def refuse(status: int, retry_after: str) -> Callable[[Exchange], None]:
+    return lambda exchange: exchange.plain(status, b"", Retry_After=retry_after)
+
+
+def answer_with(*tensors: torch.Tensor, ids: tuple[int, ...] = (0, 1), position: int = 7) -> Callable[[Exchange], None]:
+    batch = MicroBatch(ids=ids, position=position, tensors=tensors)
+    return lambda exchange: exchange.frames(batch, Timings(), End())
+
+
+def break_off(exchange: Exchange) -> None:
+    exchange.start_chunks()
+    exchange.chunk(b"UPRV")
+    exchange.hang_up()
+
+
+WAYS_TO_FAIL = {
+    "hangs": hang,
+    "trickles": trickle,
+    "hangs up": lambda exchange: exchange.hang_up(),
+    "breaks off": break_off,
+    "garbage": lambda exchange: exchange.plain(200, b"\x00\xff" * 500),
+    "nothing": lambda exchange: exchange.plain(200, b""),
+    "a page": lambda exchange: exchange.plain(404, b"<html>not here</html>"),
+    "429": refuse(429, "1"),
+    "503": refuse(503, "1"),
+    "500": lambda exchange: exchange.plain(500, b"oh"),
+    "other shape": answer_with(torch.zeros(2, 4)),
+    "other type": answer_with(torch.zeros(2, 3, dtype=torch.float64)),
+    "more tensors": answer_with(torch.zeros(2, 3), torch.zeros(2, 3)),
+    "no tensor": answer_with(),
+    "other ids": answer_with(torch.zeros(2, 3), ids=(0, 2)),
+    "other position": answer_with(torch.zeros(2, 3), position=6),
+    "an error": lambda exchange: exchange.frames(Overloaded("no room")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+def test_a_server_that_fails_costs_no_answer(way: str, between: Proxy) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    patience_s = 1.0 if way in ("hangs", "trickles") else 30.0
+    with asking(between.url, model, deadline_s=patience_s) as answer:
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.server == between.url
+        between.instead = WAYS_TO_FAIL[way]
+        asked = between.requests
+        assert torch.equal(answer(x), here(model, x))
+        assert (answer.last.server, answer.last.cut) == ("", 3)
+        assert answer.last.why_not and between.requests > asked
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last.server == "" and not answer.last.why_not, "it is left alone for a while"
+        assert between.url in answer.why and "Not asked" in answer.why
+        assert answer.counts == {"requests": 3, "device": 2, "server": 1, "gave_up": 1, "hedged": 0}
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_module, "PAUSE_S", 0.02)
+    monkeypatch.setattr(far_module, "LONGEST_PAUSE_S", 0.1)
+
+
+@pytest.mark.parametrize("way", ["breaks off", "503", "other shape"])
+def test_a_server_that_is_well_again_is_asked_again(
+    way: str, between: Proxy, short_pauses: None
+) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with asking(between.url, model, deadline_s=5.0) as answer:
+        between.instead = WAYS_TO_FAIL[way]
+        for _ in range(3):
+            assert torch.equal(answer(x), here(model, x))
+        between.instead = None
+
+        def back() -> bool:
+            assert torch.equal(answer(x), here(model, x))
+            return answer.last is not None and answer.last.server == between.url
+
+        wait_for(back)
+        assert "Not asked" not in answer.why
+
+
+def test_pauses_grow() -> None:
+    with scripted(lambda exchange: exchange.hang_up()) as url:
+        answer = upriver.offload(chain(), example_inputs=torch.randn(2, 64), servers=[url], cut=1)
+        with answer:
+            far = far_of(answer)
+            backoff, waits = far._backoff, []
+            wait_for(lambda: far._failures >= 2)
+            for failures in range(12):
+                waits.append(max(backoff.wait_s(failures) for _ in range(200)))
+            assert waits[0] < waits[3] < waits[-1] <= far_module.LONGEST_PAUSE_S
+
+
+def test_a_server_that_never_answers_anything_delays_the_start_and_no_request() -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with scripted(hang) as url, asking(url, model, deadline_s=0.5) as answer:
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.server == "" and not answer.last.why_not
+        assert "no answer in time" in answer.why
+
+
+def test_nobody_at_the_address(server: Running) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with upriver.offload(
+        model, example_inputs=x, servers=["http://127.0.0.1:9", server.url], cut=3, **SELDOM
+    ) as answer:
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.server == server.url
+        assert "http://127.0.0.1:9" in answer.why
+
+
+def test_a_server_with_wrong_numbers_is_not_let_in(between: Proxy) -> None:
+    """It says that it computes alike, and does not."""
+    model, x = chain(), torch.randn(2, 64)
+    between.instead = answer_with(torch.zeros(2, 3))
+    with asking(between.url, model) as answer:
+        assert isinstance(far_of(answer)._error, NotExact)
+        assert torch.equal(answer(x), here(model, x))
+        assert "other bits for the example" in answer.why
+        assert answer.counts["server"] == 0
+
+
+def test_a_deadline_that_is_over_before_the_cut_is_nobodys_fault(between: Proxy) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with asking(between.url, model, deadline_s=1e-9) as answer:
+        asked = between.requests
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and "deadline was over" in answer.last.why_not
+        assert between.requests == asked
+        assert "Not asked" not in answer.why
+
+
+def test_a_hung_server_is_broken_off_at_the_deadline(between: Proxy) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with asking(between.url, model, deadline_s=0.3) as answer:
+        between.instead = hang
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and "no answer in time" in answer.last.why_not
+        wait_for(lambda: not far_of(answer)._client._busy)
+
+
+# ------------------------------------------------------------------------------------------- hedging
+
+
+def test_the_device_begins_beside_a_server_that_is_late(between: Proxy) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with asking(between.url, model, hedge_s=0.05) as answer:
+        between.instead = hang
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.hedged
+        assert answer.last.server == "" and not answer.last.why_not
+        assert "Not asked" not in answer.why, "being late is no failure"
+        between.instead = None
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.counts["hedged"] >= 1
+
+
+def test_a_server_that_is_quick_enough_is_not_hedged(server: Running) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with asking(server.url, model, hedge_s=LONG, deadline_s=LONG) as answer:
+        for _ in range(10):
+            assert torch.equal(answer(x), here(model, x))
+        assert answer.counts["hedged"] == 0 and answer.counts["server"] == 10
+
+
+def test_who_is_first_wins(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is at it, and the server's answer comes: it counts, and the device stops."""
+    model, x = chain(), torch.randn(2, 64)
+    wanted = here(model, x)
+    with asking(between.url, model, hedge_s=0.0, deadline_s=60.0) as answer:
+        program = answer.program
+        run, ran, may_answer = program.run, [], threading.Event()
+
+        def late(exchange: Exchange) -> None:
+            may_answer.wait(30)
+            between.forward(exchange)
+
+        def slow(tensors: Any, start: int, stop: int, *, on_stage: Any = None) -> Any:
+            if on_stage is None:
+                return run(tensors, start, stop)
+
+            def note(position: int, seconds: float) -> None:
+                ran.append(position)
+                may_answer.set()
+                end = time.monotonic() + 60
+                while position == start + 2 and time.monotonic() < end:  # until it is overtaken
+                    on_stage(position, seconds)
+                    time.sleep(0.01)
+
+            return run(tensors, start, stop, on_stage=note)
+
+        monkeypatch.setattr(program, "run", slow)
+        between.instead = late
+        assert torch.equal(answer(x), wanted)
+        assert answer.last is not None
+        assert answer.last.hedged and answer.last.server == between.url
+        assert ran and ran[-1] < program.num_stages
+
+
+def test_a_server_that_fails_while_it_is_hedged_is_left_alone(between: Proxy) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with asking(between.url, model, hedge_s=0.0) as answer:
+        between.instead = WAYS_TO_FAIL["hangs up"]
+        for _ in range(200):
+            assert torch.equal(answer(x), here(model, x))
+            if answer.counts["gave_up"]:
+                break
+        assert answer.counts["gave_up"] <= 1
+
+
+# ------------------------------------------------------------------------------- the caller's own fault
+
+
+@pytest.mark.parametrize("cut", [0, 1, 99])
+@pytest.mark.parametrize("hedge_s", [None, 0.0])
+def test_what_is_wrong_with_the_input_is_raised_and_no_servers_fault(
+    cut: int, hedge_s: float | None, server: Running
+) -> None:
+    model = Words()
+    good, bad = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 300]])
+    with upriver.offload(
+        model, example_inputs=good, servers=[server.url], cut=0, hedge_s=hedge_s, **SELDOM
+    ) as answer:
+        cut_at(answer, min(cut, answer.program.num_stages))
+        with pytest.raises(ProgramError, match="embedding"):
+            answer(bad)
+        assert torch.equal(answer(good), here(model, good))
+        assert "Not asked" not in answer.why
+        assert far_of(answer)._failures == 0
+
+
+# --------------------------------------------------------------------------------------------- kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_a_server_killed_at_a_random_moment_in_500_requests_costs_none(
+    seed: int, tmp_path: Any
+) -> None:
+    model, rng = chain(), random.Random(seed)
+    inputs = [torch.randn(2, 64) for _ in range(20)]
+    wanted = [here(model, x) for x in inputs]
+    with running(tmp_path.as_uri()) as server, asking(server.wait_ready().url, model) as answer:
+        moment = rng.randint(50, 400)
+        after_s = rng.uniform(0.0, 0.01)
+        right = 0
+        for number in range(500):
+            cut_at(answer, rng.randrange(7))
+            if number == moment:
+                timer = threading.Timer(after_s, server.process.send_signal, (signal.SIGKILL,))
+                timer.start()
+            right += torch.equal(answer(inputs[number % 20]), wanted[number % 20])
+        timer.join()
+        assert right == 500
+        assert answer.counts["server"] >= moment
+        assert answer.counts["device"] > 0
+        assert server.process.wait(timeout=60) == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_comes_back_and_costs_none(tmp_path: Any, short_pauses: None) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    wanted = here(model, x)
+    with running(tmp_path.as_uri()) as server, asking(server.wait_ready().url, model, deadline_s=60.0) as answer:
+        for number in range(300):
+            if number == 100:
+                for pid in server.wait_workers():
+                    os.kill(pid, signal.SIGKILL)
+            assert torch.equal(answer(x), wanted)
+
+        def back() -> bool:
+            assert torch.equal(answer(x), wanted)
+            return answer.last is not None and answer.last.server == server.url
+
+        wait_for(back)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_started_again_is_sent_the_program_again(tmp_path: Any, short_pauses: None) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    wanted = here(model, x)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    with running(first.as_uri()) as server:
+        port = int(server.address.rpartition(":")[2])
+        answer = asking(server.wait_ready().url, model)
+        assert torch.equal(answer(x), wanted)
+        assert answer.counts["server"] == 1
+        server.process.kill()
+        server.process.wait()
+        assert torch.equal(answer(x), wanted)
+    with answer, running(second.as_uri(), port=port):
+
+        def back() -> bool:
+            assert torch.equal(answer(x), wanted)
+            return answer.last is not None and bool(answer.last.server)
+
+        wait_for(back)

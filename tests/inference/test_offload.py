@@ -1,0 +1,395 @@
+"""``upriver.offload`` with a real server: the model's own bits from every cut, and the cut of the moment."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import upriver
+from tests.inference.asking import SELDOM, Two, chain, cut_at, far_of, here, proxy, tell_link, tell_load
+from tests.program.nets import Small
+from tests.server.running import Running, running, wait_for
+from upriver.client.inference import offload as offload_module
+from upriver.client.inference.decide import Rule
+from upriver.client.inference.offload import Offload
+from upriver.engine.fingerprint import fingerprint
+from upriver.errors import CaptureError, ConfigError, ProgramNotFound
+from upriver.policies import inference
+from upriver.program.example import Example
+from upriver.program.files import publish
+from upriver.program.names import load_model
+from upriver.store import Store
+from upriver.types import Workload
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    a, form_a = pytree.tree_flatten(ours)
+    b, form_b = pytree.tree_flatten(theirs)
+    return form_a == form_b and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True)
+    )
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("upriver")]
+
+
+def calls_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    example = Example.of(inputs)
+    return example.args, dict(example.kwargs)
+
+
+def networks() -> list[Any]:
+    torch.manual_seed(0)
+    cases: list[Any] = [
+        pytest.param(Small(), torch.randn(2, 3, 16, 16), id="small"),
+        pytest.param(Two(), Example(args=(torch.randn(3, 8),), kwargs={"other": torch.randn(3, 5)}), id="two"),
+        pytest.param(chain(), {"x": torch.randn(1, 64)}, id="chain"),
+    ]
+    for name, side in (("alexnet", 64), ("squeezenet1_1", 48), ("resnet18", 32), ("mobilenet_v3_small", 32)):
+        model, _ = load_model(f"torchvision:{name}")
+        cases.append(pytest.param(model, torch.randn(1, 3, side, side), id=name))
+    return cases
+
+
+@pytest.mark.parametrize(("model", "inputs"), networks())
+def test_every_cut_gives_the_models_own_bits(model: nn.Module, inputs: Any, server: Running) -> None:
+    args, kwargs = calls_of(inputs)
+    wanted = here(model, *args, **kwargs)
+    with upriver.offload(model, example_inputs=inputs, servers=[server.url], measure="measure", **SELDOM) as answer:
+        stages = answer.program.num_stages
+        for cut in range(stages + 1):
+            cut_at(answer, cut)
+            assert same(answer(*args, **kwargs), wanted), cut
+            assert answer.last is not None
+            assert (answer.last.cut, answer.last.server) == (cut, server.url if cut < stages else "")
+        assert answer.counts == {
+            "requests": stages + 1,
+            "device": 1,
+            "server": stages,
+            "gave_up": 0,
+            "hedged": 0,
+        }
+
+
+def test_other_values_than_the_examples_are_computed_too(server: Running) -> None:
+    model = Small()
+    with upriver.offload(model, example_inputs=torch.zeros(1, 3, 16, 16), servers=[server.url], cut=4) as answer:
+        for seed in range(5):
+            x = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+            assert torch.equal(answer(x), here(model, x))
+
+
+def test_without_a_server_the_device_answers() -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with upriver.offload(model, example_inputs=x) as answer:
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and (answer.last.server, answer.last.cut) == ("", 7)
+        assert "no server to ask" in answer.why
+        assert "no server to ask" in str(answer.plan)
+        assert answer.plan.predicted is not None and answer.plan.cut == 7
+        assert answer.warm() == {}
+    assert model.training
+
+
+def test_a_policy_without_choice_does_as_it_is_told(server: Running) -> None:
+    model, x = chain(), torch.randn(1, 64)
+    for policy, where in (("local", ""), ("remote", server.url)):
+        with upriver.offload(model, example_inputs=x, servers=[server.url], policy=policy) as answer:
+            assert torch.equal(answer(x), here(model, x))
+            assert answer.last is not None and answer.last.server == where
+            assert "as asked for" in answer.why
+
+
+# ----------------------------------------------------------------------------------------- choices
+
+
+@pytest.fixture
+def slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as anybody knows the device takes 10 ms for a stage."""
+    monkeypatch.setattr(
+        offload_module,
+        "device_seconds",
+        lambda captured, measure: tuple(0.01 for _ in captured.program.stages),
+    )
+
+
+@pytest.fixture
+def asked(server: Running, slow_device: None) -> Any:
+    with upriver.offload(chain(), example_inputs=torch.randn(100, 64), servers=[server.url], **SELDOM) as answer:
+        costs = far_of(answer)._costs
+        for digest, each in costs.items():  # 1 ms a stage there, to the bit
+            costs[digest] = type(each)(program=each.program, device_s=each.device_s, server_s=(0.001,) * 7)
+        yield answer
+
+
+def test_the_cut_follows_the_bandwidth(asked: Offload) -> None:
+    """What crosses gets less from stage to stage, so a thin link keeps more of them here."""
+    cuts = []
+    for rate in (1e9, 1e6, 5e5, 2e5, 1e5, 1e4):
+        tell_link(asked, rate)
+        cuts.append(asked.decide().cut)
+    assert cuts == sorted(cuts) and cuts[0] == 0 and cuts[-1] == 7 and len(set(cuts)) >= 3
+
+
+def test_the_cut_follows_the_load_and_the_wait(asked: Offload) -> None:
+    tell_link(asked, 1e9)
+    cuts = []
+    for k in (1.0, 5.0, 9.0, 12.0, 100.0):
+        tell_load(asked, k)
+        cuts.append(asked.decide().cut)
+    assert cuts == sorted(cuts) and cuts[0] == 0 and cuts[-1] == 7
+    tell_load(asked, 1.0, wait_s=10.0)
+    assert asked.decide().cut == 7
+    tell_load(asked, 1.0)
+    assert asked.decide().cut == 0
+
+
+def test_the_decision_is_that_of_the_policy_on_the_same_numbers(asked: Offload) -> None:
+    for rate in (1e9, 1e6, 3e5, 1e5, 1e4):
+        for k in (1.0, 4.0, 11.0):
+            tell_link(asked, rate)
+            tell_load(asked, k, wait_s=0.002)
+            decision = asked.decide()
+            assert decision.costs is not None and decision.now is not None
+            profile, cluster = decision.costs.profile, decision.costs.cluster(decision.now)
+            plan = inference.plan(profile, cluster, Workload(batch_size=1, num_samples=1))
+            assert decision.cut == plan.cut
+            assert decision.plan.table == plan.table
+            assert decision.plan.predicted == plan.predicted
+            assert plan.predicted is not None
+            assert decision.predicted_s == pytest.approx(plan.predicted.epoch_s)
+
+
+def test_a_decision_explains_itself(asked: Offload) -> None:
+    tell_link(asked, 1e9)
+    tell_load(asked, 1.0)
+    decision = asked.decide()
+    assert "0 of 7 stages run on the device and the rest on http" in decision.why
+    assert "8 Gbit/s" in decision.why and "the device alone would take 0.070 s" in decision.why
+    assert "> " in str(decision.plan) and "request s" in str(decision.plan)
+    tell_link(asked, 1e4)
+    assert "All 7 stages run on the device: the device alone would take 0.070 s" in asked.decide().why
+
+
+def test_a_policy_can_be_blind_to_the_load(server: Running, slow_device: None) -> None:
+    x = torch.randn(100, 64)
+    for policy, moves in (("loadpart", True), ("neurosurgeon", False)):
+        with upriver.offload(
+            chain(), example_inputs=x, servers=[server.url], policy=policy, **SELDOM
+        ) as answer:
+            tell_link(answer, 1e9, rtt_s=100.0)  # neither of them counts a round trip
+            tell_load(answer, 1.0)
+            assert answer.decide().cut == 0
+            tell_load(answer, 1e6)
+            assert (answer.decide().cut > 0) == moves
+
+
+def test_of_two_servers_the_better_one_is_asked(server: Running, slow_device: None) -> None:
+    model, x = chain(), torch.randn(100, 64)
+    with (
+        proxy(server.url) as other,
+        upriver.offload(model, example_inputs=x, servers=[server.url, other.url], **SELDOM) as answer,
+    ):
+        for better, worse in ((0, 1), (1, 0)):
+            tell_link(answer, 1e9, number=better)
+            tell_link(answer, 1e5, number=worse)
+            decision = answer.decide()
+            assert (decision.cut, decision.server) == (0, [server.url, other.url][better])
+        assert torch.equal(answer(x), here(model, x))
+
+
+def test_requests_tell_the_link_and_the_load(server: Running) -> None:
+    x = torch.randn(100, 64)
+    with upriver.offload(chain(), example_inputs=x, servers=[server.url], cut=0, **SELDOM) as answer:
+        far = far_of(answer)
+        tell_load(answer, 77.0, wait_s=5.0)
+        tell_link(answer, 1e6)
+        before = far._probed_at
+        answer(x)
+        assert far._load < 77.0 and far._wait_s < 5.0
+        assert far._probed_at > before and far._heard_at == far._probed_at
+        assert answer.last is not None
+        assert answer.last.sent_bytes == x.nbytes
+        phases = answer.last
+        assert phases.total_s >= phases.decide_s + phases.device_s + phases.link_s + phases.server_s > 0
+        assert 25_600 in far.link._requests
+
+
+def test_a_thread_asks_for_what_no_request_brings(server: Running) -> None:
+    with upriver.offload(
+        chain(), example_inputs=torch.randn(1, 64), servers=[server.url], probe_s=0.05, load_s=0.05
+    ) as answer:
+        far = far_of(answer)
+        tell_load(answer, 77.0)
+        probed, heard = far._probed_at, far._heard_at
+        wait_for(lambda: far._probed_at > probed and far._heard_at > heard)
+        assert far._load < 77.0
+        assert answer.why.count("Not asked") == 0
+
+
+# ---------------------------------------------------------------------------------------- programs
+
+
+def test_a_server_without_the_program_is_an_error_where_it_is_not_to_be_sent(
+    tmp_path_factory: pytest.TempPathFactory, server: Running
+) -> None:
+    model = chain(seed=99)
+    x = torch.randn(1, 64)
+    with pytest.raises(ProgramNotFound, match="upriver push MODEL STORE --granularity op --micro-batch 1"):
+        upriver.offload(model, example_inputs=x, servers=[server.url], push=False)
+    wait_for(lambda: not threads())
+    root = tmp_path_factory.mktemp("pushed")
+    with upriver.offload(model, example_inputs=x) as alone:
+        publish(alone.program, Store.open(root.as_uri()))
+    with (
+        running(root.as_uri()) as other,
+        upriver.offload(
+            model, example_inputs=x, servers=[other.wait_ready().url], push=False, cut=3
+        ) as answer,
+    ):
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.server == other.url
+
+
+def test_a_server_that_computes_other_low_bits_is_not_asked(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = chain(), torch.randn(1, 64)
+    other = {**fingerprint("cpu"), "onednn": "another"}
+    monkeypatch.setattr("upriver.client.servers.fingerprint", lambda device: other)
+    with upriver.offload(model, example_inputs=x, servers=[server.url], cut=2) as answer:
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.server == ""
+        assert "Not asked" in answer.why and "computes with other low bits: onednn" in answer.why
+    with upriver.offload(model, example_inputs=x, servers=[server.url], cut=2, exact="numeric") as answer:
+        torch.testing.assert_close(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.server == server.url
+
+
+def test_another_form_is_captured_once_and_served_too(server: Running) -> None:
+    model = chain()
+    with upriver.offload(model, example_inputs=torch.randn(1, 64), servers=[server.url], cut=2) as answer:
+        for _ in range(2):
+            for rows in (1, 4):
+                x = torch.randn(rows, 64)
+                assert torch.equal(answer(x), here(model, x))
+        assert len(answer._forms._known) == 2
+        x = torch.randn(4, 64)
+        wait_for(lambda: torch.equal(answer(x), here(model, x)) and answer.last.server)  # type: ignore[union-attr]
+        with pytest.raises(ConfigError, match=r"argument 0 must be float32 of shape \(1, 64\)"):
+            answer(torch.randn(1, 65))
+
+
+def test_warm_runs_the_likely_cuts_on_both_sides(server: Running) -> None:
+    x = torch.randn(1, 64)
+    with (
+        proxy(server.url) as through,
+        upriver.offload(
+            chain(), example_inputs=x, servers=[through.url], measure="measure", cached_cuts=3, **SELDOM
+        ) as answer,
+    ):
+        before = through.requests
+        ready = answer.warm()
+        assert list(ready) == [through.url] and len(ready[through.url]) <= 3
+        assert through.requests - before == len(ready[through.url])
+        answer._rule = Rule(cut=4)
+        assert answer.warm() == {through.url: (4,)}
+
+
+# ------------------------------------------------------------------------------- threads and the end
+
+
+def test_threads_share_it(server: Running) -> None:
+    model = chain()
+    inputs = [torch.randn(1, 64) for _ in range(8)]
+    wanted = [here(model, x) for x in inputs]
+    wrong: list[int] = []
+    with upriver.offload(model, example_inputs=inputs[0], servers=[server.url], cut=2, **SELDOM) as answer:
+
+        def ask(number: int) -> None:
+            for _ in range(25):
+                if not torch.equal(answer(inputs[number]), wanted[number]):
+                    wrong.append(number)
+
+        askers = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        for asker in askers:
+            asker.start()
+        for asker in askers:
+            asker.join()
+        assert wrong == []
+        assert answer.counts["requests"] == 200 and answer.counts["server"] == 200
+        assert len(far_of(answer)._client._idle) <= 9
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_nothing_is_left_after_the_end(server: Running) -> None:
+    x = torch.randn(1, 64)
+    before = len(threads())
+    answer = upriver.offload(chain(), example_inputs=x, servers=[server.url], hedge_s=5.0)
+    answer(x)
+    assert len(threads()) > before
+    answer.close()
+    answer.close()
+    wait_for(lambda: len(threads()) == before)
+    for call in (lambda: answer(x), answer.decide, answer.warm):
+        with pytest.raises(ConfigError, match="closed"):
+            call()
+
+
+def test_nor_when_nobody_has_it_any_more(server: Running) -> None:
+    x = torch.randn(1, 64)
+    before = len(threads())
+    answer = upriver.offload(chain(), example_inputs=x, servers=[server.url])
+    answer(x)
+    gone = weakref.ref(answer)
+    del answer
+    gc.collect()
+    assert gone() is None
+    wait_for(lambda: len(threads()) == before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"policy": "best"}, "policy must be inference, loadpart"),
+        ({"cut": 99}, r"cut must be a whole number in 0..7, got 99"),
+        ({"cut": -1}, "cut must be"),
+        ({"cut": 1, "policy": "local"}, "takes the place of a policy"),
+        ({"deadline_s": 0}, "deadline_s must be a finite number > 0"),
+        ({"hedge_s": -1}, "hedge_s must be"),
+        ({"probe_s": 0}, "probe_s must be"),
+        ({"load_s": float("nan")}, "load_s must be"),
+        ({"window": 0}, "window must be"),
+        ({"cached_cuts": 0}, "cached_cuts must be"),
+        ({"push": "no"}, "push must be True or False"),
+        ({"exact": "nearly"}, "exact must be bitwise or numeric"),
+        ({"measure": "guess"}, "measure must be predict or measure"),
+        ({"servers": "http://a:1"}, "servers must be a list"),
+        ({"servers": ["a:1"]}, "a server is http://HOST:PORT"),
+        ({"servers": ["ray+http://a:1"]}, "is a directory"),
+        ({"token": "a b"}, "token must be"),
+        ({"example_inputs": [1]}, "a model's inputs are"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], said: str) -> None:
+    before = len(threads())
+    with pytest.raises(ConfigError, match=said):
+        upriver.offload(chain(), **{"example_inputs": torch.randn(1, 64), **arguments})
+    assert len(threads()) == before
+
+
+def test_what_cannot_be_captured_is_said() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(CaptureError, match="control flow depends on data"):
+        upriver.offload(Branch(), example_inputs=torch.randn(1, 4))
