@@ -16,7 +16,19 @@ from tests.pipeline.making import tone, wav, write
 from upriver.cli import app, main
 from upriver.cli.common import emit
 
-COMMANDS = ("demo", "index", "push", "cuts", "calibrate", "plan", "infer", "serve", "token", "train", "worker")
+COMMANDS = (
+    "demo",
+    "index",
+    "push",
+    "cuts",
+    "calibrate",
+    "plan",
+    "infer",
+    "serve",
+    "token",
+    "train",
+    "worker",
+)
 
 
 @pytest.fixture

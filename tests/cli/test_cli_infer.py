@@ -103,7 +103,16 @@ def test_a_server_gives_the_same_bits(
     model, _ = load_model("infer_models:chain")
     for more in (("--cut", "1"), ("--policy", "remote")):
         output = tmp_path / "answer.safetensors"
-        arguments = ("--input", tmp_path / "x.npy", "--server", server.url, "--repeat", "3", "--output", output)
+        arguments = (
+            "--input",
+            tmp_path / "x.npy",
+            "--server",
+            server.url,
+            "--repeat",
+            "3",
+            "--output",
+            output,
+        )
         found = asked(capsys, "infer_models:chain", *arguments, *more)
         assert torch.equal(load_file(output)["output_0"], here(model, x))
         assert found["requests"]["server"] == 3 and found["last"]["server"] == server.url
@@ -117,7 +126,16 @@ def test_an_image_is_brought_to_the_models_size(
     Image.fromarray(pixels).save(tmp_path / "photo.png")
     output = tmp_path / "answer.safetensors"
     found = asked(
-        capsys, *NET, "--input", tmp_path / "photo.png", "--server", server.url, "--cut", "5", "--output", output
+        capsys,
+        *NET,
+        "--input",
+        tmp_path / "photo.png",
+        "--server",
+        server.url,
+        "--cut",
+        "5",
+        "--output",
+        output,
     )
     model, _ = load_model("torchvision:squeezenet1_1")
     chain = input_stages("eval", size=48)
@@ -131,9 +149,7 @@ def test_several_inputs_come_by_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     tensors = {"first": torch.randn(2, 6), "other": torch.randn(2, 3)}
     save_file(tensors, tmp_path / "inputs.safetensors")
     output = tmp_path / "answer.safetensors"
-    found = asked(
-        capsys, "infer_models:two", "--input", tmp_path / "inputs.safetensors", "--output", output
-    )
+    found = asked(capsys, "infer_models:two", "--input", tmp_path / "inputs.safetensors", "--output", output)
     model, _ = load_model("infer_models:two")
     wanted = here(model, tensors["first"], other=tensors["other"])
     assert [row["shape"] for row in found["outputs"]] == [[2, 4], [2]] and found["top"] is None
@@ -175,13 +191,30 @@ def test_a_program_that_was_pushed_is_found(
 ) -> None:
     store = tmp_path / "store"
     store.mkdir()
-    push = ["push", "infer_models:chain", store.as_uri(), "--micro-batch", "1", "--granularity", "op", "--json"]
+    push = [
+        "push",
+        "infer_models:chain",
+        store.as_uri(),
+        "--micro-batch",
+        "1",
+        "--granularity",
+        "op",
+        "--json",
+    ]
     assert main(push) == 0
     digest = json.loads(capsys.readouterr().out)["digest"]
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with running(store.as_uri()) as found:
-        arguments = ("--input", tmp_path / "x.npy", "--server", found.wait_ready().url, "--no-push", "--cut", "2")
+        arguments = (
+            "--input",
+            tmp_path / "x.npy",
+            "--server",
+            found.wait_ready().url,
+            "--no-push",
+            "--cut",
+            "2",
+        )
         document = asked(capsys, "infer_models:chain", *arguments)
     torch.set_num_threads(before)
     assert document["digest"] == digest and document["last"]["server"] == found.url

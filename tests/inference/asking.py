@@ -52,7 +52,9 @@ class Two(nn.Module):
         self.left, self.right = nn.Linear(8, 6), nn.Linear(5, 6)
         self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 4)
 
-    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, scale: float = 1.0) -> dict[str, Any]:
+    def forward(
+        self, x: torch.Tensor, other: torch.Tensor | None = None, scale: float = 1.0
+    ) -> dict[str, Any]:
         hidden = torch.relu(self.left(x))
         if other is not None:
             hidden = hidden + self.right(other)

@@ -110,7 +110,10 @@ def test_it_is_what_the_policies_plan_from_the_same_numbers(seed: int) -> None:
     offers = [(sums_of(profile), now)]
     assert choice_for(profile, offers).cut == inference.plan(profile, cluster_of(now), ONE).cut
     free = Now(upload_bytes_per_s=now.upload_bytes_per_s, load=now.load)
-    assert choice_for(profile, offers, policy="loadpart").cut == loadpart.plan(profile, cluster_of(free), ONE).cut
+    assert (
+        choice_for(profile, offers, policy="loadpart").cut
+        == loadpart.plan(profile, cluster_of(free), ONE).cut
+    )
     blind = Now(upload_bytes_per_s=now.upload_bytes_per_s)
     planned = loadpart.plan(profile, cluster_of(blind), ONE).cut
     assert choice_for(profile, offers, policy="neurosurgeon").cut == planned

@@ -65,7 +65,9 @@ def refuse(status: int, retry_after: str) -> Callable[[Exchange], None]:
     return lambda exchange: exchange.plain(status, b"", Retry_After=retry_after)
 
 
-def answer_with(*tensors: torch.Tensor, ids: tuple[int, ...] = (0, 1), position: int = 7) -> Callable[[Exchange], None]:
+def answer_with(
+    *tensors: torch.Tensor, ids: tuple[int, ...] = (0, 1), position: int = 7
+) -> Callable[[Exchange], None]:
     batch = MicroBatch(ids=ids, position=position, tensors=tensors)
     return lambda exchange: exchange.frames(batch, Timings(), End())
 
@@ -122,9 +124,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", ["breaks off", "503", "other shape"])
-def test_a_server_that_is_well_again_is_asked_again(
-    way: str, between: Proxy, short_pauses: None
-) -> None:
+def test_a_server_that_is_well_again_is_asked_again(way: str, between: Proxy, short_pauses: None) -> None:
     model, x = chain(), torch.randn(2, 64)
     with asking(between.url, model, deadline_s=5.0) as answer:
         between.instead = WAYS_TO_FAIL[way]
@@ -295,9 +295,7 @@ def test_what_is_wrong_with_the_input_is_raised_and_no_servers_fault(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_a_server_killed_at_a_random_moment_in_500_requests_costs_none(
-    seed: int, tmp_path: Any
-) -> None:
+def test_a_server_killed_at_a_random_moment_in_500_requests_costs_none(seed: int, tmp_path: Any) -> None:
     model, rng = chain(), random.Random(seed)
     inputs = [torch.randn(2, 64) for _ in range(20)]
     wanted = [here(model, x) for x in inputs]
@@ -322,7 +320,10 @@ def test_a_server_killed_at_a_random_moment_in_500_requests_costs_none(
 def test_a_worker_that_is_killed_comes_back_and_costs_none(tmp_path: Any, short_pauses: None) -> None:
     model, x = chain(), torch.randn(2, 64)
     wanted = here(model, x)
-    with running(tmp_path.as_uri()) as server, asking(server.wait_ready().url, model, deadline_s=60.0) as answer:
+    with (
+        running(tmp_path.as_uri()) as server,
+        asking(server.wait_ready().url, model, deadline_s=60.0) as answer,
+    ):
         for number in range(300):
             if number == 100:
                 for pid in server.wait_workers():

@@ -87,8 +87,16 @@ def test_the_caller_may_do_what_it_likes_with_the_example() -> None:
     ("args", "kwargs", "said"),
     [
         ((torch.randn(2, 9),), {"other": torch.randn(2, 5)}, r"argument 0 must be float32 of shape \(2, 8\)"),
-        ((torch.randn(2, 8).double(),), {"other": torch.randn(2, 5)}, "argument 0 must be float32 .* got float64"),
-        ((torch.randn(2, 8),), {"other": torch.randn(2, 6)}, r"argument 'other' must be .*\(2, 5\).* got .*\(2, 6\)"),
+        (
+            (torch.randn(2, 8).double(),),
+            {"other": torch.randn(2, 5)},
+            "argument 0 must be float32 .* got float64",
+        ),
+        (
+            (torch.randn(2, 8),),
+            {"other": torch.randn(2, 6)},
+            r"argument 'other' must be .*\(2, 5\).* got .*\(2, 6\)",
+        ),
         ((torch.randn(2, 8),), {"other": np.zeros((2, 5))}, "argument 'other' must be a tensor, a number"),
         ((), {}, r"a call must have the arguments of example_inputs \(argument 0, argument 'other'\)"),
         ((torch.randn(2, 8),), {"others": torch.randn(2, 5)}, "a call must have the arguments"),

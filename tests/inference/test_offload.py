@@ -50,7 +50,9 @@ def networks() -> list[Any]:
     torch.manual_seed(0)
     cases: list[Any] = [
         pytest.param(Small(), torch.randn(2, 3, 16, 16), id="small"),
-        pytest.param(Two(), Example(args=(torch.randn(3, 8),), kwargs={"other": torch.randn(3, 5)}), id="two"),
+        pytest.param(
+            Two(), Example(args=(torch.randn(3, 8),), kwargs={"other": torch.randn(3, 5)}), id="two"
+        ),
         pytest.param(chain(), {"x": torch.randn(1, 64)}, id="chain"),
     ]
     for name, side in (("alexnet", 64), ("squeezenet1_1", 48), ("resnet18", 32), ("mobilenet_v3_small", 32)):
@@ -63,7 +65,9 @@ def networks() -> list[Any]:
 def test_every_cut_gives_the_models_own_bits(model: nn.Module, inputs: Any, server: Running) -> None:
     args, kwargs = calls_of(inputs)
     wanted = here(model, *args, **kwargs)
-    with upriver.offload(model, example_inputs=inputs, servers=[server.url], measure="measure", **SELDOM) as answer:
+    with upriver.offload(
+        model, example_inputs=inputs, servers=[server.url], measure="measure", **SELDOM
+    ) as answer:
         stages = answer.program.num_stages
         for cut in range(stages + 1):
             cut_at(answer, cut)
@@ -81,7 +85,9 @@ def test_every_cut_gives_the_models_own_bits(model: nn.Module, inputs: Any, serv
 
 def test_other_values_than_the_examples_are_computed_too(server: Running) -> None:
     model = Small()
-    with upriver.offload(model, example_inputs=torch.zeros(1, 3, 16, 16), servers=[server.url], cut=4) as answer:
+    with upriver.offload(
+        model, example_inputs=torch.zeros(1, 3, 16, 16), servers=[server.url], cut=4
+    ) as answer:
         for seed in range(5):
             x = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
             assert torch.equal(answer(x), here(model, x))
@@ -123,7 +129,9 @@ def slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(server: Running, slow_device: None) -> Any:
-    with upriver.offload(chain(), example_inputs=torch.randn(100, 64), servers=[server.url], **SELDOM) as answer:
+    with upriver.offload(
+        chain(), example_inputs=torch.randn(100, 64), servers=[server.url], **SELDOM
+    ) as answer:
         costs = far_of(answer)._costs
         for digest, each in costs.items():  # 1 ms a stage there, to the bit
             costs[digest] = type(each)(program=each.program, device_s=each.device_s, server_s=(0.001,) * 7)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from upriver.program.paper_nodes import PaperNode
     from upriver.program.survey import Survey
 
+
 def cuts(
     model: ModelArgument,
     freeze_to: Annotated[

@@ -48,7 +48,9 @@ def _image(path: Path, inputs: ModelInputs) -> torch.Tensor:
     shape = inputs.shape
     if shape is None or len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2]:
         takes = "an example of its own" if shape is None else f"samples of shape {shape}"
-        raise ConfigError(f"--input: {path} is an image, and the model takes {takes}; give a .safetensors file")
+        raise ConfigError(
+            f"--input: {path} is an image, and the model takes {takes}; give a .safetensors file"
+        )
     chain = input_stages("eval", size=shape[1])
     try:
         stored = stored_tensor(path.read_bytes())
@@ -78,7 +80,8 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     try:
-        return dict(load_file(path))
+        # In memory of their own: where a tensor lies in the file decides low bits.
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except OSError as error:
         raise _unreadable(path, error) from None
     except SafetensorError as error:

@@ -79,9 +79,7 @@ def push(
         note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
     with working("capturing and publishing"):
         outputs = answers_of(network, examples[0], freeze_to, precision) if freeze_to is not None else None
-        programs = capture_buckets(
-            network, examples, outputs=outputs, autocast=precision, granularity=ends
-        )
+        programs = capture_buckets(network, examples, outputs=outputs, autocast=precision, granularity=ends)
         for program in programs:
             publish(program, store, prefix=prefix)
     document = _document(model, programs, [size for _, size, _ in buckets], prefix)

@@ -165,7 +165,7 @@ def _answer_of(model: nn.Module, example: Example) -> Answer:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
             raise CaptureError(
-                f"the model's answer holds a {type(leaf).__name__}; it may hold tensors, numbers and words, in "
-                "tuples, lists, dicts and classes that torch.utils._pytree knows"
+                f"the model's answer holds a {type(leaf).__name__}; it may hold tensors, numbers and words, "
+                "in tuples, lists, dicts and classes that torch.utils._pytree knows"
             )
     return Answer(tuple(leaves), form)

@@ -83,11 +83,12 @@ class Decision:
     def _what(self) -> str:
         alone = f"the device alone would take {seconds_text(self.network.total_s)} s"
         if not self.server:
+            here = f"All {self.num_stages} stages run on the device"
             if self.rule.cut_of(self.num_stages) == self.num_stages:
-                return f"All {self.num_stages} stages run on the device, as asked for; {alone}."
+                return f"{here}, as asked for; {alone}."
             if self.costs is None:
-                return f"All {self.num_stages} stages run on the device: there is no server to ask; {alone}."
-            return f"All {self.num_stages} stages run on the device: {alone}, and no cut less{self._state()}."
+                return f"{here}: there is no server to ask; {alone}."
+            return f"{here}: {alone}, and no cut takes less{self._state()}."
         where = f"{self.cut} of {self.num_stages} stages run on the device and the rest on {self.server}"
         if self.now is None or self.costs is None:
             return f"{where}, as asked for; of the link nothing is known yet."

@@ -227,9 +227,7 @@ class Far:
 
     def _let_in(self, captured: Captured, device_s: Sequence[float]) -> None:
         terms = self._terms
-        admitted = admit(
-            self._client, captured, device_s, push=terms.push, exact=terms.exact, link=self.link
-        )
+        admitted = admit(self._client, captured, device_s, push=terms.push, exact=terms.exact, link=self.link)
         load = admitted.load
         with self._lock:
             self._costs = {**self._costs, captured.program.digest: admitted.costs}

@@ -172,7 +172,9 @@ def _named_leaves(example: Example) -> list[tuple[str, Any]]:
     leaves, _ = pytree.tree_flatten_with_path((example.args, dict(example.kwargs)))
     named = []
     for (_, argument, *inside), leaf in leaves:
-        where = argument.idx if isinstance(argument, pytree.SequenceKey) else repr(argument.key)
+        where = (
+            argument.idx if isinstance(argument, pytree.SequenceKey) else repr(getattr(argument, "key", ""))
+        )
         named.append((f"argument {where}{pytree.keystr(tuple(inside))}", leaf))
     return named
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 import weakref
@@ -320,7 +321,9 @@ def _patience(deadline_s: float, hedge_s: float | None) -> Patience:
     return Patience(deadline_s=deadline_s, hedge_s=hedge_s, helpers=helpers)
 
 
-def _clients(urls: Sequence[str], deadline_s: float, *, token: str | None, tls: Any) -> list[ServerClient]:
+def _clients(
+    urls: Sequence[str], deadline_s: float, *, token: str | None, tls: ssl.SSLContext | None
+) -> list[ServerClient]:
     if isinstance(urls, str):
         raise ConfigError(f"servers must be a list of addresses, got the text {urls!r}")
     for url in checks.addresses(urls):

@@ -133,9 +133,7 @@ class Request:
             self._gave_up(far, error)
             return done
 
-    def _race(
-        self, far: Far, exchange: Exchange, waiting: Future[Finished], crossing: Tensors
-    ) -> Tensors:
+    def _race(self, far: Far, exchange: Exchange, waiting: Future[Finished], crossing: Tensors) -> Tensors:
         """Compute beside the server; whose answer is there first counts."""
         self.served.hedged = True
 
