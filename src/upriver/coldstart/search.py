@@ -24,8 +24,8 @@ but for as much as a layer's share of the other half. Such a step makes the make
 gives away, since nothing in the recurrence makes a delay grow; and there is one for each layer at most.
 
 A memory cap of a few latencies' worth of bytes, where these are hundreds of MB, leaves hundreds of labels at
-a layer. A search with :data:`SPARE_LABELS` more than layers begins again, and keeps only the most promising at
-each layer: then all that is certain is that no known grouping is better.
+a layer. A search with :data:`SPARE_LABELS` more than layers begins again and keeps only the most promising
+at each layer: then all that is certain is that no known grouping is better.
 """
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ class _Search:
         least = np.minimum.accumulate((self._due_s - timeline.loaded_s)[::-1])[::-1]
         self._hidden_s = least + (timeline.busy_s - timeline.seconds)[:-1]
         self._first: list[int] = []
-        self._count = 0
+        self._count, room = 0, 2 * (timeline.num_layers + 1)
         self._spare, self._at_layer = spare, at_layer
-        self._stop: Indices = np.empty(1, dtype=np.intp)
-        self._parent: Indices = np.empty(1, dtype=np.intp)
-        self._free_s, self._late_s, self._busy_s = np.empty((3, 1))
-        self._loaded_s = np.empty((1, timeline.num_layers if self._waits else 0))
+        self._stop: Indices = np.empty(room, dtype=np.intp)
+        self._parent: Indices = np.empty(room, dtype=np.intp)
+        self._free_s, self._late_s, self._busy_s = np.empty((3, room))
+        self._loaded_s = np.empty((room, timeline.num_layers if self._waits else 0))
 
     def run(self) -> list[range]:
         """The best grouping below the given makespan; empty if there is none.
@@ -187,7 +187,7 @@ class _Search:
         """
         left = np.lexsort((-ways.start, ways.late_s, ways.free_s, ways.reach_s))
         before = self._count
-        while len(left) and self._count - before < self._at_layer:
+        while len(left):
             way = int(left[0])
             label = self._add(
                 stop,
@@ -199,7 +199,7 @@ class _Search:
             if self._waits:
                 first = self._needed_from(stop)
                 self._loaded_s[label, first:stop] = self._loading(stop, ways, np.array([way]))[0]
-            if len(left) == 1:
+            if len(left) == 1 or self._count - before == self._at_layer:
                 return
             left = left[~self._beaten(stop, ways, left, way, label)]
 
