@@ -23,7 +23,7 @@ import torch
 
 from _common import RESULTS, Spread, commit, machine, table, versions
 from _planned import Deadline, Records, TimeIsUp
-from upriver._torchvision import ensure_torchvision
+from load_networks import NETWORKS, model_of
 from upriver.profile import alone
 from upriver.profile.alone import Bench
 from upriver.profile.calibrate import OCCASIONS, TABLE_III, Measured, fit, plan
@@ -33,16 +33,6 @@ from upriver.profile.predict import MODELS, KindError, ModelName, Predictor, mea
 from upriver.profile.ranges import RANGES
 from upriver.program.capture import capture
 from upriver.program.program import Program
-
-NETWORKS = {
-    "alexnet": 224,
-    "vgg16": 224,
-    "resnet18": 224,
-    "resnet50": 224,
-    "squeezenet1_0": 227,
-    "xception": 299,
-}
-"""LoADPart's networks, and how many pixels across they take here."""
 
 RUNS = 9
 GOAL = 0.15
@@ -78,18 +68,8 @@ class Network:
 
 def build(name: str) -> tuple[Program, torch.Tensor]:
     """A network with random weights as a program, and one sample."""
-    ensure_torchvision()  # which timm needs, too
-    torch.manual_seed(0)
-    if name == "xception":
-        import timm
-
-        model = timm.create_model("legacy_xception", pretrained=False)
-    else:
-        from torchvision import models
-
-        model = getattr(models, name)(weights=None)
-    x = torch.randn(1, 3, NETWORKS[name], NETWORKS[name])
-    return capture(model.eval(), x), x
+    model, x = model_of(name)
+    return capture(model, x), x
 
 
 def run_network(name: str) -> dict[str, Any]:

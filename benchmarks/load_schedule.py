@@ -1,0 +1,228 @@
+"""What happens in `load_aware.py`, and who is next: levels of load, phases, parts, and turns. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from load_networks import NETWORKS
+
+OURS, LOADPART, NEUROSURGEON, LOCAL, FULL = "ours", "loadpart", "neurosurgeon", "local", "full"
+
+DECIDING: Mapping[str, tuple[str, ...]] = {
+    "load": (OURS, LOADPART, NEUROSURGEON),
+    "link": (OURS, LOADPART),
+}
+"""Ways that choose a cut for each request, by part. Who is blind to load does as LoADPart where there is none,
+and the paper has it in Figure 9 alone."""
+
+PARTS = tuple(DECIDING)
+"""``load``: the server's load changes, the link does not. ``link``: the other way round."""
+
+CHOOSING = DECIDING["load"]
+STEADY = (LOCAL, FULL)
+"""Ways that have the same cut always."""
+
+PERIOD_S = 0.1
+"""Of a background process that does not compute all the time."""
+
+FACTOR = 20.0
+"""How many times slower than its core the device is."""
+
+MIN_ROUNDS = 2
+"""Of a phase, however long they take."""
+
+BESIDE = 2
+"""Requests of a round that are of ways which choose nothing: local, full, or a fixed cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """Background load on the server's core.
+
+    Attributes:
+        name: How busy it would keep the core by itself.
+        processes: How many there are.
+        busy: Share of each `PERIOD_S` that one of them computes; at 1 it never pauses.
+    """
+
+    name: str
+    processes: int
+    busy: float
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if not self.processes:
+            return "no other process"
+        all_of_them = f"{self.processes} process{'es' if self.processes > 1 else ''}"
+        if self.busy == 1:
+            return f"{all_of_them} in a loop"
+        return f"{all_of_them}, {self.busy * PERIOD_S * 1e3:g} ms of CPU time every {PERIOD_S * 1e3:g} ms"
+
+
+LEVELS: Mapping[str, Level] = {
+    level.name: level
+    for level in (
+        Level(name="0%", processes=0, busy=0.0),
+        Level(name="30%", processes=1, busy=0.3),
+        Level(name="60%", processes=2, busy=0.3),
+        Level(name="90%", processes=3, busy=0.3),
+        Level(name="100%(l)", processes=3, busy=1.0),
+        Level(name="100%(h)", processes=15, busy=1.0),
+    )
+}
+"""Six, as in sections II and V-C, where ``l`` is for low and ``h`` for high. There all are seven processes,
+and what one kernel of the accelerator takes decides how long the others wait. The processes of a core have
+equal parts of it, so here their number decides."""
+
+IDLE = "0%"
+MOST_PROCESSES = max(level.processes for level in LEVELS.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A stretch of time in which nothing changes.
+
+    Attributes:
+        level: Of ``LEVELS``.
+        mbit: Rate of the link.
+        seconds: How long it lasts at least.
+    """
+
+    level: str = IDLE
+    mbit: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {self.level!r}")
+        if not 0.1 <= self.mbit <= 1000 or not self.seconds > 0:
+            raise ValueError(f"a phase needs 0.1..1000 Mbit/s and some seconds, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One part of the benchmark with one network.
+
+    Attributes:
+        part: One of ``PARTS``.
+        network: One of ``load_networks.NETWORKS``.
+        phases: What happens, in order.
+        factor: How many times slower than its core the device is.
+    """
+
+    part: str
+    network: str
+    phases: tuple[Phase, ...]
+    factor: float = FACTOR
+
+    def __post_init__(self) -> None:
+        if self.part not in PARTS:
+            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {self.part!r}")
+        if self.network not in NETWORKS:
+            raise ValueError(f"network must be one of {', '.join(NETWORKS)}, got {self.network!r}")
+        if not self.phases or not self.factor >= 1:
+            raise ValueError(f"a setting needs phases and a factor of at least 1, got {self}")
+
+    @property
+    def key(self) -> str:
+        """Of its record."""
+        return f"{self.part}-{self.network}"
+
+    @property
+    def seconds(self) -> float:
+        """How long its phases last at least."""
+        return sum(phase.seconds for phase in self.phases)
+
+
+LOAD_MBIT = 8.0
+"""As in section V-C."""
+
+LOADS = (*LEVELS, IDLE)
+"""Up, and back to idle (Figure 9)."""
+
+RATES = (8.0, 4.0, 2.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+"""Mbit/s: from 8 down to 1, then up to 64 (section V-B and Figure 6)."""
+
+COMPARED = ("alexnet", "squeezenet1_0")
+"""Of which Figures 7 and 8 show every rate, so that they stay longer at each."""
+
+LOAD_PHASE_S, LINK_PHASE_S, LONG_LINK_PHASE_S = 30.0, 15.0, 25.0
+"""Longer than what a device is told of late: LoADPart asks every 5 s, its server looks every 10 s."""
+
+
+def load_setting(network: str, *, seconds: float = LOAD_PHASE_S, levels: Sequence[str] = LOADS) -> Setting:
+    """The server's load grows, and is gone."""
+    phases = tuple(Phase(level=level, mbit=LOAD_MBIT, seconds=seconds) for level in levels)
+    return Setting(part="load", network=network, phases=phases)
+
+
+def link_setting(network: str, *, seconds: float | None = None, rates: Sequence[float] = RATES) -> Setting:
+    """The link becomes thinner, and then better than it was."""
+    if seconds is None:
+        seconds = LONG_LINK_PHASE_S if network in COMPARED else LINK_PHASE_S
+    phases = tuple(Phase(mbit=rate, seconds=seconds) for rate in rates)
+    return Setting(part="link", network=network, phases=phases)
+
+
+SETTINGS = tuple(make(network) for network in NETWORKS for make in (load_setting, link_setting))
+
+QUICK = (
+    load_setting("squeezenet1_0", seconds=8.0, levels=(IDLE, "100%(h)", IDLE)),
+    link_setting("squeezenet1_0", seconds=6.0, rates=(8.0, 1.0, 64.0)),
+)
+"""To see that it works."""
+
+
+class Turns:
+    """Who is next in a phase.
+
+    In every round each way that chooses has a request, in another order each time. Beside them come those of
+    the others that have had the least time, as long as it was no more than ours: what takes long comes rarely,
+    but everyone comes once.
+
+    Args:
+        choosing: Ways that choose; the first is ours.
+        cuts: Fixed ones.
+        before: Rounds of the phases before, so that the order goes on.
+    """
+
+    def __init__(self, choosing: Sequence[str], cuts: Iterable[int], before: int = 0) -> None:
+        self._choosing = choosing
+        self._others = [*STEADY, *map(way_of, sorted(cuts))]
+        self._spent: dict[str, float] = {}
+        self._before = before
+        self.rounds = 0
+
+    def round(self) -> list[str]:
+        """The ways of one more round, in order."""
+        ways = [*self._choosing, *self._beside()]
+        first = (self._before + self.rounds) % len(ways)
+        self.rounds += 1
+        return ways[first:] + ways[:first]
+
+    def took(self, way: str, seconds: float) -> None:
+        """A request of a way took so long."""
+        self._spent[way] = self._spent.get(way, 0.0) + seconds
+
+    @property
+    def complete(self) -> bool:
+        """Whether everybody has had a request, and those that choose as many as a phase needs."""
+        return self.rounds >= MIN_ROUNDS and all(way in self._spent for way in self._others)
+
+    def _beside(self) -> Iterator[str]:
+        ours = self._spent.get(self._choosing[0], 0.0)
+        due = sorted(self._others, key=lambda way: self._spent.get(way, -1.0))
+        yield from (way for way in due[:BESIDE] if self._spent.get(way, -1.0) <= ours)
+
+
+def way_of(cut: int) -> str:
+    """What a fixed cut is called."""
+    return f"cut {cut}"
+
+
+def cut_of(way: str) -> int | None:
+    """The cut of a way that is called so; None of any other way."""
+    name, _, number = way.partition(" ")
+    return int(number) if name == "cut" else None
