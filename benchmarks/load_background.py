@@ -15,6 +15,11 @@ import time
 import numpy as np
 
 PERIOD_S = 0.1
+"""In each of which it computes its share, where that is less than all."""
+
+LOOK_S = 0.01
+"""CPU seconds after which it looks for another order, where it never pauses."""
+
 SIDE = 256
 """Of the matrices that are multiplied: some 0.5 ms at a time, in more memory than the first caches have."""
 
@@ -27,20 +32,24 @@ def main() -> None:
     print(json.dumps({"ready": True}), flush=True)
     share = 0.0
     while (now := time.monotonic()) < until:
-        wait_s = 0.0 if share == 1 else _pause_s(now) if share else until - now
-        if select.select([sys.stdin], [], [], wait_s)[0]:
+        if select.select([sys.stdin], [], [], _pause_s(share, now, until))[0]:
             line = sys.stdin.readline()
             if not line:
                 return
             share = float(line)
             continue
         spent = time.thread_time()
-        while time.thread_time() - spent < share * PERIOD_S:
+        while time.thread_time() - spent < (LOOK_S if share == 1 else share * PERIOD_S):
             np.matmul(matrix, matrix, out=product)
 
 
-def _pause_s(now: float) -> float:
-    """Until its next period begins: each process has its own place in them."""
+def _pause_s(share: float, now: float, until: float) -> float:
+    """Seconds to rest, unless an order comes: to the end, not at all, or until its next period begins.
+
+    Each process has a place of its own in the periods.
+    """
+    if share in (0, 1):
+        return 0.0 if share else until - now
     return (os.getpid() * 0.618 % 1.0 * PERIOD_S - now) % PERIOD_S
 
 

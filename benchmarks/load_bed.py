@@ -8,13 +8,14 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from _hosts import Side
-from load_schedule import MOST_PROCESSES, Level, Phase
-from testbed import Testbed
+from load_schedule import LEVELS, MOST_PROCESSES, Phase, Setting
+from testbed import Testbed, burst_for
 
 DEVICE_CORE, SERVER_CORE = 0, 1
 MBIT = 1e6 / 8
@@ -35,7 +36,7 @@ class Failed(Exception):
     """What was asked for could not be done; in a line or some."""
 
 
-class Told:
+class Worker:
     """A process that takes orders as JSON lines and answers each with one.
 
     Args:
@@ -102,29 +103,34 @@ class Told:
 
 
 class Bed(Testbed):
-    """The device's host and the server's, with a server in it that has a network's program, and its disturbers.
+    """The device's host and the server's, with a server and its disturbers.
 
     Args:
-        store: A folder with the program, the server's store.
+        folder: An empty one, for the server's store and for what the device keeps.
 
     Attributes:
         url: Of the server.
+        store: URI of its store.
     """
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(None, cores={"compute": DEVICE_CORE, "storage": SERVER_CORE}, check=False)
-        self._store = store
-        self._background: list[Told] = []
+        self.store = (folder / "store").as_uri()
+        self.folder = folder
+        self._background: list[Worker] = []
 
     def __enter__(self) -> Bed:
         super().__enter__()
         try:
-            settings = self._store / "server.toml"
-            settings.write_text(f"load_window_s = {LOAD_WINDOW_S}\nload_watch_s = {LOAD_WATCH_S}\n")
+            (self.folder / "store").mkdir()
+            settings = self.folder / "server.toml"
+            settings.write_text(
+                f"load_window_s = {LOAD_WINDOW_S}\nload_watch_s = {LOAD_WATCH_S}\n", encoding="utf-8"
+            )
             options = ("--threads", 1, "--workers", 1, "--config", settings)
-            self.url = self.run_server({"default": self._store.as_uri()}, *options).url
+            self.url = self.run_server({"default": self.store}, *options, env=ONE_THREAD).url
             program = [_here / "load_background.py", BACKGROUND_LIMIT_S]
-            self._background += [Told(self, "storage", program) for _ in range(MOST_PROCESSES)]
+            self._background += [Worker(self, "storage", program) for _ in range(MOST_PROCESSES)]
             for process in self._background:
                 process.answer(START_LIMIT_S)
         except BaseException:
@@ -132,15 +138,48 @@ class Bed(Testbed):
             raise
         return self
 
-    def begin(self, phase: Phase, level: Level) -> None:
-        """Let a phase begin: its load and its link; nobody waits for what is under way.
-
-        Args:
-            level: The phase's.
-        """
+    def begin(self, phase: Phase) -> None:
+        """Let a phase begin, its load and its link; whatever is under way goes on."""
         self.set_rate(phase.mbit * MBIT)
+        level = LEVELS[phase.level]
         for number, process in enumerate(self._background):
             process.say(str(level.busy if number < level.processes else 0.0))
+
+    def prove(self, mbit: Iterable[float]) -> dict[str, float]:
+        """Measure the link at the least of some rates, and at the largest that lets no more through at once.
+
+        What a link may let through at once grows with its rate and stays as large as it ever was
+        (`Testbed.set_rate`), so that measuring faster ones would spoil the slow ones after them.
+
+        Returns:
+            Mbit/s to what was carried upwards, in Mbit/s of payload.
+
+        Raises:
+            TestbedError: If it is not what was asked for.
+        """
+        same = [each for each in mbit if burst_for(each * MBIT) == burst_for(MBIT)]
+        found = {}
+        for each in sorted({min(same), max(same)}):
+            self.set_rate(each * MBIT)
+            found[f"{each:g}"] = round(self.check().from_compute / MBIT, 4)
+        return found
+
+
+@contextmanager
+def device_on(bed: Bed, setting: Setting) -> Iterator[Worker]:
+    """The slow device, with its network; it has published it when it is there."""
+    spec = {"network": setting.network, "factor": setting.factor, "url": bed.url, "store": bed.store}
+    device = Worker(
+        bed,
+        "compute",
+        [_here / "load_job.py", json.dumps(spec)],
+        env={"UPRIVER_CACHE": str(bed.folder / "cache")},
+    )
+    try:
+        device.answer(START_LIMIT_S)
+        yield device
+    finally:
+        device.end()
 
 
 def paths() -> dict[str, str]:

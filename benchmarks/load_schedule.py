@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from load_background import PERIOD_S
 from load_networks import NETWORKS
 
 OURS, LOADPART, NEUROSURGEON, LOCAL, FULL = "ours", "loadpart", "neurosurgeon", "local", "full"
@@ -22,9 +23,6 @@ PARTS = tuple(DECIDING)
 CHOOSING = DECIDING["load"]
 STEADY = (LOCAL, FULL)
 """Ways that have the same cut always."""
-
-PERIOD_S = 0.1
-"""Of a background process that does not compute all the time."""
 
 FACTOR = 20.0
 """How many times slower than its core the device is."""
@@ -226,3 +224,12 @@ def cut_of(way: str) -> int | None:
     """The cut of a way that is called so; None of any other way."""
     name, _, number = way.partition(" ")
     return int(number) if name == "cut" else None
+
+
+def steady_cut(way: str, stages: int) -> int | None:
+    """The cut that a way always has; None of one that chooses.
+
+    Args:
+        stages: Of the network.
+    """
+    return {LOCAL: stages, FULL: 0}.get(way, cut_of(way))

@@ -1,0 +1,187 @@
+"""Does it pay to know the server's load when a network is divided between a device and a server?
+
+The claim: with a slow device, a thin link and a server that others keep busy, upriver's policy
+
+- answers faster than Neurosurgeon, which is blind to load, while the load changes, by what LoADPart reports
+  (SqueezeNet 14.2 % on average and 32.3 % at best, AlexNet 4.95 % and 39.4 %), and at most 3 % slower with
+  the networks for which there is nothing to gain;
+- is never more than 3 % above the best of local and full offload, and within 10 % of the best fixed cut in
+  hindsight;
+- spends at most 1 % of the time of 100 requests on cutting;
+- gives the same answers to the bit, wherever they are computed.
+
+Run ``python benchmarks/load_aware.py`` as root; it may be ended at any moment: each part with each network is
+a line of ``results/load_aware.jsonl``, and the next start goes on from there. ``--only load`` takes a part,
+``--only link-alexnet`` a part with one network, ``--minutes 20`` begins no further one after so many,
+``--list`` says how far all are, ``--quick`` shows in some minutes that it works, ``--write`` only writes
+``results/load_aware.md`` and its pictures from what is there. All of it takes some 55 minutes on two cores.
+
+The device has the first core and a network namespace, the server the second, its disturbers, and another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from _common import RESULTS, ROOT, commit
+from _hosts import sigterm_raises
+from _planned import Deadline, Records, TimeIsUp
+from load_bed import Bed, Failed, device_on
+from load_found import Found
+from load_measure import measure
+from load_report import write
+from load_schedule import CHOOSING, QUICK, SETTINGS, STEADY, Setting
+from testbed import TestbedError
+
+_here = Path(__file__).resolve().parent
+
+MEASURING = ("background", "bed", "job", "measure", "networks", "schedule")
+"""Modules that decide what a setting's figures are, beside the package."""
+
+
+def version() -> str:
+    """Of what a row depends on."""
+    digest = hashlib.sha256()
+    files = [_here / f"load_{name}.py" for name in MEASURING]
+    for path in [*files, *sorted((ROOT / "src" / "upriver").rglob("*.py"))]:
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def missing(setting: Setting, records: Records) -> bool:
+    """Whether it has not been run as the code is."""
+    return bool(records.rows.get(setting.key, {}).get("version") != version())
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+class Bar:
+    """How far everything is.
+
+    Args:
+        progress: Where it is shown.
+        phases: How many there are to come.
+    """
+
+    def __init__(self, progress: Progress, phases: int) -> None:
+        self._progress = progress
+        self._task: TaskID = progress.add_task("", total=phases)
+
+    def say(self, text: str) -> None:
+        """What is going on."""
+        self._progress.update(self._task, description=text)
+
+    def begin(self, text: str) -> None:
+        """A phase begins."""
+        self._progress.update(self._task, description=text, advance=1)
+
+
+def run(settings: Sequence[Setting], records: Records, deadline: Deadline, bar: Bar) -> None:
+    """Settings of one network, one after another, with one server and one device.
+
+    Raises:
+        Failed: If one of them cannot be done.
+        TimeIsUp: If no other one may begin.
+    """
+    first = settings[0]
+    with tempfile.TemporaryDirectory() as folder, Bed(Path(folder)) as bed:
+        carried = bed.prove([phase.mbit for setting in settings for phase in setting.phases])
+        bed.begin(first.phases[0])
+        with device_on(bed, first) as device:
+            for way in (*CHOOSING, *STEADY):
+                bar.say(f"{first.network}: {way} opens")
+                device.ask(do="open", way=way)
+            facts = {**device.ask(do="facts"), "carried": carried}
+            for setting in settings:
+                deadline.check()
+                load = round(os.getloadavg()[0], 2)
+                bar.say(f"{setting.key}: warms up")
+                found = measure(device, bed, setting, lambda text: bar.begin(f"{setting.key}: {text}"))
+                records.add(setting.key, {**facts_of(setting), **facts, "load": load, **found})
+
+
+def facts_of(setting: Setting) -> dict[str, Any]:
+    """What a row says of where it comes from."""
+    return {
+        "commit": commit(),
+        "version": version(),
+        "factor": setting.factor,
+        "schedule": [asdict(phase) for phase in setting.phases],
+    }
+
+
+def run_all(settings: Sequence[Setting], records: Records, deadline: Deadline) -> list[str]:
+    """Everything that is missing, network by network; why some of it could not be made.
+
+    Raises:
+        TimeIsUp: If the deadline comes first.
+    """
+    failed: list[str] = []
+    left = [setting for setting in settings if missing(setting, records)]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ExitStack() as stack:
+        stack.enter_context(sigterm_raises())
+        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), refresh_per_second=1))
+        bar = Bar(progress, sum(len(setting.phases) for setting in left))
+        for network in dict.fromkeys(setting.network for setting in left):
+            deadline.check()
+            try:
+                run([each for each in left if each.network == network], records, deadline, bar)
+            except (Failed, TestbedError) as error:  # the others may work
+                failed.append(f"{network}: {error}")
+    return failed
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="settings that begin with one"
+    )
+    parser.add_argument("--minutes", type=float, help="begin no further setting after so many")
+    parser.add_argument("--quick", action="store_true", help="a small form that says nothing")
+    parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
+    parser.add_argument("--write", action="store_true", help="only write the report from what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run what is missing, then report what is there."""
+    options = parsed()
+    name, settings = ("load_aware_quick", QUICK) if options.quick else ("load_aware", SETTINGS)
+    records = Records(options.out / f"{name}.jsonl")
+    wanted = [setting for setting in settings if any(setting.key.startswith(part) for part in options.only)]
+    if options.list:
+        for setting in wanted:
+            left = "missing" if missing(setting, records) else "finished"
+            print(f"{setting.key}, {setting.seconds:g} s at least: {left}")
+        return
+    failed: list[str] = []
+    if not options.write:
+        try:
+            failed = run_all(wanted, records, Deadline(options.minutes))
+        except TimeIsUp:
+            print("time is up; the next start goes on from here", file=sys.stderr)
+    print(write([Found(setting, records) for setting in settings], options.out, name))
+    if failed:
+        sys.exit("\n".join(f"error: {why}" for why in failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""The device of `load_aware.py`: takes orders as JSON lines, and answers each with one.
+
+A way is an `upriver.Offload` of the one network that this device has: how it chooses, and what it alone has
+learned of its link and of the server. All ways share the captured network and its seconds, which are made
+once. The device is slow: each stage sleeps the rest of its time.
+
+Ways
+    ours                    upriver's policy
+    loadpart                LoADPart's
+    neurosurgeon            LoADPart's with k = 1 always
+    local, full             everything here, everything there
+    cut 8                   always after so many stages
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from load_networks import NAMED, model_of, paper_numbers
+from load_schedule import FULL, LOADPART, LOCAL, NEUROSURGEON, OURS, cut_of
+from testbed import PAYLOAD_SHARE
+from upriver.client.inference.decide import ESTIMATES, Now, Rule
+from upriver.client.inference.far import Far, Terms
+from upriver.client.inference.forms import Forms, Network
+from upriver.client.inference.offload import Offload
+from upriver.client.inference.request import Patience
+from upriver.client.transport import ServerClient
+from upriver.latency import last_of_least
+from upriver.profile.measure import stage_medians
+from upriver.program.example import Example
+from upriver.program.files import publish
+from upriver.program.paper_nodes import paper_nodes
+from upriver.program.program import Program
+from upriver.program.whole import capture_whole
+from upriver.store import Store
+
+RULES: Mapping[str, Rule] = {
+    OURS: Rule(policy="inference"),
+    LOADPART: Rule(policy="loadpart"),
+    NEUROSURGEON: Rule(policy="neurosurgeon"),
+    LOCAL: Rule(policy="local"),
+    FULL: Rule(policy="remote"),
+}
+
+NEVER_S = 1e6
+"""How often a way that chooses nothing probes its link: that would be in the others' way."""
+
+DEADLINE_S = 200.0
+"""The server's share of the slowest request is awaited, so that full offload is that: by itself upriver would
+have the device go on after 10 s."""
+
+OPEN_LIMIT_S = 120.0
+
+INPUTS = 4
+"""Different ones, in turn."""
+
+LEAST_SLEEP_S = 2e-4
+"""What is left of a stage's time is slept with the next one's, if it is less: a sleep ends too late by some
+microseconds."""
+
+
+class Slowness:
+    """Makes the stages of a program take so many times what they take on this core.
+
+    What they take was measured beforehand, so that a disturbance of this machine is none of the device: a stage
+    sleeps until its time is over.
+
+    Args:
+        program: Whose.
+        seconds: Of each stage on this core.
+        factor: How many times as long it is to take.
+
+    Attributes:
+        stages_s: Seconds of each stage on the device.
+    """
+
+    def __init__(self, program: Program, seconds: Sequence[float], factor: float) -> None:
+        self.stages_s = tuple(factor * each for each in seconds)
+        self._program, self._on = program, False
+
+    def begin(self) -> None:
+        """From now on, for every run of the program."""
+        self._on = True
+        original = Program.run
+
+        def run(
+            program: Program,
+            tensors: Sequence[torch.Tensor],
+            start: int,
+            stop: int,
+            *,
+            on_stage: Callable[[int, float], None] | None = None,
+        ) -> tuple[torch.Tensor, ...]:
+            if not self._on or program is not self._program:
+                return original(program, tensors, start, stop, on_stage=on_stage)
+            due = time.perf_counter()
+
+            def wait(position: int, _seconds: float) -> None:
+                nonlocal due
+                due += self.stages_s[position - 1]
+                left_s = due - time.perf_counter()
+                if left_s > (0.0 if position == stop else LEAST_SLEEP_S):
+                    time.sleep(left_s)
+                if on_stage is not None:
+                    on_stage(position, self.stages_s[position - 1])
+
+            return original(program, tensors, start, stop, on_stage=wait)
+
+        Program.run = run  # type: ignore[method-assign]
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """As fast as this core is, for what is no request."""
+        before, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = before
+
+
+class Device:
+    """Keeps what lasts from order to order.
+
+    Args:
+        spec: ``network``, ``factor``, ``url`` of the server, ``store``, the URI of its store.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._url, self._token = spec["url"], os.environ["UPRIVER_TOKEN"]
+        model, example = model_of(spec["network"])
+        self._inputs = [example, *(torch.randn_like(example) for _ in range(INPUTS - 1))]
+        with torch.no_grad():
+            self._answers = [model(each) for each in self._inputs]
+        self._captured = capture_whole(model, example)
+        self.program = self._captured.program
+        publish(self.program, Store.open(spec["store"]))
+        numbers = paper_numbers(self.program.stages, paper_nodes(model, example))
+        self._numbers = {cut: number for cut, number in numbers.items() if 0 < cut < self.program.num_stages}
+        self._named = [cut for cut, number in self._numbers.items() if number in NAMED.get(spec["network"], ())]
+        seconds = stage_medians(self.program, self._captured.example.tensors)
+        self._slowness = Slowness(self.program, seconds, spec["factor"])
+        self._slowness.begin()
+        self._ways: dict[str, Offload] = {}
+        self._fars: dict[str, Far] = {}
+
+    # ---------------------------------------------------------------------------------------- orders
+
+    def open(self, way: str) -> dict[str, Any]:
+        """Make a way, unless it is there, and have the server let it in; whether it is a new one."""
+        if way in self._ways:
+            return {"new": False}
+        rule = RULES.get(way) or Rule(cut=cut_of(way))
+        chooses = rule.cut_of(self.program.num_stages) is None
+        terms = Terms(push=False) if chooses else Terms(push=False, probe_s=NEVER_S, load_s=NEVER_S)
+        fars = [] if way == LOCAL else [Far(ServerClient(self._url, token=self._token), terms)]
+
+        def make(_: Example) -> Network:
+            stages_s = self._slowness.stages_s
+            for far in fars:
+                far.serve(self._captured, stages_s)
+            return Network(captured=self._captured, device_s=stages_s, total_s=sum(stages_s))
+
+        with self._slowness.away():
+            self._ways[way] = Offload(
+                Forms(self._captured.example, make),
+                fars,
+                rule=rule,
+                patience=Patience(deadline_s=DEADLINE_S),
+                cached_cuts=0,
+            )
+            for far in fars:
+                far.tried.wait(OPEN_LIMIT_S)
+                if far.costs(self._captured) is None:
+                    raise RuntimeError(far.why_not or f"{way}: the server is not ready")
+                self._fars[way] = far
+        return {"new": True}
+
+    def facts(self) -> dict[str, Any]:
+        """What a row says of the network and its two machines; with `ours` open."""
+        costs = self._fars[OURS].costs(self._captured)
+        assert costs is not None
+        return {
+            "stages": self.program.num_stages,
+            "paper": {str(cut): number for cut, number in self._numbers.items()},
+            "device_s": round(sum(self._slowness.stages_s), 6),
+            "server_s": round(sum(costs.server_s), 6),
+        }
+
+    def likely(self, mbit: Sequence[float], loads: Sequence[float]) -> dict[str, Any]:
+        """Cuts inside the network that ours or LoADPart would take at some rate and load, the most frequent
+        ones first; and those that the paper names."""
+        costs = self._fars[OURS].costs(self._captured)
+        assert costs is not None
+        won = Counter(
+            last_of_least(ESTIMATES[RULES[way].policy](costs.sums, now))
+            for way in (OURS, LOADPART)
+            for now in (
+                Now(upload_bytes_per_s=rate * 1e6 / 8 * PAYLOAD_SHARE, load=load)
+                for rate in mbit
+                for load in loads
+            )
+        )
+        inside = [cut for cut, _ in won.most_common() if 0 < cut < self.program.num_stages]
+        return {"cuts": inside, "named": self._named}
+
+    def decide(self, way: str, count: int) -> dict[str, Any]:
+        """The median seconds of a decision."""
+        answer, seconds = self._ways[way], []
+        for _ in range(count):
+            began = time.perf_counter()
+            answer.decide()
+            seconds.append(time.perf_counter() - began)
+        return {"seconds": statistics.median(seconds)}
+
+    def request(self, way: str, number: int) -> dict[str, Any]:
+        """One request: what it took, where it was cut, what was known then, and whether its answer is right.
+
+        Args:
+            way: As above.
+            number: Says which input.
+        """
+        answer, wanted = self._ways[way], self._answers[number % INPUTS]
+        began = time.perf_counter()
+        given = answer(self._inputs[number % INPUTS])
+        seconds = time.perf_counter() - began
+        served, decision = answer.last, answer.decision
+        assert served is not None
+        now = decision.now
+        return {
+            "seconds": round(seconds, 6),
+            "cut": served.cut,
+            "equal": torch.equal(given, wanted),
+            "why": served.why_not or "; ".join(decision.not_used),
+            "device_s": round(served.device_s, 6),
+            "link_s": round(served.link_s, 6),
+            "server_s": round(served.server_s, 6),
+            "predicted_s": round(decision.predicted_s, 6) if math.isfinite(decision.predicted_s) else None,
+            "k": None if now is None else round(now.load, 3),
+            "wait_s": None if now is None else round(now.wait_s, 6),
+            "upload_bytes_per_s": None if now is None else round(now.upload_bytes_per_s),
+        }
+
+    def close(self) -> dict[str, Any]:
+        """Let go of the server."""
+        for answer in self._ways.values():
+            answer.close()
+        self._ways.clear()
+        self._fars.clear()
+        return {}
+
+
+def main() -> None:
+    """Take orders until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints, answers stay clean
+
+    def say(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    torch.set_num_threads(1)
+    device = Device(json.loads(sys.argv[1]))
+    say({"ready": True})
+    for line in sys.stdin:
+        try:
+            order = json.loads(line)
+            say(getattr(device, order.pop("do"))(**order))
+        except Exception as error:
+            say({"error": f"{type(error).__name__}: {error}"})
+    device.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The pictures of `load_aware.py`: latency over time as Figures 6 and 9, and against bandwidth as 7 and 8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from load_found import Found
+from load_schedule import DECIDING, FULL, LEVELS, LOADPART, LOCAL, NEUROSURGEON, OURS
+
+PANEL = (4.2, 2.8)
+"""Of one network, in inches."""
+
+STYLES: Mapping[str, Mapping[str, Any]] = {
+    OURS: {"color": "C0", "marker": "*", "zorder": 5},
+    LOADPART: {"color": "C1", "marker": "."},
+    NEUROSURGEON: {"color": "C3", "marker": "x"},
+    LOCAL: {"color": "0.45", "marker": "s"},
+    FULL: {"color": "0.65", "marker": "D"},
+}
+
+
+def draw_over_time(found: Sequence[Found], path: Path) -> None:
+    """Every request of those that choose, a panel for each network, with what changes and where ours cuts."""
+    panels(found, path, over_time, ("seconds since the beginning", "seconds of a request"), columns=2)
+
+
+def draw_rates(found: Sequence[Found], path: Path) -> None:
+    """Medians over the rate."""
+    panels(found, path, over_rates, ("Mbit/s", "seconds of a request"), columns=2)
+
+
+def panels(
+    found: Sequence[Found],
+    path: Path,
+    draw: Callable[[Any, Found], None],
+    labels: tuple[str, str],
+    *,
+    columns: int,
+) -> None:
+    """A figure of one panel each.
+
+    Args:
+        found: Whose.
+        path: Where it is saved.
+        draw: Draws one of them into its axes.
+        labels: Of both axes.
+        columns: Panels beside each other.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(columns, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, each in enumerate(found, start=1):
+        axes = figure.add_subplot(rows, columns, number)
+        draw(axes, each)
+        axes.set_title(each.setting.network, fontsize=8)
+        axes.tick_params(labelsize=6)
+    figure.supxlabel(labels[0], fontsize=8)
+    figure.supylabel(labels[1], fontsize=8)
+    figure.axes[0].legend(fontsize=6)
+    figure.savefig(path, dpi=120)
+
+
+def over_time(axes: Any, found: Found) -> None:
+    """One network while something changes."""
+    ends = [told["at_s"] for told in found.row["phases"]][1:] + [found.row["requests"][-1]["at_s"]]
+    for number, (phase, end) in enumerate(zip(found.phases, ends, strict=True)):
+        begin = found.row["phases"][number]["at_s"]
+        load = found.setting.part == "load"
+        depth = list(LEVELS).index(phase.level) / len(LEVELS) if load else 0.3 * (number % 2)
+        axes.axvspan(begin, end, color="0.9", alpha=depth, lw=0)
+        told = phase.level if load else f"{phase.mbit:g}"
+        text = f"{told}\n{found.label(found.usual_cut(number, OURS))}"
+        axes.text(
+            (begin + end) / 2,
+            0.98,
+            text,
+            fontsize=5,
+            ha="center",
+            va="top",
+            transform=axes.get_xaxis_transform(),
+        )
+        for way in (LOCAL, FULL):
+            style = {"color": STYLES[way]["color"], "lw": 0.8, "ls": "--" if way == LOCAL else ":"}
+            axes.hlines(
+                found.spread(number, way).median, begin, end, label=None if number else way, **style
+            )
+    for way in DECIDING[found.setting.part]:
+        rows = [each for each in found.row["requests"] if each["way"] == way]
+        axes.plot(
+            [each["at_s"] for each in rows],
+            [each["seconds"] for each in rows],
+            lw=0.6,
+            ms=3,
+            label=way,
+            **STYLES[way],
+        )
+    axes.set_ylim(bottom=0)
+
+
+def over_rates(axes: Any, found: Found) -> None:
+    """One network at every rate."""
+    rates = found.rates
+    for way in found.ways:
+        seconds = [found.at_rate(way, mbit) for mbit in rates]
+        axes.plot(rates, seconds, lw=1, ms=4, label=way, **STYLES[way])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(rates, [f"{mbit:g}" for mbit in rates])

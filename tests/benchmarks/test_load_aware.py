@@ -1,0 +1,601 @@
+"""The benchmark of load-aware split inference: what happens, whose turn it is, its page, its smallest form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import load_aware
+import load_bed
+import load_job
+import testbed
+from _planned import Deadline, Records, TimeIsUp
+from load_aware import missing, parsed, run_all, version
+from load_bed import Failed, Worker
+from load_found import BEST_GAIN, GOALS, MEAN_GAIN, Found
+from load_job import RULES, Device, Slowness
+from load_measure import FIRST, LATER, MOST_FIXED, WARM, cutting_of, measure
+from load_networks import NAMED, NETWORKS, model_of, paper_numbers
+from load_report import page, verdict, write
+from load_schedule import (
+    BESIDE,
+    DECIDING,
+    FULL,
+    LEVELS,
+    LOCAL,
+    MIN_ROUNDS,
+    NEUROSURGEON,
+    OURS,
+    QUICK,
+    RATES,
+    SETTINGS,
+    STEADY,
+    Phase,
+    Setting,
+    Turns,
+    cut_of,
+    link_setting,
+    load_setting,
+    steady_cut,
+    way_of,
+)
+from upriver.client.embedded import EmbeddedServer
+from upriver.program.capture import capture
+from upriver.program.paper_nodes import paper_nodes
+from upriver.program.program import Program
+
+BENCHMARKS = Path(load_aware.__file__).parent
+LOAD = load_setting("alexnet", seconds=10.0, levels=("0%", "100%(h)", "0%"))
+LINK = link_setting("alexnet", seconds=10.0, rates=(8.0, 1.0, 64.0))
+STAGES = 10
+
+
+class Clock:
+    """Time that passes only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+# ---------------------------------------------------------------------------------------------- schedule
+
+
+def test_settings_have_keys_of_their_own_and_cover_every_network_level_and_rate() -> None:
+    assert len({setting.key for setting in SETTINGS}) == len(SETTINGS) == 2 * len(NETWORKS)
+    load, link = ([each for each in SETTINGS if each.part == part] for part in ("load", "link"))
+    assert {each.network for each in load} == {each.network for each in link} == set(NETWORKS)
+    assert all([phase.level for phase in each.phases] == [*LEVELS, "0%"] for each in load)
+    assert all([phase.mbit for phase in each.phases] == list(RATES) for each in link)
+    assert all(phase.level == "0%" for each in link for phase in each.phases)
+    assert min(RATES) == 1 and max(RATES) == 64 and len(LEVELS) == 6
+    assert sum(each.seconds for each in SETTINGS) < 45 * 60, "and then some to begin with"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"network": "lenet"}, "network"),
+        ({"part": "both"}, "part"),
+        ({"phases": ()}, "phases"),
+        ({"factor": 0.5}, "factor"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(wrong: dict[str, Any], match: str) -> None:
+    fields = {"part": "load", "network": "alexnet", "phases": LOAD.phases}
+    with pytest.raises(ValueError, match=match):
+        Setting(**{**fields, **wrong})
+
+
+@pytest.mark.parametrize("wrong", [{"level": "110%"}, {"mbit": 0.0}, {"seconds": 0.0}])
+def test_a_phase_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Phase(**{"mbit": 8.0, "seconds": 1.0, **wrong})
+
+
+def test_levels_say_what_they_are() -> None:
+    assert LEVELS["0%"].text == "no other process"
+    assert LEVELS["60%"].text == "2 processes, 30 ms of CPU time every 100 ms"
+    assert LEVELS["100%(h)"].text == "15 processes in a loop"
+
+
+def test_ways_with_a_cut_are_told_by_their_names() -> None:
+    assert [cut_of(way_of(7)), cut_of(OURS), cut_of(LOCAL)] == [7, None, None]
+    assert [steady_cut(way, 9) for way in (LOCAL, FULL, "cut 4", OURS)] == [9, 0, 4, None]
+
+
+def rounds(turns: Turns, count: int, seconds: Mapping[str, float]) -> list[list[str]]:
+    found = []
+    for _ in range(count):
+        found.append(turns.round())
+        for way in found[-1]:
+            turns.took(way, seconds.get(way, 1.0))
+    return found
+
+
+def test_everybody_has_turns_and_not_always_the_same_first() -> None:
+    turns = Turns(DECIDING["load"], [3, 5])
+    assert not turns.complete
+    found = rounds(turns, 4, {})
+    assert all(set(DECIDING["load"]) <= set(ways) and len(ways) == 3 + BESIDE for ways in found)
+    beside = [way for ways in found for way in ways if way not in DECIDING["load"]]
+    assert set(beside) == {LOCAL, FULL, "cut 3", "cut 5"}
+    assert max(map(beside.count, beside)) - min(map(beside.count, beside)) == 0
+    assert len({ways[0] for ways in found}) == 4 and turns.complete
+
+
+def test_who_takes_long_comes_rarely_but_comes() -> None:
+    found = rounds(Turns(DECIDING["load"], []), 20, {LOCAL: 8.0, FULL: 1.0})
+    counts = {way: sum(ways.count(way) for ways in found) for way in (*DECIDING["load"], *STEADY)}
+    assert counts[OURS] == counts[NEUROSURGEON] == counts[FULL] == 20 and counts[LOCAL] == 3
+
+
+def test_a_phase_is_complete_when_all_have_come_and_there_were_some_rounds() -> None:
+    turns = Turns(DECIDING["link"], [])
+    rounds(turns, MIN_ROUNDS - 1, {})
+    assert not turns.complete
+    rounds(turns, 1, {})
+    assert turns.complete
+    crowded = Turns(DECIDING["link"], range(1, 8))
+    rounds(crowded, MIN_ROUNDS, {})
+    assert not crowded.complete
+
+
+# ---------------------------------------------------------------------------------------------- networks
+
+
+def test_the_cuts_that_the_paper_names_are_found() -> None:
+    model, x = model_of("alexnet")
+    program = capture(model, x, granularity="op")
+    numbers = paper_numbers(program.stages, paper_nodes(model, x))
+    named = {number: cut for cut, number in numbers.items() if number in NAMED["alexnet"]}
+    assert {number: program.stages[cut - 1].name for number, cut in named.items()} == {
+        4: "features.2: max_pool2d",
+        8: "features.5: max_pool2d",
+        19: program.stages[named[19] - 1].name,
+    }
+    assert [program.stages[named[number] - 1].out_bytes for number in (4, 8, 19)] == [186624, 129792, 36864]
+    assert numbers[0] == 0 and list(numbers.values()) == sorted(set(numbers.values()))
+
+
+# ---------------------------------------------------------------------------------------- background load
+
+
+@pytest.fixture
+def background() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, BENCHMARKS / "load_background.py", "60"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"ready": True}
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("share", ["", "0.3", "1"])
+def test_background_load_ends_when_nobody_gives_orders(background: subprocess.Popen[str], share: str) -> None:
+    assert background.stdin is not None
+    background.stdin.write(f"{share}\n" if share else "")
+    background.stdin.close()
+    assert background.wait(timeout=30) == 0
+
+
+def test_background_load_ends_by_itself() -> None:
+    command = [sys.executable, BENCHMARKS / "load_background.py", "0.2"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and json.loads(out) == {"ready": True}
+
+
+# ---------------------------------------------------------------------------------------------- the device
+
+
+class Small(nn.Module):
+    """A network that takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, stride=2)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(36, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.pool(self.conv(images).relu()).flatten(1))
+        return found
+
+
+def small_model(_: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Small().eval(), torch.randn(1, 3, 14, 14)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(load_job.time, "perf_counter", clock)
+    monkeypatch.setattr(load_job.time, "sleep", clock.sleep)
+    return clock
+
+
+def test_a_slow_device_sleeps_the_rest_of_each_stages_time(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Program, "run", Program.run)  # put back afterwards
+    model, x = small_model("")
+    program, other = (capture(model, x, granularity="op") for _ in range(2))
+    wanted = program.run((x,), 0, program.num_stages)
+    slowness = Slowness(program, [0.1] * program.num_stages, 20.0)
+    slowness.begin()
+    told: list[tuple[int, float]] = []
+    given = program.run((x,), 0, 2, on_stage=lambda position, seconds: told.append((position, seconds)))
+    assert clock.now == pytest.approx(4.0) and told == [(1, 2.0), (2, 2.0)]
+    assert torch.equal(program.run(given, 2, program.num_stages)[0], wanted[0])
+    assert clock.now == pytest.approx(2.0 * program.num_stages)
+    with slowness.away():
+        program.run((x,), 0, 2)
+    other.run((x,), 0, 2)
+    assert clock.now == pytest.approx(2.0 * program.num_stages)
+
+
+def test_what_is_too_short_to_sleep_is_slept_later(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Program, "run", Program.run)
+    naps: list[float] = []
+    monkeypatch.setattr(load_job.time, "sleep", lambda seconds: (naps.append(seconds), clock.sleep(seconds)))
+    model, x = small_model("")
+    program = capture(model, x, granularity="op")
+    Slowness(program, [1e-6] * program.num_stages, 20.0).begin()
+    program.run((x,), 0, program.num_stages)
+    assert naps == [pytest.approx(20e-6 * program.num_stages)]
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    store = tmp_path_factory.mktemp("store").as_uri()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "run", Program.run)
+        patch.setattr(load_job, "model_of", small_model)
+        patch.setenv("UPRIVER_TOKEN", "token")
+        patch.setenv("UPRIVER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        server = EmbeddedServer.start({"default": store}, threads=1, workers=1, token="token")
+        made = Device({"network": "small", "factor": 2.0, "url": server.url, "store": store})
+        for way in (*RULES, "cut 2"):
+            assert made.open(way) == {"new": True}
+        yield made
+        made.close()
+        server.close()
+
+
+@pytest.mark.parametrize("way", [*RULES, "cut 2"])
+def test_every_way_gives_the_local_models_answer(device: Device, way: str) -> None:
+    for number in range(5):
+        told = device.request(way, number)
+        assert told["equal"] and told["why"] == ""
+        cut = steady_cut(way, device.program.num_stages)
+        assert cut in (None, told["cut"])
+        assert told["link_s"] > 0 or told["cut"] == device.program.num_stages
+    assert json.loads(json.dumps(told)) == told
+    assert device.open(way) == {"new": False}
+
+
+def test_a_device_tells_of_its_network_and_of_likely_cuts(device: Device) -> None:
+    facts = device.facts()
+    assert facts["stages"] == device.program.num_stages and facts["device_s"] > 0 < facts["server_s"]
+    found = device.likely([0.1, 1000.0], [1.0, 8.0])
+    assert found["named"] == [] and all(0 < cut < device.program.num_stages for cut in found["cuts"])
+    assert device.decide(OURS, 3)["seconds"] > 0
+
+
+def test_an_answer_that_differs_is_noticed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_answers", [each + 1 for each in device._answers])
+    assert not device.request(OURS, 0)["equal"]
+
+
+# -------------------------------------------------------------------------------------------- measuring
+
+
+class Simulated:
+    """A device whose requests take what a formula says, and the conditions that it is in.
+
+    Args:
+        wrong: Ways whose answers differ.
+        gives_up: Ways whose server fails.
+        aware: Whether ours knows the load.
+    """
+
+    def __init__(
+        self, clock: Clock, *, wrong: Sequence[str] = (), gives_up: Sequence[str] = (), aware: bool = True
+    ) -> None:
+        self.clock, self.wrong, self.gives_up, self.aware = clock, wrong, gives_up, aware
+        self.phase = Phase(mbit=8.0, seconds=1.0)
+        self.begun: list[Phase] = []
+        self.asked: list[tuple[str, str]] = []
+        self.opened: set[str] = set()
+
+    def begin(self, phase: Phase) -> None:
+        self.phase = phase
+        self.begun.append(phase)
+
+    def seconds(self, cut: int) -> float:
+        """A stage takes 0.1 s here and 0.01 s there, all bytes 1 s at 8 Mbit/s and less after the fifth."""
+        if cut == STAGES:
+            return 1.0
+        k = 1 + (LEVELS[self.phase.level].processes if self.phase.level.startswith("100") else 0)
+        return 0.1 * cut + (8 / self.phase.mbit) * (0.2 if cut >= 5 else 1.0) + k * 0.01 * (STAGES - cut)
+
+    def best(self) -> int:
+        return min(range(STAGES + 1), key=lambda cut: (self.seconds(cut), -cut))
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        do, way = order["do"], order.get("way", "")
+        self.asked.append((do, way))
+        match do:
+            case "likely":
+                return {"cuts": [5, 6, 7, 8, 9], "named": [3]}
+            case "open":
+                new = way not in self.opened
+                self.opened.add(way)
+                return {"new": new}
+            case "decide":
+                return {"seconds": 1e-5}
+        cut = steady_cut(way, STAGES)
+        if cut is None:
+            cut = self.best() if way != NEUROSURGEON and self.aware else 5
+        first = (do, way) not in self.asked[:-1]
+        seconds = self.seconds(cut) + (0.05 if first else 0.0)
+        self.clock.sleep(seconds)
+        return {
+            "seconds": seconds,
+            "cut": cut,
+            "equal": way not in self.wrong,
+            "why": "it died" if way in self.gives_up else "",
+            "k": 2.0 if way == OURS else None,
+            "wait_s": 0.0,
+            "upload_bytes_per_s": 1e6 if way == OURS else None,
+        }
+
+
+def measured(setting: Setting = LOAD, **options: Any) -> tuple[dict[str, Any], Simulated]:
+    clock = Clock()
+    device = Simulated(clock, **options)
+    return measure(device, device, setting, lambda text: None, clock), device
+
+
+def test_everything_is_asked_in_turns_phase_by_phase() -> None:
+    found, device = measured()
+    assert device.begun == [LOAD.phases[0], *LOAD.phases]
+    assert found["fixed"] == [3, 5, 6, 7, 8] and len(found["fixed"]) == MOST_FIXED + 1
+    assert [told["at_s"] for told in found["phases"]][0] == 0 and len(found["phases"]) == 3
+    for number in range(3):
+        ways = [each["way"] for each in found["requests"] if each["phase"] == number]
+        assert {*DECIDING["load"], *STEADY, *map(way_of, found["fixed"])} == set(ways)
+        assert ways.count(OURS) == ways.count(NEUROSURGEON) == found["phases"][number]["rounds"]
+    assert [each["at_s"] for each in found["requests"]] == sorted(each["at_s"] for each in found["requests"])
+
+
+def test_what_cutting_costs_is_the_first_request_beyond_the_next() -> None:
+    found, device = measured()
+    assert set(found["cutting"]) == {"3", "5", "6", "7", "8"}
+    for costs in found["cutting"].values():
+        assert costs["first_s"] - costs["later_s"] == pytest.approx(0.05)
+    requests = [way for do, way in device.asked if do == "request"]
+    assert requests[: FIRST + LATER] == ["cut 3"] * (FIRST + LATER)
+    assert requests[5 * (FIRST + LATER) :][: 2 * WARM] == [OURS] * WARM + ["loadpart"] * WARM
+    assert cutting_of(device, 3) is None, "it has been used"
+
+
+def test_who_is_blind_to_load_has_no_part_where_there_is_none() -> None:
+    found, _ = measured(LINK)
+    assert NEUROSURGEON not in {each["way"] for each in found["requests"]}
+
+
+# ------------------------------------------------------------------------------------------- the records
+
+
+def recorded(folder: Path, setting: Setting = LOAD, **options: Any) -> Records:
+    records = Records(folder / "records.jsonl")
+    found, _ = measured(setting, **options)
+    facts = {"stages": STAGES, "paper": {"5": 19}, "load": 0.5, **load_aware.facts_of(setting)}
+    records.add(setting.key, {**facts, **found})
+    return records
+
+
+def found_in(folder: Path, setting: Setting = LOAD, **options: Any) -> Found:
+    return Found(setting, recorded(folder, setting, **options))
+
+
+def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
+    records = recorded(tmp_path)
+    assert not missing(LOAD, Records(records.path)) and missing(LINK, records)
+    records.add(LOAD.key, {**records.rows[LOAD.key], "version": "old"})
+    assert missing(LOAD, records), "other code"
+    assert version() == version()
+
+
+def test_no_setting_begins_when_time_is_up(tmp_path: Path) -> None:
+    with pytest.raises(TimeIsUp):
+        run_all([LOAD], Records(tmp_path / "r.jsonl"), Deadline(0))
+
+
+def test_the_command_line() -> None:
+    assert parsed([]).only == [""] and parsed(["--only", "load", "link-vgg16"]).only == ["load", "link-vgg16"]
+
+
+def test_a_process_that_ends_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bed:
+        def popen(self, side: str, argv: Sequence[object], **options: Any) -> subprocess.Popen[bytes]:
+            options.pop("env")
+            return subprocess.Popen([*map(str, argv)], **options)
+
+        def end(self, process: subprocess.Popen[bytes]) -> None:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None and process.stdout is not None
+            process.stdout.close()
+            process.stdin.close()
+
+    echo = "import sys\nfor line in sys.stdin: print(line.strip() if line.strip() != 'end' else exit())"
+    worker = Worker(Bed(), "compute", ["-c", echo])  # type: ignore[arg-type]
+    try:
+        worker.say('{"error": "no such way"}')
+        worker.say("end")
+        with pytest.raises(Failed, match="no such way"):
+            worker.answer(60)
+        with pytest.raises(Failed, match="has ended"):
+            worker.answer(60)
+    finally:
+        worker.end()
+    assert load_bed.LOAD_WINDOW_S > 0
+
+
+# ---------------------------------------------------------------------------------------------- judging
+
+
+def test_phases_count_alike_and_so_do_gains(tmp_path: Path) -> None:
+    found = found_in(tmp_path)
+    idle_s, busy_s, ours_busy_s = 0.75, 0.7 + 16 * 0.05, 1.0
+    assert found.total_s(NEUROSURGEON) == pytest.approx(2 * idle_s + busy_s)
+    assert found.total_s(OURS) == pytest.approx(2 * idle_s + ours_busy_s)
+    assert found.mean_gain(NEUROSURGEON) == pytest.approx(1 - 2.5 / 3.0)
+    gain, phase = found.best_gain(NEUROSURGEON)
+    assert phase == 1 and gain == pytest.approx(1 - ours_busy_s / busy_s)
+    assert found.goals["mean"] and not found.goals["best"] and gain < BEST_GAIN["alexnet"]
+
+
+def test_who_is_blind_gains_nothing(tmp_path: Path) -> None:
+    found = found_in(tmp_path, aware=False)
+    assert found.mean_gain(NEUROSURGEON) == pytest.approx(0.0)
+    assert not found.goals["mean"] and MEAN_GAIN["alexnet"] > 0
+    other = found_in(tmp_path / "other", load_setting("vgg16", levels=("0%", "100%(h)")), aware=False)
+    assert other.goals["mean"] and "best" not in other.goals, "3 % worse would do"
+    worst, phase = found.worst_over_ends
+    assert phase == 1 and worst == pytest.approx(0.5) and not found.goals["ends"]
+
+
+def test_ours_is_held_against_local_full_and_fixed_cuts(tmp_path: Path) -> None:
+    found = found_in(tmp_path)
+    assert found.worst_over_ends[0] == pytest.approx(0.0) and found.goals["ends"]
+    assert set(found.fixed_s) == {0, 3, 5, 6, 7, 8, STAGES} and found.untried == []
+    assert found.best_fixed == (5, pytest.approx(3.0)) or found.best_fixed[1] <= 3.0
+    assert found.over_fixed < 0 and found.goals["fixed"]
+    blind = found_in(tmp_path / "blind", aware=False)
+    assert blind.over_fixed >= 0
+
+
+def test_a_cut_that_was_not_tried_throughout_is_no_fixed_one(tmp_path: Path) -> None:
+    found = found_in(tmp_path)
+    for request in found.row["requests"]:
+        if request["way"] == OURS and request["phase"] == 1:
+            request["cut"] = 4
+    assert found.untried == [4] and 4 not in found.fixed_s
+
+
+def test_what_the_device_finished_by_itself_tells_nothing_of_a_cut(tmp_path: Path) -> None:
+    found = found_in(tmp_path, gives_up=("cut 5",))
+    every = found.row["requests"]
+    assert found.fallen_back == sum(each["way"] == "cut 5" for each in every) > 0
+    assert found.spread(1, "cut 5").values == tuple(
+        each["seconds"] for each in every if (each["phase"], each["way"]) == (1, NEUROSURGEON)
+    )
+
+
+def test_cutting_is_spread_over_a_hundred_requests(tmp_path: Path) -> None:
+    found = found_in(tmp_path)
+    share, cut = found.cutting or (0.0, 0)
+    least = min(each["later_s"] for each in found.row["cutting"].values())
+    assert share == pytest.approx((0.05 + 100 * 1e-5) / (100 * least)) and found.goals["cutting"]
+    assert str(cut) in found.row["cutting"]
+    found.row["cutting"][str(cut)]["first_s"] += 2.0
+    assert not found.goals["cutting"]
+    known = Found(LOAD, Records(tmp_path / "records.jsonl"))
+    known.row = {**known.row, "cutting": {}}
+    assert known.cutting is None and "cutting" not in known.goals
+
+
+def test_a_wrong_answer_is_counted(tmp_path: Path) -> None:
+    found = found_in(tmp_path, wrong=(FULL,))
+    assert found.wrong == sum(each["way"] == FULL for each in found.row["requests"]) > 0
+    assert not found.goals["equal"]
+
+
+def test_cuts_have_the_papers_numbers_where_there_is_one(tmp_path: Path) -> None:
+    found = found_in(tmp_path)
+    assert [found.label(cut) for cut in (0, 5, 6, STAGES)] == [FULL, "p = 19", "cut 6", LOCAL]
+
+
+def test_rates_are_compared_once_ways_have_settled(tmp_path: Path) -> None:
+    found = found_in(tmp_path, LINK)
+    assert found.rates == [1.0, 8.0, 64.0]
+    assert found.at_rate(LOCAL, 1.0) == 1.0 == found.at_rate(OURS, 1.0)
+    assert found.at_rate(FULL, 8.0) == pytest.approx(1.1)
+    assert found.speedups(OURS, FULL)[0] == pytest.approx(8.1)
+
+
+# --------------------------------------------------------------------------------------------- the page
+
+
+def test_verdicts_name_where_a_goal_is_missed(tmp_path: Path) -> None:
+    good, bad = found_in(tmp_path / "good"), found_in(tmp_path / "bad", aware=False)
+    assert verdict("mean", [good]).endswith("**met**, met in 1 of 1")
+    assert verdict("mean", [bad]).endswith(f"not in {LOAD.key}")
+    assert verdict("best", []).endswith("not judged")
+
+
+def test_the_page_and_its_pictures_say_what_there_is(tmp_path: Path) -> None:
+    records = recorded(tmp_path, wrong=("cut 3",))
+    found, _ = measured(LINK)
+    facts = {"stages": STAGES, "paper": {}, "load": 0.5, **load_aware.facts_of(LINK)}
+    records.add(LINK.key, {**facts, **found})
+    every = [Found(LOAD, records), Found(LINK, records), Found(SETTINGS[-1], records)]
+    text = write(every, tmp_path, "page")
+    assert (tmp_path / "page.md").read_text() == text == page(every, "page")
+    for name in ("load", "link", "rates"):
+        assert (tmp_path / f"page_{name}.png").stat().st_size > 10_000
+        assert f"page_{name}.png" in text
+    assert f"Not run yet: {SETTINGS[-1].key}" in text and "p = 19" in text
+    assert f"{every[0].wrong} differed" in text and all(goal in text for goal in GOALS.values())
+    assert "6.96 x, at most 21.98 x" in text and "15 processes in a loop" in text
+
+
+def test_a_page_of_nothing(tmp_path: Path) -> None:
+    text = write([Found(LOAD, Records(tmp_path / "none.jsonl"))], tmp_path, "none")
+    assert "not judged" in text and LOAD.key in text and not list(tmp_path.glob("*.png"))
+
+
+# ------------------------------------------------------------------------------------------- the real one
+
+
+@pytest.mark.slow
+def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    try:
+        with testbed.Testbed(check=False):
+            pass
+    except testbed.Unavailable as error:
+        pytest.skip(str(error))
+    command = [sys.executable, BENCHMARKS / "load_aware.py", "--quick", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
+    records = Records(tmp_path / "load_aware_quick.jsonl")
+    for setting in QUICK:
+        row = records.rows[setting.key]
+        assert setting.key in done.stdout
+        assert row["requests"] and all(each["equal"] and not each["why"] for each in row["requests"])
+        assert {each["phase"] for each in row["requests"]} == set(range(len(setting.phases)))
+        cuts = {way: {each["cut"] for each in row["requests"] if each["way"] == way} for way in STEADY}
+        assert cuts == {LOCAL: {row["stages"]}, FULL: {0}}
+    left = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=120)
+    assert left.stdout.count("finished") == len(QUICK)
