@@ -178,7 +178,9 @@ def main() -> None:
             failed = run_all(wanted, records, Deadline(options.minutes))
         except TimeIsUp:
             print("time is up; the next start goes on from here", file=sys.stderr)
-    print(write([Found(setting, records) for setting in settings], options.out, name))
+    found = [Found(setting, records) for setting in settings]
+    print(write(found, options.out, name))
+    failed += [f"{each.setting.key}: {each.wrong} wrong answers" for each in found if each.complete and each.wrong]
     if failed:
         sys.exit("\n".join(f"error: {why}" for why in failed))
 

@@ -212,11 +212,12 @@ def cutting_table(found: Sequence[Found]) -> str:
     """What cutting takes."""
     rows = []
     for each in found:
-        decide_us = 1e6 * each.row["decide_s"][OURS]
+        if each.cutting is None:
+            continue
         share, cut = each.cutting
-        extra = [1e3 * (times["first_s"] - times["later_s"]) for times in each.row["cutting"].values()]
-        most = f"{max(extra):.0f}" if extra else "-"
-        rows.append([each.setting.key, each.stages, f"{decide_us:.0f}", most, f"{share:.2%}", each.label(cut)])
+        extra = max(costs["first_s"] - costs["later_s"] for costs in each.row["cutting"].values())
+        cells = [each.stages, f"{1e6 * each.row['decide_s'][OURS]:.0f}", f"{1e3 * extra:.0f}"]
+        rows.append([each.setting.key, *cells, f"{share:.2%}", each.label(cut)])
     header = ["setting", "stages", "a decision, us", "first request beyond the next, ms"]
     return table([*header, f"of {REUSED} requests", "most at"], rows) if rows else "Not run yet."
 
