@@ -270,7 +270,11 @@ def main() -> None:
         answers.flush()
 
     torch.set_num_threads(1)
-    device = Device(json.loads(sys.argv[1]))
+    try:
+        device = Device(json.loads(sys.argv[1]))
+    except Exception as error:
+        say({"error": f"{type(error).__name__}: {error}"})
+        return
     say({"ready": True})
     for line in sys.stdin:
         try:
