@@ -109,7 +109,7 @@ def run(settings: Sequence[Setting], records: Records, deadline: Deadline, bar: 
                 deadline.check()
                 load = round(os.getloadavg()[0], 2)
                 bar.say(f"{setting.key}: warms up")
-                found = measure(device, bed, setting, lambda text: bar.begin(f"{setting.key}: {text}"))
+                found = measure(device, bed, setting, bar.begin)
                 records.add(setting.key, {**facts_of(setting), **facts, "load": load, **found})
 
 
@@ -180,7 +180,9 @@ def main() -> None:
             print("time is up; the next start goes on from here", file=sys.stderr)
     found = [Found(setting, records) for setting in settings]
     print(write(found, options.out, name))
-    failed += [f"{each.setting.key}: {each.wrong} wrong answers" for each in found if each.complete and each.wrong]
+    failed += [
+        f"{each.setting.key}: {each.wrong} wrong answers" for each in found if each.complete and each.wrong
+    ]
     if failed:
         sys.exit("\n".join(f"error: {why}" for why in failed))
 

@@ -24,8 +24,7 @@ BACKGROUND_LIMIT_S = 1800.0
 """Longest life of a background process: some times what a part takes."""
 
 LOAD_WINDOW_S, LOAD_WATCH_S = 10.0, 5.0
-"""Of the server. Requests come every few seconds here, so two are recent; looked at as often as the server does
-by itself."""
+"""Of the server: requests come every few seconds here, so some are recent; it looks as often as by itself."""
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 

@@ -1,4 +1,4 @@
-"""What the records of `load_aware.py` say of one setting: who was faster, by how much, and which goals are met.
+"""What the records of `load_aware.py` say of one setting: who was faster, by how much, what goals are met.
 
 A level or a rate is a phase. Phases count alike, however many requests they had: what is averaged over time
 is averaged over phases.
@@ -14,7 +14,7 @@ from typing import Any
 
 from _common import Spread
 from _planned import Records
-from load_schedule import DECIDING, FULL, LOADPART, LOCAL, NEUROSURGEON, OURS, STEADY, Phase, Setting
+from load_schedule import DECIDING, FULL, LOCAL, NEUROSURGEON, OURS, STEADY, Phase, Setting, steady_cut
 
 MEAN_GAIN: Mapping[str, float] = {"squeezenet1_0": 0.142, "alexnet": 0.0495}
 BEST_GAIN: Mapping[str, float] = {"squeezenet1_0": 0.323, "alexnet": 0.394}
@@ -105,8 +105,7 @@ class Found:
         return Counter(each["cut"] for each in self.requests(phase, way, settled=True)).most_common(1)[0][0]
 
     def known(self, phase: int, name: str) -> float:
-        """The median of what ours knew when it chose: ``k``, ``upload_bytes_per_s``, ``wait_s``; 0 where it
-        knew nothing."""
+        """The median of what ours knew when it chose, such as ``k``; 0 where it knew nothing."""
         values = [each[name] for each in self.requests(phase, OURS) if each[name] is not None]
         return statistics.median(values) if values else 0.0
 
@@ -215,8 +214,7 @@ class Found:
 
     @property
     def cutting(self) -> tuple[float, int] | None:
-        """The largest share of `REUSED` requests that cutting for them takes, and at which cut; None where no
-        cut was new.
+        """The largest share of `REUSED` requests that cutting takes, and at which cut; None if none was new.
 
         What the first request at a cut took beyond those right after it, and as many decisions.
         """

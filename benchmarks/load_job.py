@@ -73,8 +73,8 @@ microseconds."""
 class Slowness:
     """Makes the stages of a program take so many times what they take on this core.
 
-    What they take was measured beforehand, so that a disturbance of this machine is none of the device: a stage
-    sleeps until its time is over.
+    What they take was measured beforehand, so that a disturbance of this machine is none of the device: a
+    stage sleeps until its time is over.
 
     Args:
         program: Whose.
@@ -147,7 +147,9 @@ class Device:
         publish(self.program, Store.open(spec["store"]))
         numbers = paper_numbers(self.program.stages, paper_nodes(model, example))
         self._numbers = {cut: number for cut, number in numbers.items() if 0 < cut < self.program.num_stages}
-        self._named = [cut for cut, number in self._numbers.items() if number in NAMED.get(spec["network"], ())]
+        self._named = [
+            cut for cut, number in self._numbers.items() if number in NAMED.get(spec["network"], ())
+        ]
         seconds = stage_medians(self.program, self._captured.example.tensors)
         self._slowness = Slowness(self.program, seconds, spec["factor"])
         self._slowness.begin()
@@ -198,8 +200,12 @@ class Device:
         }
 
     def likely(self, mbit: Sequence[float], loads: Sequence[float]) -> dict[str, Any]:
-        """Cuts inside the network that ours or LoADPart would take at some rate and load, the most frequent
-        ones first; and those that the paper names."""
+        """Cuts inside the network that ours or LoADPart would take, most frequent first; the paper's, too.
+
+        Args:
+            mbit: Rates of the link.
+            loads: Load factors; each is tried with each rate.
+        """
         costs = self._fars[OURS].costs(self._captured)
         assert costs is not None
         won = Counter(

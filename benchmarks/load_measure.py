@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from load_schedule import DECIDING, STEADY, Phase, Setting, Turns, way_of
 
 LIKELY_LOADS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Load factors at which it is asked which cut would win, to find those that are worth having as fixed ones."""
+"""Load factors at which it is asked which cut would win, to find those that are worth trying throughout."""
 
 MOST_FIXED = 4
 """Of those."""
@@ -70,7 +70,7 @@ def measure(
     decide_s = {way: device.ask(do="decide", way=way, count=DECISIONS)["seconds"] for way in ways}
     phases = Phases(device, bed, setting, cuts, clock)
     for phase in setting.phases:
-        tick(f"{phase.level}, {phase.mbit:g} Mbit/s")
+        tick(f"{setting.key}: load {phase.level}, {phase.mbit:g} Mbit/s")
         phases.run(phase)
     return {
         "fixed": cuts,
@@ -82,8 +82,7 @@ def measure(
 
 
 def fixed_cuts(device: Device, setting: Setting) -> list[int]:
-    """Cuts inside the network that would win at some load and rate of the setting, those that win most, and
-    those that the paper names."""
+    """Inside the network: those that would win most over loads and rates of the setting, and the paper's."""
     loads = LIKELY_LOADS if setting.part == "load" else LIKELY_LOADS[:1]
     rates = sorted({phase.mbit for phase in setting.phases})
     found = device.ask(do="likely", mbit=rates, loads=loads)

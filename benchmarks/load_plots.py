@@ -68,9 +68,9 @@ def panels(
 
 def over_time(axes: Any, found: Found) -> None:
     """One network while something changes."""
-    ends = [told["at_s"] for told in found.row["phases"]][1:] + [found.row["requests"][-1]["at_s"]]
-    for number, (phase, end) in enumerate(zip(found.phases, ends, strict=True)):
-        begin = found.row["phases"][number]["at_s"]
+    begins = [told["at_s"] for told in found.row["phases"]]
+    ends = [*begins[1:], found.row["requests"][-1]["at_s"]]
+    for number, (phase, begin, end) in enumerate(zip(found.phases, begins, ends, strict=True)):
         load = found.setting.part == "load"
         depth = list(LEVELS).index(phase.level) / len(LEVELS) if load else 0.3 * (number % 2)
         axes.axvspan(begin, end, color="0.9", alpha=depth, lw=0)
@@ -87,9 +87,7 @@ def over_time(axes: Any, found: Found) -> None:
         )
         for way in (LOCAL, FULL):
             style = {"color": STYLES[way]["color"], "lw": 0.8, "ls": "--" if way == LOCAL else ":"}
-            axes.hlines(
-                found.spread(number, way).median, begin, end, label=None if number else way, **style
-            )
+            axes.hlines(found.spread(number, way).median, begin, end, label=None if number else way, **style)
     for way in DECIDING[found.setting.part]:
         rows = [each for each in found.row["requests"] if each["way"] == way]
         axes.plot(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _common import machine, table, versions
-from load_background import PERIOD_S
 from load_bed import LOAD_WATCH_S, LOAD_WINDOW_S
 from load_found import GOALS, OVER_ENDS, REUSED, Found
 from load_plots import draw_over_time, draw_rates
@@ -79,7 +78,6 @@ def page(found: Sequence[Found], name: str) -> str:
         mbit=LOAD_MBIT,
         over_ends=OVER_ENDS,
         reused=REUSED,
-        period_ms=PERIOD_S * 1e3,
         window_s=LOAD_WINDOW_S,
         watch_s=LOAD_WATCH_S,
         commits=", ".join(sorted({each.row["commit"] for each in complete})) or "-",
@@ -243,9 +241,9 @@ Means of all requests, those before a change was noticed too, phase by phase; ev
 
 {loads}
 
-k and the rate are what ours knew when it chose. "Ours over the better one" is over the better one of local and
-full once it has settled, which is the later half of a phase: its cuts, each as long as requests at that cut
-took in that phase, whoever sent them; "as measured" is by its own requests alone, a few.
+k and the rate are what ours knew when it chose. "Ours over the better one" is over the better one of local
+and full once it has settled, which is the later half of a phase: its cuts, each as long as requests at that
+cut took in that phase, whoever sent them; "as measured" is by its own requests alone, a few.
 
 ## The link changes (Figure 6)
 
@@ -272,15 +270,15 @@ are not to be compared, but signs.
 
 {steady}
 
-Sums over phases of the typical seconds of a request. Tried in every phase are those that would win at some load
-or rate, those that the paper names, none and all.
+Sums over phases of the typical seconds of a request. Tried in every phase are those that would win at some
+load or rate, those that the paper names, none and all.
 
 ## What cutting costs
 
 {cutting}
 
-A decision is made for every request. The first request at a cut that nobody has used makes both sides ready for
-it; what it took beyond the next two, and {reused} decisions, is held against {reused} requests.
+A decision is made for every request. The first request at a cut that nobody has used makes both sides ready
+for it; what it took beyond the next two, and {reused} decisions, is held against {reused} requests.
 
 ## Answers
 
@@ -292,8 +290,8 @@ them the device finished by itself what a server was to.
 - Two hosts in network namespaces: the device on core 0, `upriver serve` with one worker of one thread on core
   1, and a link that `tc tbf` shapes both ways, {mbit:g} Mbit/s where the load changes.
 - The device is {factor:g} times slower than its core: after each stage it sleeps until so many times the
-  stage's own seconds are over, which were measured once when nothing else ran. So a disturbance of this machine
-  is none of the device.
+  stage's own seconds are over, which were measured once when nothing else ran. So a disturbance of this
+  machine is none of the device.
 - Background load runs on the server's core and ends by itself. Each process multiplies matrices, in memory
   larger than the first caches, and is scheduled as a group of its own:
 {levels}
@@ -303,8 +301,8 @@ them the device finished by itself what a server was to.
   Local, full and fixed cuts come as often as their time is no more than ours.
 - Neurosurgeon knows what LoADPart knows but for the load: its k is 1, and it expects no wait. While the link
   changes and the server is idle the two are the same, so it does not run there.
-- The server's factor k looks back {window_s:g} s, and is forgotten when its core, looked at every {watch_s:g} s,
-  is less than 90 % busy. A period of background work is {period_ms:g} ms.
+- The server's factor k looks back {window_s:g} s, and is forgotten when its core, looked at every
+  {watch_s:g} s, is less than 90 % busy.
 - Networks have random weights; inputs are random and of the paper's sizes. Programs lie in the server's store
   beforehand. Batch 1, float32, one thread on either side.
 - Commits {commits}; {machine}.
@@ -316,6 +314,6 @@ An accelerator; a radio link, which loses packets and changes by itself; several
 other. Both hosts share the memory and the last cache of one machine, so background load slows what little
 the device computes, too, within its sleep.
 
-Run it again: `python benchmarks/load_aware.py` as root; it goes on from the records, which are of the code as it
-is.
+Run it again: `python benchmarks/load_aware.py` as root; it goes on from the records, which are of the code as
+it is.
 """

@@ -14,8 +14,8 @@ DECIDING: Mapping[str, tuple[str, ...]] = {
     "load": (OURS, LOADPART, NEUROSURGEON),
     "link": (OURS, LOADPART),
 }
-"""Ways that choose a cut for each request, by part. Who is blind to load does as LoADPart where there is none,
-and the paper has it in Figure 9 alone."""
+"""Ways that choose a cut for each request, by part. Who is blind to load does as LoADPart where there is
+none, and the paper has it in Figure 9 alone."""
 
 PARTS = tuple(DECIDING)
 """``load``: the server's load changes, the link does not. ``link``: the other way round."""
@@ -177,8 +177,8 @@ class Turns:
     """Who is next in a phase.
 
     In every round each way that chooses has a request, in another order each time. Beside them come those of
-    the others that have had the least time, as long as it was no more than ours: what takes long comes rarely,
-    but everyone comes once.
+    the others that have had the least time, as long as it was no more than ours: what takes long comes
+    rarely, but everyone comes once.
 
     Args:
         choosing: Ways that choose; the first is ours.

@@ -1,4 +1,4 @@
-"""The benchmark of load-aware split inference: what happens, whose turn it is, its page, its smallest form."""
+"""The benchmark of load-aware split inference: what happens, whose turn it is, its page, its least form."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_everything_is_asked_in_turns_phase_by_phase() -> None:
     found, device = measured()
     assert device.begun == [LOAD.phases[0], *LOAD.phases]
     assert found["fixed"] == [3, 5, 6, 7, 8] and len(found["fixed"]) == MOST_FIXED + 1
-    assert [told["at_s"] for told in found["phases"]][0] == 0 and len(found["phases"]) == 3
+    assert len(found["phases"]) == 3 and found["phases"][0]["at_s"] == 0
     for number in range(3):
         ways = [each["way"] for each in found["requests"] if each["phase"] == number]
         assert {*DECIDING["load"], *STEADY, *map(way_of, found["fixed"])} == set(ways)
