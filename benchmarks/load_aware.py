@@ -42,7 +42,7 @@ from load_bed import Bed, Failed, device_on
 from load_found import Found
 from load_measure import measure
 from load_report import write
-from load_schedule import CHOOSING, QUICK, SETTINGS, STEADY, Setting
+from load_schedule import OURS, QUICK, SETTINGS, Setting
 from testbed import TestbedError
 
 _here = Path(__file__).resolve().parent
@@ -101,9 +101,8 @@ def run(settings: Sequence[Setting], records: Records, deadline: Deadline, bar: 
         carried = bed.prove([phase.mbit for setting in settings for phase in setting.phases])
         bed.begin(first.phases[0])
         with device_on(bed, first) as device:
-            for way in (*CHOOSING, *STEADY):
-                bar.say(f"{first.network}: {way} opens")
-                device.ask(do="open", way=way)
+            bar.say(f"{first.network}: the server is measured")
+            device.ask(do="open", way=OURS)
             facts = {**device.ask(do="facts"), "carried": carried}
             for setting in settings:
                 deadline.check()

@@ -23,8 +23,8 @@ START_LIMIT_S, REQUEST_LIMIT_S = 600.0, 300.0
 BACKGROUND_LIMIT_S = 1800.0
 """Longest life of a background process: some times what a part takes."""
 
-LOAD_WINDOW_S, LOAD_WATCH_S = 10.0, 5.0
-"""Of the server: requests come every few seconds here, so some are recent; it looks as often as by itself."""
+LOAD_WINDOW_S, LOAD_WATCH_S = 5.0, 5.0
+"""Of the server: LoADPart's period (section V-A), and as often as the server looks by itself."""
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 

@@ -218,7 +218,7 @@ class Found:
 
         What the first request at a cut took beyond those right after it, and as many decisions.
         """
-        decide_s = self.row["decide_s"][OURS]
+        decide_s = self.row["decide_s"]
         shares = [
             (
                 (max(0.0, each["first_s"] - each["later_s"]) + REUSED * decide_s)

@@ -19,10 +19,11 @@ import math
 import os
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from upriver.client.inference.far import Far, Terms
 from upriver.client.inference.forms import Forms, Network
 from upriver.client.inference.offload import Offload
 from upriver.client.inference.request import Patience
-from upriver.client.transport import ServerClient
+from upriver.client.transport import Probe, ServerClient
 from upriver.latency import last_of_least
 from upriver.profile.measure import stage_medians
 from upriver.program.example import Example
@@ -129,6 +130,29 @@ class Slowness:
             self._on = before
 
 
+class Client(ServerClient):
+    """Probes the link only while no other way uses it: a device that has one way has none of their traffic.
+
+    Args:
+        url: Of the server.
+        token: For it.
+        link: Held by whoever has a request under way, or is let in.
+
+    Attributes:
+        waits: Whether it looks at that; not before its own way has been let in.
+    """
+
+    def __init__(self, url: str, *, token: str, link: threading.Lock) -> None:
+        super().__init__(url, token=token)
+        self.waits = False
+        self._link = link
+
+    def probe_upload(self, num_bytes: int) -> Probe:
+        """As of any client, in its turn."""
+        with self._link if self.waits else nullcontext():
+            return super().probe_upload(num_bytes)
+
+
 class Device:
     """Keeps what lasts from order to order.
 
@@ -155,6 +179,7 @@ class Device:
         self._slowness.begin()
         self._ways: dict[str, Offload] = {}
         self._fars: dict[str, Far] = {}
+        self._link = threading.Lock()
 
     # ---------------------------------------------------------------------------------------- orders
 
@@ -165,7 +190,8 @@ class Device:
         rule = RULES.get(way) or Rule(cut=cut_of(way))
         chooses = rule.cut_of(self.program.num_stages) is None
         terms = Terms(push=False) if chooses else Terms(push=False, probe_s=NEVER_S, load_s=NEVER_S)
-        fars = [] if way == LOCAL else [Far(ServerClient(self._url, token=self._token), terms)]
+        client = Client(self._url, token=self._token, link=self._link)
+        fars = [] if way == LOCAL else [Far(client, terms)]
 
         def make(_: Example) -> Network:
             stages_s = self._slowness.stages_s
@@ -173,7 +199,7 @@ class Device:
                 far.serve(self._captured, stages_s)
             return Network(captured=self._captured, device_s=stages_s, total_s=sum(stages_s))
 
-        with self._slowness.away():
+        with self._link, self._slowness.away():
             self._ways[way] = Offload(
                 Forms(self._captured.example, make),
                 fars,
@@ -186,7 +212,15 @@ class Device:
                 if far.costs(self._captured) is None:
                     raise RuntimeError(far.why_not or f"{way}: the server is not ready")
                 self._fars[way] = far
+        client.waits = True
         return {"new": True}
+
+    def close(self, way: str) -> dict[str, Any]:
+        """Let go of a way, if it is there."""
+        if way in self._ways:
+            self._ways.pop(way).close()
+            self._fars.pop(way, None)
+        return {}
 
     def facts(self) -> dict[str, Any]:
         """What a row says of the network and its two machines; with `ours` open."""
@@ -237,9 +271,10 @@ class Device:
             number: Says which input.
         """
         answer, wanted = self._ways[way], self._answers[number % INPUTS]
-        began = time.perf_counter()
-        given = answer(self._inputs[number % INPUTS])
-        seconds = time.perf_counter() - began
+        with self._link:
+            began = time.perf_counter()
+            given = answer(self._inputs[number % INPUTS])
+            seconds = time.perf_counter() - began
         served, decision = answer.last, answer.decision
         assert served is not None
         now = decision.now
@@ -257,13 +292,10 @@ class Device:
             "upload_bytes_per_s": None if now is None else round(now.upload_bytes_per_s),
         }
 
-    def close(self) -> dict[str, Any]:
-        """Let go of the server."""
-        for answer in self._ways.values():
-            answer.close()
-        self._ways.clear()
-        self._fars.clear()
-        return {}
+    def end(self) -> None:
+        """Let go of all of them."""
+        for way in list(self._ways):
+            self.close(way)
 
 
 def main() -> None:
@@ -288,7 +320,7 @@ def main() -> None:
             say(getattr(device, order.pop("do"))(**order))
         except Exception as error:
             say({"error": f"{type(error).__name__}: {error}"})
-    device.close()
+    device.end()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from load_schedule import DECIDING, STEADY, Phase, Setting, Turns, way_of
+from load_schedule import CHOOSING, DECIDING, OURS, STEADY, Phase, Setting, Turns, way_of
 
 LIKELY_LOADS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Load factors at which it is asked which cut would win, to find those that are worth trying throughout."""
@@ -55,19 +55,22 @@ def measure(
     """All of a setting.
 
     Args:
-        device: With every way that chooses, and the two that do not, open.
+        device: Whose requests they are.
         bed: Where.
         setting: What.
         tick: Told of each phase as it begins.
         clock: Seconds.
     """
     bed.begin(setting.phases[0])
-    cuts, ways = fixed_cuts(device, setting), DECIDING[setting.part]
+    ways = (*DECIDING[setting.part], *STEADY)
+    for way in (*CHOOSING, *STEADY):  # who has no part in this must not probe the link
+        device.ask(do="open" if way in ways else "close", way=way)
+    cuts = fixed_cuts(device, setting)
     cutting = {str(cut): costs for cut in cuts if (costs := cutting_of(device, cut)) is not None}
-    for way in (*ways, *STEADY):
+    for way in ways:
         for number in range(WARM):
             device.ask(do="request", way=way, number=number)
-    decide_s = {way: device.ask(do="decide", way=way, count=DECISIONS)["seconds"] for way in ways}
+    decide_s = device.ask(do="decide", way=OURS, count=DECISIONS)["seconds"]
     phases = Phases(device, bed, setting, cuts, clock)
     for phase in setting.phases:
         tick(f"{setting.key}: load {phase.level}, {phase.mbit:g} Mbit/s")

@@ -214,7 +214,7 @@ def cutting_table(found: Sequence[Found]) -> str:
             continue
         share, cut = each.cutting
         extra = max(costs["first_s"] - costs["later_s"] for costs in each.row["cutting"].values())
-        cells = [each.stages, f"{1e6 * each.row['decide_s'][OURS]:.0f}", f"{1e3 * extra:.0f}"]
+        cells = [each.stages, f"{1e6 * each.row['decide_s']:.0f}", f"{1e3 * extra:.0f}"]
         rows.append([each.setting.key, *cells, f"{share:.2%}", each.label(cut)])
     header = ["setting", "stages", "a decision, us", "first request beyond the next, ms"]
     return table([*header, f"of {REUSED} requests", "most at"], rows) if rows else "Not run yet."
@@ -297,8 +297,10 @@ them the device finished by itself what a server was to.
 {levels}
 - All ways take turns request by request, in another order each round. Each has a link profiler and a view of
   the server's load of its own, fed by its own requests and, where it has sent none of late, by its own
-  probes and questions every 5 s. They share the server, so that its k is measured by everybody's requests.
-  Local, full and fixed cuts come as often as their time is no more than ours.
+  probes every 5 s and questions every 10 s. Probes wait for the end of another way's request, and so does
+  the next request for that of a probe, untimed: a device with one way has no others to share its link with.
+  The server is shared, so that its k is measured by everybody's requests. Local, full and fixed cuts come as
+  often as their time is no more than ours.
 - Neurosurgeon knows what LoADPart knows but for the load: its k is 1, and it expects no wait. While the link
   changes and the server is idle the two are the same, so it does not run there.
 - The server's factor k looks back {window_s:g} s, and is forgotten when its core, looked at every

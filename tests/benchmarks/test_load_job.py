@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,7 +160,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
         for way in (*RULES, "cut 2"):
             assert made.open(way) == {"new": True}
         yield made
-        made.close()
+        made.end()
         server.close()
 
 
@@ -186,3 +187,18 @@ def test_a_device_tells_of_its_network_and_of_likely_cuts(device: Device) -> Non
 def test_an_answer_that_differs_is_noticed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_answers", [each + 1 for each in device._answers])
     assert not device.request(OURS, 0)["equal"]
+
+
+def test_no_probe_runs_into_another_ways_request(device: Device) -> None:
+    probing = threading.Thread(target=device._fars[OURS]._client.probe_upload, args=(1,))
+    with device._link:
+        probing.start()
+        probing.join(0.2)
+        assert probing.is_alive(), "it waits"
+    probing.join(60)
+    assert not probing.is_alive()
+
+
+def test_a_way_that_was_closed_can_be_opened_again(device: Device) -> None:
+    assert device.close("cut 2") == {} == device.close("cut 2")
+    assert device.open("cut 2") == {"new": True} and device.request("cut 2", 0)["equal"]
