@@ -98,7 +98,7 @@ def over_time(axes: Any, found: Found) -> None:
             label=way,
             **STYLES[way],
         )
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * max(each["seconds"] for each in found.row["requests"]))
 
 
 def over_rates(axes: Any, found: Found) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from _common import machine, table, versions
 from load_bed import LOAD_WATCH_S, LOAD_WINDOW_S
 from load_found import GOALS, OVER_ENDS, REUSED, Found
+from load_job import RUNS
 from load_plots import draw_over_time, draw_rates
 from load_schedule import (
     COMPARED,
@@ -76,6 +77,7 @@ def page(found: Sequence[Found], name: str) -> str:
         name=name,
         factor=FACTOR,
         mbit=LOAD_MBIT,
+        runs=RUNS,
         over_ends=OVER_ENDS,
         reused=REUSED,
         window_s=LOAD_WINDOW_S,
@@ -290,8 +292,8 @@ them the device finished by itself what a server was to.
 - Two hosts in network namespaces: the device on core 0, `upriver serve` with one worker of one thread on core
   1, and a link that `tc tbf` shapes both ways, {mbit:g} Mbit/s where the load changes.
 - The device is {factor:g} times slower than its core: after each stage it sleeps until so many times the
-  stage's own seconds are over, which were measured once when nothing else ran. So a disturbance of this
-  machine is none of the device.
+  stage's own seconds are over: those of the shortest of {runs} runs before. So a disturbance of this machine
+  is none of the device.
 - Background load runs on the server's core and ends by itself. Each process multiplies matrices, in memory
   larger than the first caches, and is scheduled as a group of its own:
 {levels}
