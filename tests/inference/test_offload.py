@@ -229,6 +229,11 @@ def test_requests_tell_the_link_and_the_load(server: Running) -> None:
         phases = answer.last
         assert phases.total_s >= phases.decide_s + phases.device_s + phases.link_s + phases.server_s > 0
         assert 25_600 in far.link._requests
+        cut_at(answer, 3)
+        answer(x)
+        assert 9_600 not in far.link._requests, "the server has looked up what crosses there"
+        answer(x)
+        assert 9_600 in far.link._requests
 
 
 def test_a_thread_asks_for_what_no_request_brings(server: Running) -> None:

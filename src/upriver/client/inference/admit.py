@@ -44,11 +44,13 @@ class Admitted:
     Attributes:
         costs: What its stages take here and there.
         overhead_s: What a request takes on the way beside a round trip and its bytes.
+        cuts: Those that the example ran from.
         load: How busy the server is.
     """
 
     costs: Costs
     overhead_s: float
+    cuts: tuple[int, ...]
     load: Load
 
 
@@ -82,11 +84,13 @@ def admit(
     probe(client, link, small=ROUND_TRIPS, large=PROBES)
     allowed = allowed_by(exact, captured)
     whole = canary(client, captured, 0, allowed)
-    overhead_s = _overhead_s(client, captured, link, allowed)
+    narrowest = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
+    overhead_s = _overhead_s(client, captured, link, narrowest, allowed)
     seconds = _server_seconds(client, captured, info, device_s, whole)
     return Admitted(
         costs=Costs(program=program, device_s=device_s, server_s=seconds),
         overhead_s=overhead_s,
+        cuts=(0, narrowest),
         load=client.load(),
     )
 
@@ -145,14 +149,12 @@ def canary(client: ServerClient, captured: Captured, cut: int, allowed: Toleranc
 
 
 def _overhead_s(
-    client: ServerClient, captured: Captured, link: LinkWindow, allowed: Tolerance | None
+    client: ServerClient, captured: Captured, link: LinkWindow, cut: int, allowed: Tolerance | None
 ) -> float:
     """By requests of which the least crosses: what they took on the way beyond what the link explains."""
-    program = captured.program
-    cut = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
     took = min(canary(client, captured, cut, allowed).link_s for _ in range(CANARIES))
     bandwidth = link.bandwidth_bytes_per_s
-    crossing_s = crossing_bytes(program, cut) / bandwidth if bandwidth is not None else 0.0
+    crossing_s = crossing_bytes(captured.program, cut) / bandwidth if bandwidth is not None else 0.0
     return max(0.0, took - link.rtt_s - crossing_s)
 
 

@@ -77,6 +77,7 @@ class Far:
         self._lock = threading.Lock()
         self._wanted: dict[str, tuple[Captured, Sequence[float]]] = {}
         self._costs: dict[str, Costs] = {}
+        self._looked_up: set[tuple[str, int]] = set()
         self._overhead_s = 0.0
         self._load, self._wait_s = 1.0, 0.0
         self._probed_at = self._heard_at = -math.inf
@@ -143,15 +144,23 @@ class Far:
         """A question for what the network gives from a cut on."""
         return Exchange(self._client, captured, cut, tensors)
 
-    def answered(self, captured: Captured, sent_bytes: int, finished: Finished) -> None:
-        """Take in what an answer shows of the link and of the load."""
+    def answered(self, captured: Captured, cut: int, finished: Finished) -> None:
+        """Take in what an answer shows of the link and of the load.
+
+        The first one from a cut says nothing of the link: the server has looked up what crosses there.
+        """
         program, download = captured.program, self._download()
         down_s = crossing_bytes(program, program.num_stages) / download if download is not None else 0.0
-        self.link.saw(sent_bytes, finished.link_s - down_s - self._overhead_s, request=True)
+        known = (program.digest, cut) in self._looked_up
+        if known:
+            link_s = finished.link_s - down_s - self._overhead_s
+            self.link.saw(crossing_bytes(program, cut), link_s, request=True)
         with self._lock:
             self._load, self._wait_s = finished.timings.k, finished.timings.expected_wait_s
-            self._probed_at = self._heard_at = time.monotonic()
+            self._heard_at = time.monotonic()
+            self._probed_at = self._heard_at if known else self._probed_at
             self._failures = 0
+            self._looked_up.add((program.digest, cut))
 
     def prepare(self, captured: Captured, cut: int) -> bool:
         """Run the example from a cut on once, for the server to have all that it needs; whether it did."""
@@ -160,6 +169,8 @@ class Far:
         except UpriverError as error:
             self.failed(error)
             return False
+        with self._lock:
+            self._looked_up.add((captured.program.digest, cut))
         return True
 
     def failed(self, error: UpriverError) -> None:
@@ -172,7 +183,7 @@ class Far:
             if isinstance(error, Overloaded):
                 pause_s = max(pause_s, min(error.retry_after_s, LONGEST_PAUSE_S))
             else:
-                self._costs = {}
+                self._costs, self._looked_up = {}, set()
             self._rests_until = time.monotonic() + pause_s
             known, self._error = str(self._error), error
         (log.debug if known == str(error) else log.warning)("%s is not asked for now: %s", self.url, error)
@@ -231,6 +242,7 @@ class Far:
         load = admitted.load
         with self._lock:
             self._costs = {**self._costs, captured.program.digest: admitted.costs}
+            self._looked_up |= {(captured.program.digest, cut) for cut in admitted.cuts}
             self._overhead_s = admitted.overhead_s
             self._load, self._wait_s = load.k, load.expected_wait_s
             self._probed_at = self._heard_at = time.monotonic()

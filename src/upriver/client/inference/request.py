@@ -155,7 +155,7 @@ class Request:
         return done
 
     def _took(self, far: Far, exchange: Exchange, finished: Finished) -> Tensors:
-        far.answered(self.captured, exchange.sent_bytes, finished)
+        far.answered(self.captured, self.cut, finished)
         self.served.server = far.url
         self.served.link_s, self.served.server_s = finished.link_s, finished.server_s
         return finished.tensors
