@@ -73,8 +73,8 @@ def best(
     """Ours: the groups with the least predicted makespan under a cap on the bytes in flight.
 
     Up to 64 layers no grouping is predicted to take less, with more none by over 0.1 %, but for memory caps
-    of a few latencies' worth of very many bytes (:mod:`upriver.coldstart.search`). Where PISeL's groups take no
-    longer, it is those.
+    of a few latencies' worth of very many bytes (:mod:`upriver.coldstart.search`). Where PISeL's groups take
+    no longer, it is those.
 
     Args:
         sizes_bytes: Of each layer's weights, in execution order.
