@@ -131,6 +131,14 @@ class Found:
         gains = [1 - self.mean_s(phase, OURS) / self.mean_s(phase, over) for phase in range(len(self.phases))]
         return max((gain, phase) for phase, gain in enumerate(gains))
 
+    def best_round(self, over: str) -> float:
+        """The same of one request of either, right after each other: what a picture over time shows."""
+        return max(
+            1 - ours["seconds"] / other["seconds"]
+            for phase in range(len(self.phases))
+            for ours, other in zip(self.requests(phase, OURS), self.requests(phase, over), strict=True)
+        )
+
     # ----------------------------------------------------------------------------- against steady cuts
 
     def chosen_s(self, phase: int, *, settled: bool) -> float:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from load_schedule import CHOOSING, DECIDING, OURS, STEADY, Phase, Setting, Turns, way_of
+from load_schedule import CHOOSING, DECIDING, LOCAL, OURS, STEADY, Phase, Setting, Turns, way_of
 
 LIKELY_LOADS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Load factors at which it is asked which cut would win, to find those that are worth trying throughout."""
@@ -22,7 +22,7 @@ FIRST, LATER = 1, 2
 """Requests at a cut that nobody has used yet: the first, which has to cut, and those it is compared with."""
 
 WARM = 2
-"""Requests of every way before any counts: each has to learn of its link."""
+"""Requests of every way that has a link before any counts: it has to learn of it."""
 
 DECISIONS = 200
 """That are timed."""
@@ -67,7 +67,7 @@ def measure(
         device.ask(do="open" if way in ways else "close", way=way)
     cuts = fixed_cuts(device, setting)
     cutting = {str(cut): costs for cut in cuts if (costs := cutting_of(device, cut)) is not None}
-    for way in ways:
+    for way in (each for each in ways if each != LOCAL):
         for number in range(WARM):
             device.ask(do="request", way=way, number=number)
     decide_s = device.ask(do="decide", way=OURS, count=DECISIONS)["seconds"]

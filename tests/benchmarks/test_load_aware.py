@@ -318,6 +318,7 @@ def test_phases_count_alike_and_so_do_gains(tmp_path: Path) -> None:
     gain, phase = found.best_gain(NEUROSURGEON)
     assert phase == 1 and gain == pytest.approx(1 - ours_busy_s / busy_s)
     assert found.goals["mean"] and not found.goals["best"] and gain < BEST_GAIN["alexnet"]
+    assert found.best_round(NEUROSURGEON) == pytest.approx(gain)
 
 
 def test_who_is_blind_gains_nothing(tmp_path: Path) -> None:
