@@ -85,6 +85,9 @@ def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
     loader = DataLoader(data, batch_size=2, workers=[worker.url], num_workers=num_workers, policy=policy)
     ids = [raw[:, 0].tolist() for raw, _ in loader]
     assert len(ids) == 750
-    assert loader.offloading is not None and loader.report.made[worker.url] > 0
+    assert loader.report.made[worker.url] > 0
+    assert loader.offloading is not None or not loader.decided, (
+        "to offload nothing may have its turn at the end"
+    )
     assert sum(loader.report.made.values()) == 1500
     assert "MB/s" in loader.why
