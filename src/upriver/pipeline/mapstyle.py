@@ -7,7 +7,7 @@ Any other one has a single step, ``dataset[index]``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from upriver.errors import ConfigError
@@ -43,6 +43,7 @@ class MapStyle:
     Attributes:
         dataset: The user's.
         seed: The job's, 0 to 2**63 - 1.
+        divided: Whether it can be read at one place and computed at another.
 
     Raises:
         ConfigError: If it is not map-style: it has no ``__getitem__``.
@@ -50,11 +51,14 @@ class MapStyle:
 
     dataset: Any
     seed: int = 0
+    divided: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not hasattr(self.dataset, "__getitem__"):
             kind = type(self.dataset).__name__
             raise ConfigError(f"dataset must be map-style: {kind} has no samples by index (__getitem__)")
+        # Once: to ask a protocol takes as long as to seed a generator does.
+        object.__setattr__(self, "divided", isinstance(self.dataset, Divided))
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -65,11 +69,6 @@ class MapStyle:
     def stages(self) -> tuple[str, ...]:
         """What leads from each position to the next."""
         return ("read", "transform") if self.divided else ("make",)
-
-    @property
-    def divided(self) -> bool:
-        """Whether it can be read at one place and computed at another."""
-        return isinstance(self.dataset, Divided)
 
     def make(self, index: Any, *, epoch: int, sample: int, start: int = START, stop: int = DONE) -> Any:
         """One sample, or a stretch of its way; sets the generators of this process and leaves them so.
