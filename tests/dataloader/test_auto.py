@@ -46,6 +46,20 @@ def test_the_metrics_of_a_job_that_stalls():
     assert world.made_there >= decision.ratio * rest * 0.8
 
 
+def test_workers_that_are_far_slower_are_not_timed_beside_the_model():
+    """How fast they prepared is how fast they are; FastFlow times each of them all the same."""
+    took = {}
+    for policy in ("upriver", "fastflow"):
+        world = World(here=0.05, there=0.5, step=0.1, receive=0.01)
+        measured, count = train(world, 400, policy=policy)
+        assert count == 400
+        assert measured.rthp == {name: pytest.approx(4 / 2, rel=0.06) for name in ("p2", "p3")}
+        assert measured.ocycles == {name: pytest.approx(0.01) for name in ("p2", "p3")}
+        took[policy] = {name: len(measured.timed[name].both.seconds) for name in ("p2", "p3")}
+    assert took["upriver"] == {"p2": 0, "p3": 0}
+    assert min(took["fastflow"].values()) >= LEAST_STEPS
+
+
 def test_a_job_that_does_not_stall_never_asks_anybody():
     world = World(here=0.001, there=0.025, step=0.5)
     measured, count = train(world, 100)

@@ -46,6 +46,13 @@ LEAST_STEPS = 8
 SETTLED = 0.02
 """Fewer do where the standard error of a step's seconds is below this part of their mean."""
 
+ROUGHLY = 0.05
+"""The same for candidates of a policy that tries them in turns, and steers their ratio, afterwards."""
+
+FAR_SLOWER = 3.0
+"""Where workers prepare batches so many times slower than the model takes them, training waits for nothing
+else: how fast they were prepared is how fast they come then, too."""
+
 SKIPPED = 2
 """Steps after a change that do not count: what was under way is not yet what is measured."""
 
@@ -87,10 +94,11 @@ class Steps:
         self.seconds.append(seconds)
         self.nbytes.append(nbytes)
 
-    def enough(self, alone: float = 0.0) -> bool:
+    def enough(self, alone: float = 0.0, settled: float = SETTLED) -> bool:
         """Whether further ones would change little.
 
         Args:
+            settled: Relative standard error.
             alone: MB/s that the training node makes meanwhile, where these are of what others make: those add
                 to it, so the slower they are the less exactly it need be known.
         """
@@ -99,7 +107,7 @@ class Steps:
         if len(self.seconds) < LEAST_STEPS:
             return False
         error = statistics.stdev(self.seconds) / len(self.seconds) ** 0.5
-        settled = SETTLED * max(1.0, alone / _positive(self.throughput))
+        settled *= max(1.0, alone / _positive(self.throughput))
         return bool(error <= settled * statistics.fmean(self.seconds))
 
     @property
@@ -116,6 +124,7 @@ class Timed:
     Attributes:
         cpu_s: CPU seconds of batches prepared while nobody trained.
         prepared: How many these are.
+        prepared_s: Seconds in which they were.
         alone: Steps of the consumer alone.
         both: Steps of both.
         short: Whether an epoch has had too few batches to warm up with.
@@ -123,6 +132,7 @@ class Timed:
 
     cpu_s: float = 0.0
     prepared: int = 0
+    prepared_s: float = 0.0
     alone: Steps = field(default_factory=Steps)
     both: Steps = field(default_factory=Steps)
     short: bool = False
@@ -131,6 +141,17 @@ class Timed:
     def lacking(self) -> int:
         """Batches to prepare."""
         return PREPARED - min(self.prepared, len(self.alone.seconds))
+
+    @property
+    def prepared_throughput(self) -> float:
+        """MB/s at which they were prepared, if all batches are about as large."""
+        nbytes = self.prepared * statistics.fmean(self.alone.nbytes)
+        return nbytes / _positive(self.prepared_s) / MEGA
+
+    @property
+    def throughput(self) -> float:
+        """MB/s of both; where that was not timed, of what it can be but little more or less than."""
+        return self.both.throughput if self.both.seconds else self.prepared_throughput
 
 
 @dataclass(eq=False, slots=True)
@@ -322,6 +343,7 @@ class Auto(Iterator[Any]):
             warm=warm,
             on_decided=on_decided,
             cpu_s=cpu_s or cpu_seconds,
+            clock=clock,
         ).run()
 
     def __next__(self) -> Any:
@@ -359,6 +381,7 @@ class _Course:
     warm: int
     on_decided: Callable[[], object]
     cpu_s: Callable[[], float]
+    clock: Callable[[], float]
 
     @property
     def _least_spent(self) -> int:
@@ -388,7 +411,7 @@ class _Course:
                 if name not in found.rthp:
                     timed = yield from self._time(name, self.part(name, 1.0), alone=found.lthp)
                     found.ocycles[name] = timed.cpu_s / timed.prepared
-                    found.rthp[name] = timed.both.throughput
+                    found.rthp[name] = timed.throughput
         found.decide(self.policy, self.threshold, self.candidates)
         self.on_decided()
 
@@ -399,8 +422,12 @@ class _Course:
         while timed.lacking > 0:
             yield from self._prepare(timed)
         self.epoch.hold = False
-        skip = SKIPPED
-        while not timed.both.enough(alone):
+        skip, settled = SKIPPED, SETTLED
+        if name != HERE and self.policy.promise is not None:
+            if not timed.both.seconds and FAR_SLOWER * timed.prepared_throughput < timed.alone.throughput:
+                return timed
+            settled = ROUGHLY
+        while not timed.both.enough(alone, settled):
             step = yield
             self.found.spent += 1
             if step is None:
@@ -418,9 +445,11 @@ class _Course:
             self.found.spent += 1
         planned = self.epoch.planned
         warm = self.epoch.prepare(planned or (0 if timed.short else self.warm))
-        began_s = self.cpu_s()
+        began_cpu_s, began_s = self.cpu_s(), self.clock()
         count = self.epoch.prepare(warm + timed.lacking) - warm
-        timed.cpu_s += self.cpu_s() - began_s if count else 0.0
+        if count:
+            timed.cpu_s += self.cpu_s() - began_cpu_s
+            timed.prepared_s += self.clock() - began_s
         timed.prepared += count
         timed.short = timed.short or (warm > 0 and not planned and not count)
         self.epoch.hold = True

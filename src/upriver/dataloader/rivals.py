@@ -92,10 +92,13 @@ class Rivals:
     def best(self) -> str:
         """Of those that give about the most the one that costs the least here.
 
-        Nobody only where that gives clearly more: the ratio of the others is still being steered to its best.
+        Nobody, unless one gives clearly more than that: what others make is not free, on their machines and
+        on the link, and the first batches of an epoch, when nothing is made ahead yet, are later for it.
         """
-        others = [name for name in self._with(1 - SAME) if name != HERE]
-        return min(others, key=self.ocycles.__getitem__) if others else HERE
+        most = max(map(self.throughput, self.seen))
+        if HERE in self.seen and most <= (1 + SAME) * self.throughput(HERE):
+            return HERE
+        return min(self._with(1 - SAME), key=self.ocycles.__getitem__)
 
     def factor(self, name: str) -> float:
         """What a candidate's Rthp is to be multiplied by, for its promise to be what turns have shown of it.
@@ -112,7 +115,7 @@ class Rivals:
         """What came of it, in words."""
         each = ", ".join(f"{name or 'nothing'} {self.throughput(name):.4g}" for name in self.seen)
         best = f"{self.best} is taken" if self.best else "nothing is offloaded"
-        if len(set(self._with(1 - SAME)) - {HERE}) > 1:
+        if self.best and len(self._with(1 - SAME)) > 1:
             best += ", which costs the least here of those that give as much"
         return f"of those that promise about as much, tried in turns, {best} ({each} MB/s)"
 
