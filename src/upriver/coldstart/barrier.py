@@ -1,0 +1,107 @@
+"""What reads a weight waits for it, and for nothing else.
+
+A dispatch mode sees every operator of a thread with all its arguments, whether a module was called for it or
+not, and below what PyTorch fuses: fused kernels are operators, too. Before one runs, its tensors' storages are
+looked up, and those that are not there yet are waited for. Storages, since views and ties have no name.
+
+Not seen, and so not guarded: memory that is read past the dispatcher (``tensor.numpy()``, ``tolist()``,
+``data_ptr()`` of a weight, inside ``forward``), and threads that ``forward`` begins of its own, but for what
+they ask the root module for (:mod:`upriver.coldstart.guard`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# Its own `with` keeps flags of the whole process, which two threads in a model at once would leave wrong.
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from upriver.coldstart.arrivals import Arrivals
+
+
+class Gate:
+    """Which tensors must be there for an operator's arguments.
+
+    Args:
+        arrivals: Of the tensors.
+        hurry: Told which one is waited for.
+
+    Attributes:
+        arrivals: As given.
+        touched: Tensors in the order in which something first read them, and when, in seconds of
+            ``time.perf_counter``.
+    """
+
+    def __init__(self, arrivals: Arrivals, hurry: Callable[[int], object]) -> None:
+        self.arrivals = arrivals
+        self.touched: dict[int, float] = {}
+        self._hurry = hurry
+        self._held: dict[int, tuple[int, ...]] = {}
+
+    def hold(self, tensor: torch.Tensor, index: int) -> None:
+        """Whoever reads the storage of this tensor waits for that number, from now on.
+
+        The storage must live as long as the gate.
+        """
+        key = _key(tensor)
+        if key is not None:
+            self._held[key] = (*self._held.get(key, ()), index)
+
+    def enter(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+        """Until whatever an operator is given is there.
+
+        Raises:
+            UpriverError: If some of it does not come.
+        """
+        for key in _keys(args, kwargs):
+            indices = self._held.get(key)
+            if indices is not None:
+                for index in indices:
+                    if index not in self.touched:
+                        self.touched[index] = time.perf_counter()
+                self.arrivals.wait(indices, self._hurry)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Operators of this thread wait for what they read."""
+        _push_mode(_Waits(self))
+        try:
+            yield
+        finally:
+            _pop_mode()
+
+
+class _Waits(TorchDispatchMode):
+    """One thread's."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._gate.enter(args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _keys(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
+    """Of every storage among an operator's arguments, which are tensors, numbers, and lists of them."""
+    for value in (*args, *kwargs.values()):
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Tensor) and (key := _key(each)) is not None:
+                yield key
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    """Of a tensor's storage; None where it has none, such as a sparse one."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,216 @@
+"""A model's weights and those of a store, name by name, and the memory that each comes into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from upriver.coldstart.source import Placed, Source
+from upriver.errors import ModelError, ProgramError
+from upriver.program.graph import DTYPES
+
+MOST_NAMED = 5
+"""In an error; a model of another size has hundreds of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """What is to be loaded, and into what.
+
+    Attributes:
+        source: Of the weights that are wanted, in its order.
+        targets: For each of its tensors those of the model that have its values.
+    """
+
+    source: Source
+    targets: tuple[tuple[torch.Tensor, ...], ...]
+
+
+def move(model: nn.Module, device: torch.device) -> nn.Module:
+    """A model whose weights are still to come, on a device: those are allocated there, all else is copied.
+
+    Returns:
+        The same model.
+    """
+    state = [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)]
+    to_come = {tensor.untyped_storage()._cdata for tensor in state if _is_dense(tensor)}
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == device.type and device.index in (None, tensor.device.index):
+            return tensor
+        if _is_dense(tensor) and tensor.untyped_storage()._cdata in to_come:
+            return torch.empty_like(tensor, device=device)
+        return tensor.to(device)
+
+    return model._apply(moved)
+
+
+def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:
+    """Every weight of the model with what it is loaded from.
+
+    As ``load_state_dict`` has it: names of the state dict, and where a tensor of the model has several names
+    that are stored apart, the last one counts.
+
+    Args:
+        model: As it was constructed.
+        source: Of its weights.
+        strict: False: weights that the model does not have are left where they are.
+
+    Raises:
+        ModelError: If a weight is missing, of another shape, or not the model's to have; the message names
+            them.
+    """
+    wanted = _weights_of(model)
+    stored = {placed.name: number for number, placed in enumerate(source.tensors)}
+    number_of = stored | {tie: stored[name] for tie, name in source.ties.items()}
+    tied = _tied(wanted)
+    missing = [name for name in wanted if not any(each in number_of for each in tied[name])]
+    unexpected = [name for name in number_of if name not in wanted] if strict else []
+    shapes = [
+        f"{name} ({list(source.tensors[number_of[name]].shape)} there, {list(tensor.shape)} here)"
+        for name, tensor in wanted.items()
+        if name in number_of and source.tensors[number_of[name]].shape != tuple(tensor.shape)
+    ]
+    _refuse(model, source, {"missing": missing, "unexpected": unexpected, "of another shape": shapes})
+    into: dict[int, list[torch.Tensor]] = {}
+    for names in {id(group): group for group in tied.values()}.values():
+        last = [name for name in names if name in number_of][-1]
+        into.setdefault(number_of[last], []).append(wanted[last])
+    kept = sorted(into)
+    return Match(
+        source=replace(source, tensors=tuple(source.tensors[number] for number in kept), ties={}),
+        targets=tuple(tuple(into[number]) for number in kept),
+    )
+
+
+def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict, each of whose tensors is the model's own memory.
+
+    Raises:
+        ModelError: If something in it is none.
+    """
+    state: Mapping[str, Any] = model.state_dict(keep_vars=True)
+    own = {
+        tensor.untyped_storage()._cdata
+        for tensor in (*model.parameters(), *model.buffers())
+        if _is_dense(tensor)
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        kind = type(model).__name__
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"{kind}: {name!r} in its state dict is no tensor but {type(value).__name__}; only tensors "
+                "can arrive while the model runs: load it with load_state_dict"
+            )
+        if not _is_dense(value) or value.untyped_storage()._cdata not in own:
+            raise ModelError(
+                f"{kind}: {name!r} in its state dict is made anew each time, not a parameter or buffer; load "
+                "it with load_state_dict"
+            )
+        found[name] = value.detach()
+    return found
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _tied(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """For each name all those that stand for the same elements, in order."""
+    groups: dict[object, list[str]] = {}
+    found: dict[str, list[str]] = {}
+    for name, tensor in wanted.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        group = groups.setdefault(place if tensor.numel() else name, [])
+        group.append(name)
+        found[name] = group
+    return found
+
+
+def _refuse(model: nn.Module, source: Source, found: Mapping[str, Sequence[str]]) -> None:
+    told = [f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in found.items() if names]
+    if told:
+        raise ModelError(
+            f"{source.path} in store {source.store.name!r} has not the weights of {type(model).__name__}: "
+            f"{'; '.join(told)}"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+class Memory:
+    """Where one stored tensor is written, and how it gets into the model from there.
+
+    Straight into the model's own memory where that has the same type, row by row, on the processor. Else by
+    way of memory of its own, which lasts from its first byte to its last.
+
+    Args:
+        placed: As it is stored.
+        targets: What has its values; at least one.
+    """
+
+    def __init__(self, placed: Placed, targets: Sequence[torch.Tensor]) -> None:
+        self._placed, self._targets = placed, targets
+        self._staged: torch.Tensor | None = None
+
+    def room(self) -> memoryview:
+        """For its bytes."""
+        first, dtype = self._targets[0], DTYPES[self._placed.dtype]
+        if first.dtype != dtype or not first.is_contiguous() or first.device.type != "cpu":
+            pinned = first.device.type == "cuda"
+            self._staged = torch.empty(self._placed.shape, dtype=dtype, pin_memory=pinned)
+        return _bytes_of(first if self._staged is None else self._staged)
+
+    def settle(self) -> None:
+        """All its bytes are there.
+
+        Raises:
+            ProgramError: If they are no values of its type.
+        """
+        source = self._targets[0] if self._staged is None else self._staged
+        if source.dtype is torch.bool and source.numel() and int(source.view(torch.uint8).max()) > 1:
+            raise ProgramError(f"weight {self._placed.name!r}: a bool holds 0 or 1 only")
+        with torch.no_grad():
+            for target in self._targets:
+                if target is not source:
+                    _copy(source, target)
+        self._staged = None
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(bytearray())
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if target.device.type != "cuda":
+        target.copy_(source)
+        return
+    # On a stream of its own, beside whatever computes with the weights before these.
+    stream = torch.cuda.Stream(target.device)
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    stream.synchronize()
+
+
+def memories(match: Match) -> list[Memory]:
+    """One for each stored tensor."""
+    return [
+        Memory(placed, targets) for placed, targets in zip(match.source.tensors, match.targets, strict=True)
+    ]
+
+
+def held(match: Match) -> Iterable[tuple[int, torch.Tensor]]:
+    """Every tensor of the model, with the number of the stored one that it waits for."""
+    for number, targets in enumerate(match.targets):
+        for target in targets:
+            yield number, target

@@ -1,0 +1,124 @@
+"""A model whose weights are on their way, as its user sees it: the same object, guarded until they are there.
+
+While it loads its class is a subclass of its own, made for it. A call runs under the barrier
+(:mod:`upriver.coldstart.barrier`); whatever else is asked of it, such as ``model.encode_image(...)``,
+``model.layer1``, ``state_dict()`` or ``to()``, waits until everything is there. Then the class is the model's
+own again, and nothing of this is left.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ClassVar
+
+from torch import nn
+
+from upriver.coldstart.barrier import Gate
+
+FREE = frozenset({"__class__", "__doc__", "__module__"})
+"""What is asked for before anything is known of it."""
+
+AT_ONCE = frozenset({"eval", "train", "requires_grad_"})
+"""Methods that people call between loading and the first answer, and that read no weights; where a model has
+its own that does, it waits for what it reads."""
+
+
+class Guard:
+    """Keeps a model from being read before its time.
+
+    Args:
+        model: Whose class is changed from now on.
+        gate: What its operators pass.
+        after_call: Told when a call of the model is over.
+    """
+
+    def __init__(
+        self, model: nn.Module, gate: Gate, *, after_call: Callable[[], object] = lambda: None
+    ) -> None:
+        self._gate, self._after_call = gate, after_call
+        self._inside = threading.local()
+        self._kind = type(model)
+        self._model = weakref.ref(model)
+        object.__setattr__(model, "__class__", _guarded(self._kind, self))
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread is in a call of the model's, where operators wait for what they read."""
+        return getattr(self._inside, "now", False)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of the model's.
+
+        Raises:
+            UpriverError: If a weight that it reads, or any, does not come.
+        """
+        if self.inside or self._gate.arrivals.complete:
+            yield
+            return
+        if (error := self._gate.arrivals.error) is not None:
+            raise error
+        self._inside.now = True
+        try:
+            with self._gate.guarded():
+                yield
+        finally:
+            self._inside.now = False
+        self._after_call()
+
+    def wait(self) -> None:
+        """For everything, unless this thread is in a call.
+
+        Raises:
+            UpriverError: If it does not come.
+        """
+        if not self.inside:
+            self._gate.arrivals.wait_for_all()
+
+    def release(self) -> None:
+        """The model is as any other."""
+        model = self._model()
+        if model is not None:
+            object.__setattr__(model, "__class__", self._kind)
+
+
+def _guarded(kind: type[nn.Module], guard: Guard) -> type[nn.Module]:
+    """A subclass for one model."""
+
+    class Guarded(kind):  # type: ignore[valid-type, misc]
+        _upriver_guard: ClassVar[Guard] = guard
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with guard.call():
+                return super().__call__(*args, **kwargs)
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in FREE:
+                return super().__getattribute__(name)
+            if name in AT_ONCE and not guard.inside:
+                return _called(super().__getattribute__(name), guard)
+            guard.wait()
+            return super().__getattribute__(name)
+
+    Guarded.__name__, Guarded.__qualname__ = kind.__name__, kind.__qualname__
+    Guarded.__module__, Guarded.__doc__ = kind.__module__, kind.__doc__
+    return Guarded
+
+
+def _called(method: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
+    @wraps(method)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with guard.call():
+            return method(*args, **kwargs)
+
+    return within
+
+
+def guard_of(model: nn.Module) -> Guard | None:
+    """Of a model that is still loading."""
+    found: Guard | None = vars(type(model)).get("_upriver_guard")
+    return found

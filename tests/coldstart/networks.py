@@ -1,0 +1,132 @@
+"""Small models of many kinds, each with an input: what their weights are read by differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import timm
+import torch
+import torchvision
+import transformers
+from torch import nn
+
+Network = tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]
+"""What makes it, and what makes the arguments of a call."""
+
+
+def image(size: int = 64) -> dict[str, Any]:
+    """One picture, by the name that torchvision's and timm's models have for it."""
+    return {"x": torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(size))}
+
+
+def ids(name: str = "input_ids", length: int = 9) -> dict[str, Any]:
+    """Some words."""
+    return {name: torch.arange(length).reshape(1, length) * 7 % 90}
+
+
+class Encoder(nn.Module):
+    """PyTorch's own encoder, which runs as one fused operator a layer in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, 32)."""
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+class Bare(nn.Module):
+    """Reads weights of modules that are never called, by a list, by a view, and by an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.parts = nn.ParameterList([torch.randn(16) for _ in range(5)])
+        self.table = nn.Parameter(torch.randn(10, 16))
+        self.register_buffer("scale", torch.linspace(0, 1, 16), persistent=False)
+        self.register_buffer("shift", torch.randn(16))
+        self.flag = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, 16)."""
+        hidden = nn.functional.linear(x, self.inner.weight.t(), self.inner.bias)
+        hidden = hidden + torch.stack(list(self.parts)).sum(0) + self.table[3]
+        return hidden * self.scale + (self.shift if self.flag.item() > 0 else -self.shift)
+
+
+class Tied(nn.Module):
+    """An embedding that is its own head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Words."""
+        out: torch.Tensor = self.head(self.norm(self.embedding(x)))
+        return out
+
+
+def _transformer(kind: str, **values: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        config = getattr(transformers, f"{kind.removesuffix('Model').split('For')[0]}Config")(**values)
+        model: nn.Module = getattr(transformers, kind)(config)
+        return model
+
+    return build
+
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+NETWORKS: Mapping[str, Network] = {
+    "resnet18": (torchvision.models.resnet18, image),
+    "mobilenet_v3_small": (torchvision.models.mobilenet_v3_small, image),
+    "shufflenet": (torchvision.models.shufflenet_v2_x0_5, image),
+    "squeezenet": (torchvision.models.squeezenet1_1, image),
+    "regnet": (torchvision.models.regnet_y_400mf, image),
+    "densenet": (lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=10), image),
+    "efficientnet": (lambda: timm.create_model("test_efficientnet"), lambda: image(160)),
+    "vit": (lambda: timm.create_model("test_vit"), lambda: image(160)),
+    "convnext": (lambda: timm.create_model("test_convnext"), lambda: image(160)),
+    "gpt2": (
+        _transformer("GPT2LMHeadModel", vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=32),
+        ids,
+    ),
+    "bert": (_transformer("BertModel", vocab_size=90, **_SMALL), ids),
+    "llama": (_transformer("LlamaForCausalLM", vocab_size=90, tie_word_embeddings=True, **_SMALL), ids),
+    "t5": (
+        _transformer(
+            "T5ForConditionalGeneration", vocab_size=90, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
+        ),
+        lambda: ids() | ids("decoder_input_ids", 5),
+    ),
+    "clip": (
+        _transformer("CLIPTextModel", vocab_size=90, max_position_embeddings=20, **_SMALL),
+        ids,
+    ),
+    "encoder": (Encoder, lambda: {"x": torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(0))}),
+    "bare": (Bare, lambda: {"x": torch.randn(2, 16, generator=torch.Generator().manual_seed(0))}),
+    "tied": (Tied, lambda: ids("x")),
+}
+
+
+def answer(model: nn.Module, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Every tensor of what a model says."""
+    with torch.no_grad():
+        found = model(*arguments.values()) if "x" in arguments else model(**arguments)
+    return list(_tensors(found))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []

@@ -1,0 +1,395 @@
+"""Models that answer while they load: every answer that of the loaded model to the bit, or a typed error."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, answer
+from upriver.coldstart import model_load as under_test
+from upriver.coldstart.layout import publish
+from upriver.coldstart.model_load import load, loading
+from upriver.coldstart.source import Source, find, order_path
+from upriver.errors import ConfigError, ModelError, ObjectNotFound, StoreError, UpriverError
+from upriver.store import Store
+
+
+class Ordered:
+    """A stream that brings tensors in an order of the test's, one whenever it is let.
+
+    Args:
+        order: Numbers of all tensors.
+        lets: Released once for each that may come; None: all may.
+        error: Comes in the place of the last ones, after so many.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[int] = (),
+        *,
+        lets: threading.Semaphore | None = None,
+        error: tuple[int, UpriverError] | None = None,
+    ) -> None:
+        self.order, self.lets, self.error = order, lets, error
+        self.hurried: list[int] = []
+
+    def of(self, source: Source, _groups: Any, sink: Any, **_: Any) -> Ordered:
+        """As `Stream` is made."""
+        self.source, self.sink, self.over = source, sink, False
+        self.order = self.order or range(len(source.tensors))
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        return self
+
+    def start(self) -> None:
+        """Begin."""
+        self.thread.start()
+
+    def hurry(self, index: int) -> None:
+        """Note it."""
+        self.hurried.append(index)
+
+    def cancel(self, error: UpriverError | None = None) -> None:
+        """End."""
+        self.over = True
+        if self.lets is not None:
+            self.lets.release()
+
+    def join(self) -> None:
+        """Until it is over."""
+        self.thread.join(60)
+
+    def _run(self) -> None:
+        for number, index in enumerate(self.order):
+            if self.lets is not None:
+                self.lets.acquire()
+            if self.over:
+                return self.sink.failed(StoreError("cancelled"))
+            if self.error is not None and number == self.error[0]:
+                return self.sink.failed(self.error[1])
+            placed = self.source.tensors[index]
+            data = self.source.store.get_range(placed.path, placed.start, placed.stop)
+            self.sink.room(index)[:] = data
+            self.sink.filled(index)
+
+
+def published(model: nn.Module, name: str) -> Store:
+    """Weights of a model in a store of their own, as ``model.safetensors``."""
+    store = Store.open(f"memory://{name}-{random.getrandbits(60)}")
+    publish(model.state_dict(), store, "model.safetensors")
+    return store
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, nn.Module]:
+    """Each model with weights of its own, none of them what a constructor would give again."""
+    torch.manual_seed(29)
+    found = {name: build() for name, (build, _) in NETWORKS.items()}
+    for model in found.values():
+        for value in model.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.rand_like(value) * 0.1 + 0.01)
+    return {name: model.eval() for name, model in found.items()}
+
+
+def is_left_alone(model: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether nothing of the loading is left."""
+    hooks = [name for name in vars(model) if "hook" in name and vars(model)[name]]
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("upriver-coldstart")]
+    modes = torch._C._len_torch_dispatch_stack()
+    return type(model) is kind and not hooks and not threads and not modes and loading(model) is None
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_first_answer_is_that_of_the_loaded_model(name: str, whole: dict[str, nn.Module]) -> None:
+    build, arguments = NETWORKS[name]
+    store = published(whole[name], name)
+    model = load(build, "model", store=store).eval()
+    first = answer(model, arguments())
+    expected = answer(whole[name], arguments())
+    assert first and len(first) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(first, expected, strict=True))
+    handle = loading(model)
+    assert handle is None or handle.wait(60)
+    assert is_left_alone(model, type(whole[name]))
+    for key, value in whole[name].state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("name", ["encoder", "bare", "tied", "shufflenet", "gpt2", "t5", "vit"])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_order_weights_come_in(
+    name: str, whole: dict[str, nn.Module], monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    build, arguments = NETWORKS[name]
+    store = published(whole[name], name)
+    count = len(find(store, "model").tensors)
+    stream = Ordered(data.draw(st.permutations(range(count))), lets=threading.Semaphore(0))
+    assert stream.lets is not None
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    model = load(build, "model", store=store).eval()
+    answers: list[list[torch.Tensor]] = []
+    callers = [threading.Thread(target=lambda: answers.append(answer(model, arguments()))) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for _ in range(count):
+        stream.lets.release()
+    for caller in callers:
+        caller.join(60)
+    stream.join()
+    expected = answer(whole[name], arguments())
+    assert len(answers) == 2
+    for found in answers:
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert is_left_alone(model, type(whole[name]))
+
+
+def test_a_call_waits_for_what_it_reads_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, both: bool = False) -> torch.Tensor:
+            x = self.first(x)
+            return self.second(x) if both else x
+
+    reference = Two()
+    store = published(reference, "two")
+    stream = Ordered(lets=threading.Semaphore(2))
+    assert stream.lets is not None
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    model = load(Two, "model", store=store)
+    x = torch.ones(2, 3)
+    assert torch.equal(model(x), reference(x))
+    assert type(model) is not Two and loading(model) is not None
+    late: list[torch.Tensor] = []
+    caller = threading.Thread(target=lambda: late.append(model(x, True)))
+    caller.start()
+    while not {2, 3} & set(stream.hurried):
+        pass
+    assert not late
+    stream.lets.release(2)
+    caller.join(60)
+    assert torch.equal(late[0], reference(x, True))
+    stream.join()
+    assert type(model) is Two
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: model.state_dict(),
+        lambda model: model.inner,
+        lambda model: model.to(torch.float64),
+        lambda model: list(model.parameters()),
+        lambda model: model.forward(torch.ones(1, 16)),
+        lambda model: copy.deepcopy(model),
+        lambda model: repr(model),
+        lambda model: setattr(model, "other", 1),
+    ],
+)
+def test_whatever_else_is_asked_waits_for_everything(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Bare()
+    stream = Ordered(lets=threading.Semaphore(0))
+    assert stream.lets is not None
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    model = load(Bare, "model", store=published(reference, "bare"))
+    done = threading.Event()
+
+    def asks() -> None:
+        ask(model)
+        done.set()
+
+    caller = threading.Thread(target=asks)
+    caller.start()
+    stream.lets.release(len(stream.order) - 1)
+    assert not done.wait(0.2)
+    stream.lets.release()
+    assert done.wait(60)
+    caller.join()
+
+
+def test_it_says_what_it_is_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Ordered(lets=threading.Semaphore(0))
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    model = load(Encoder, "model", store=published(Encoder(), "encoder"))
+    assert isinstance(model, Encoder) and type(model).__name__ == "Encoder"
+    assert model.train() is model and model.eval() is model and model.requires_grad_(False) is model
+    handle = loading(model)
+    assert handle is not None and not handle.wait(0.01)
+    handle.cancel()
+
+
+# --------------------------------------------------------------------------------------- other files
+
+
+@pytest.mark.parametrize("tied", ["embedding.weight", "head.weight"])
+def test_a_file_of_anyone_with_one_name_of_a_tie(tied: str, tmp_path: Any) -> None:
+    reference = Tied().eval()
+    state = {key: value for key, value in reference.state_dict().items() if key in (tied, "norm.weight", "norm.bias")}
+    save_file(state, tmp_path / "model.safetensors")
+    model = load(Tied, f"file://{tmp_path}/model.safetensors")
+    x = torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(x), reference(x))
+    handle = loading(model)
+    assert handle is None or handle.wait(60)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_an_order_is_kept_on_first_use(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Bare()
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    store = Store.open(f"file://{tmp_path}")
+    stream = Ordered(lets=threading.Semaphore(0))
+    assert stream.lets is not None
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    model = load(Bare, "model", store=store)
+    handle = loading(model)
+    stream.lets.release(len(reference.state_dict()) - 1)
+    caller = threading.Thread(target=lambda: model(torch.ones(1, 16)))
+    caller.start()
+    while not stream.hurried and stream.thread.is_alive() and caller.is_alive():
+        pass
+    stream.lets.release(1)
+    caller.join(60)
+    assert handle is not None and handle.wait(60)
+    assert store.exists(order_path("model"))
+    names = [placed.name for placed in find(store, "model").tensors]
+    assert find(store, "model").ordered
+    assert names[:2] == ["inner.bias", "inner.weight"] or names[:2] == ["inner.weight", "inner.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_another_type_are_converted(dtype: torch.dtype) -> None:
+    reference = Bare()
+    store = Store.open(f"memory://types-{random.getrandbits(60)}")
+    publish({key: value.to(dtype) for key, value in reference.state_dict().items()}, store, "m.safetensors")
+    expected = Bare()
+    expected.load_state_dict({key: value.to(dtype) for key, value in reference.state_dict().items()})
+    x = torch.ones(2, 16)
+    assert torch.equal(load(Bare, "m", store=store)(x), expected(x))
+
+
+def test_weights_that_do_not_lie_row_by_row() -> None:
+    def build() -> nn.Module:
+        return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+    reference = build()
+    x = torch.ones(1, 3, 5, 5)
+    model = load(build, "model", store=published(reference, "conv"))
+    assert torch.equal(model(x), reference(x))
+
+
+# --------------------------------------------------------------------------------------------- errors
+
+
+def test_what_is_missing_or_misshapen_is_told_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "Stream", None)
+    store = Store.open(f"memory://wrong-{random.getrandbits(60)}")
+    state = dict(Bare().state_dict())
+    state["shift"] = torch.ones(15)
+    state["other"] = state.pop("flag").clone()
+    publish(state, store, "m.safetensors")
+    with pytest.raises(ModelError) as raised:
+        load(Bare, "m", store=store)
+    for part in ("flag is missing", "other is unexpected", "shift ([15] there, [16] here) is of another shape"):
+        assert part in str(raised.value)
+
+
+def test_weights_that_the_model_does_not_have_can_be_left() -> None:
+    reference = Bare()
+    store = Store.open(f"memory://more-{random.getrandbits(60)}")
+    publish({**reference.state_dict(), "other": torch.ones(7)}, store, "m.safetensors")
+    x = torch.ones(2, 16)
+    with pytest.raises(ModelError, match="other is unexpected"):
+        load(Bare, "m", store=store)
+    assert torch.equal(load(Bare, "m", store=store, strict=False)(x), reference(x))
+
+
+@pytest.mark.parametrize("arrived", [0, 1, 5])
+def test_everybody_gets_the_same_error_and_a_second_load_works(
+    arrived: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = Bare()
+    store = published(reference, "broken")
+    with monkeypatch.context() as patched:
+        stream = Ordered(lets=threading.Semaphore(0), error=(arrived, StoreError("the store broke")))
+        assert stream.lets is not None
+        patched.setattr(under_test, "Stream", stream.of)
+        model = load(Bare, "model", store=store)
+        raised: list[BaseException] = []
+
+        def asks(what: Any) -> None:
+            try:
+                what()
+            except UpriverError as error:
+                raised.append(error)
+
+        waits: list[Any] = [lambda: model(torch.ones(1, 16)), lambda: model.state_dict(), lambda: model.inner]
+        callers = [threading.Thread(target=asks, args=(what,)) for what in waits]
+        for caller in callers:
+            caller.start()
+        stream.lets.release(arrived + 1)
+        for caller in callers:
+            caller.join(60)
+        for what in waits:
+            asks(what)
+    assert [type(error) for error in raised] == [StoreError] * 6
+    assert {str(error) for error in raised} == {"the store broke"} and len(set(map(id, raised))) == 6
+    x = torch.ones(2, 16)
+    assert torch.equal(load(Bare, "model", store=store)(x), reference(x))
+
+
+def test_a_model_that_is_dropped_ends_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Ordered(lets=threading.Semaphore(0))
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    model = load(Bare, "model", store=published(Bare(), "dropped"))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    stream.join()
+    assert gone() is None and stream.over
+
+
+def test_an_exception_of_the_models_own_leaves_no_mode() -> None:
+    def build() -> nn.Module:
+        return nn.Linear(3, 3)
+
+    model = load(build, "model", store=published(build(), "linear"))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 4))
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert model(torch.ones(2, 3)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("uri", ["model", "s3:/x", "s3://bucket", "file://", "", "/x/y"])
+def test_a_uri_that_is_none(uri: str) -> None:
+    with pytest.raises(ConfigError):
+        load(Bare, uri)
+
+
+def test_weights_that_are_not_there(tmp_path: Any) -> None:
+    with pytest.raises(ObjectNotFound):
+        load(Bare, f"file://{tmp_path}/model")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    assert torch._C._len_torch_dispatch_stack() == 0
