@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from upriver import __version__
-from upriver.cli import calibrate, cuts, demo, index, infer, plan, push, serve, serving, token, train, worker
+from upriver.cli import calibrate, coldstart, cuts, demo, index, infer, plan, push, serve, serving, token, train, worker
 from upriver.cli.common import ReaderGone, checked_stdout
 from upriver.errors import StoreError, UpriverError
 
@@ -39,6 +39,7 @@ app.command("cuts")(cuts.cuts)
 app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("infer")(infer.infer)
+app.command("coldstart")(coldstart.coldstart)
 app.command("serve")(serve.serve)
 app.command("token")(token.token)
 app.command("train")(train.train)

@@ -34,7 +34,7 @@ class Gate:
     Attributes:
         arrivals: As given.
         touched: Tensors in the order in which something first read them, and when, in seconds of
-            ``time.perf_counter``.
+            ``time.monotonic``.
     """
 
     def __init__(self, arrivals: Arrivals, hurry: Callable[[int], object]) -> None:
@@ -63,7 +63,7 @@ class Gate:
             if indices is not None:
                 for index in indices:
                     if index not in self.touched:
-                        self.touched[index] = time.perf_counter()
+                        self.touched[index] = time.monotonic()
                 self.arrivals.wait(indices, self._hurry)
 
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +24,12 @@ from upriver.coldstart.construct import construct
 from upriver.coldstart.filling import Match, Memory, held, match, memories, move
 from upriver.coldstart.grouping import choose
 from upriver.coldstart.guard import Guard
+from upriver.coldstart.history import FILLED, Moment, moments
 from upriver.coldstart.source import Source, find, keep_order
 from upriver.coldstart.stream import Stream, StreamLimits
 from upriver.coldstart.timeline import Timeline
-from upriver.errors import ConfigError, StoreError, UpriverError
+from upriver.coldstart.uris import opened
+from upriver.errors import StoreError, UpriverError
 from upriver.store import Store
 from upriver.types import Link
 
@@ -48,9 +51,16 @@ class Loading:
     """
 
     def __init__(
-        self, model: nn.Module, source: Source, matched: Match, stream_of: Callable[[Loading], Stream]
+        self,
+        model: nn.Module,
+        source: Source,
+        matched: Match,
+        stream_of: Callable[[Loading], Stream],
+        *,
+        steps: Mapping[str, float],
     ) -> None:
         self._all, self._source = source, matched.source
+        self._steps, self._stream_s = dict(steps), 0.0
         self._keeping: threading.Thread | None = None
         self._keeps = threading.Lock()
         self._memories: list[Memory] = memories(matched)
@@ -68,6 +78,7 @@ class Loading:
 
     def start(self) -> None:
         """Begin; whatever is asked of the model from now on waits for what it needs."""
+        self._stream_s = time.monotonic()
         self._stream.start()
         if not self._memories:
             self._finish()
@@ -94,6 +105,28 @@ class Loading:
         self._stream.cancel()
         self._stream.join()
 
+    
+    def nbytes_here(self) -> int:
+        """Bytes of the weights that are there."""
+        events = tuple(self._stream.events)
+        return sum(event.nbytes for event in events if event.kind == FILLED)
+
+    def names_between(self, first: str, last: str | None = None) -> list[str]:
+        """Of the weights from one to another, as they lie in the file."""
+        names = [placed.name for placed in self._source.tensors]
+        return names[names.index(first) : names.index(last or first) + 1]
+
+    def history(self) -> list[Moment]:
+        """What has happened so far, in order."""
+        return moments(
+            self._source,
+            began_s=self._steps["began"],
+            steps={kind: at for kind, at in self._steps.items() if kind != "began"},
+            stream_s=self._stream_s,
+            events=tuple(self._stream.events),
+            touched=dict(self._gate.touched),
+        )
+
     # -------------------------------------------------------------------------- what the stream tells
 
     def room(self, index: int) -> memoryview:
@@ -109,6 +142,7 @@ class Loading:
     def failed(self, error: UpriverError) -> None:
         """See :class:`~upriver.coldstart.stream.Sink`."""
         if self._arrivals.failed(error):
+            self._steps["failed"] = time.monotonic()
             self._memories.clear()
             self._over.set()
 
@@ -139,7 +173,10 @@ class Loading:
         if (model := self._model()) is not None:
             _under_way.pop(model, None)
         self._memories.clear()
+        self._steps["loaded"] = time.monotonic()
         self._over.set()
+        rate = self._stream.measured.bandwidth_bytes_per_s
+        links.keep(self._source.store, nbytes=self.nbytes, bandwidth_bytes_per_s=rate)
 
 
 _under_way: weakref.WeakKeyDictionary[nn.Module, Loading] = weakref.WeakKeyDictionary()
@@ -187,12 +224,13 @@ def load(
         ProgramError: If the file is not what it should be.
         StoreError: If the store cannot be read. Where it breaks later, calls of the model raise it.
     """
-    limits = limits or StreamLimits()
-    where, path = (store, uri) if store is not None else _opened(uri, store_options)
+    limits, steps = limits or StreamLimits(), {"began": time.monotonic()}
+    where, path = (store, uri) if store is not None else opened(uri, store_options)
     with ThreadPoolExecutor(1, thread_name_prefix="upriver-coldstart-find") as beside:
         found = beside.submit(_found, where, path)
         model = construct(build_model)
-        source, link = found.result()
+        steps["constructed"] = time.monotonic()
+        source, link, steps["found"] = found.result()
     matched = match(move(model, torch.device(device)), source, strict=strict)
     groups = _grouped(matched.source, link, grouping, limits)
     loading = Loading(
@@ -207,30 +245,20 @@ def load(
             latency_s=link.rtt_s,
             bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         ),
+        steps=steps,
     )
     _under_way[model] = loading
     loading.start()
     return model
 
 
-def _opened(uri: str, options: Mapping[str, str] | None) -> tuple[Store, str]:
-    """A store at the folder that a URI's last part lies in, and that part.
-
-    Raises:
-        ConfigError: If that is no URI of an object.
-        StoreError: If there is no such folder.
-    """
-    folder, _, name = uri.rstrip("/").rpartition("/")
-    if not name or "://" not in f"{folder}/" or folder.endswith(":/"):
-        raise ConfigError(f"weights are s3://BUCKET/NAME or file:///FOLDER/NAME, got {uri!r}")
-    return Store.open(folder, options=options), name
-
-
-def _found(store: Store, path: str) -> tuple[Source, Link]:
+def _found(store: Store, path: str) -> tuple[Source, Link, float]:
+    """Where the weights lie, the way there, and when that was known."""
     source = find(store, path)
-    if not source.tensors:
-        return source, Link(bandwidth_bytes_per_s=links.UNKNOWN_BYTES_PER_S)
-    return source, links.link_to(store, source.tensors[0].path)
+    link = Link(bandwidth_bytes_per_s=links.UNKNOWN_BYTES_PER_S)
+    if source.tensors:
+        link = links.link_to(store, source.tensors[0].path)
+    return source, link, time.monotonic()
 
 
 def _grouped(source: Source, link: Link, policy: str, limits: StreamLimits) -> list[range]:
