@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import nn
 
+from upriver.coldstart.filling import match, memories
 from upriver.coldstart.source import find
 from upriver.coldstart.uris import opened
-from upriver.errors import ModelError
-from upriver.program.graph import DTYPES
 from upriver.store import Store
 
 
@@ -35,20 +33,10 @@ def load_plainly(
         StoreError: If the store cannot be read.
     """
     where, path = (store, uri) if store is not None else opened(uri, store_options)
-    model = build_model()
-    source = find(where, path)
-    files = {name: where.get(name, etag=etag or None) for name, etag in source.etags.items()}
-    state = {
-        placed.name: torch.frombuffer(
-            bytearray(memoryview(files[placed.path])[placed.start : placed.stop]), dtype=DTYPES[placed.dtype]
-        ).reshape(placed.shape)
-        if placed.stop > placed.start
-        else torch.empty(placed.shape, dtype=DTYPES[placed.dtype])
-        for placed in source.tensors
-    }
-    state |= {tie: state[name] for tie, name in source.ties.items()}
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise ModelError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from error
+    model, source = build_model(), find(where, path)
+    files = {name: memoryview(where.get(name, etag=etag or None)) for name, etag in source.etags.items()}
+    matched = match(model, source)
+    for placed, memory in zip(matched.source.tensors, memories(matched), strict=True):
+        memory.room()[:] = files[placed.path][placed.start : placed.stop]
+        memory.settle()
     return model
