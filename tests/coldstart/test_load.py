@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, answer
+from upriver.coldstart import kept
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart.layout import publish
 from upriver.coldstart.model_load import load, loading
@@ -105,6 +106,9 @@ def whole() -> dict[str, nn.Module]:
 
 def is_left_alone(model: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether nothing of the loading is left."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("upriver-coldstart"):
+            thread.join(60)
     hooks = [name for name in vars(model) if "hook" in name and vars(model)[name]]
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("upriver-coldstart")]
     modes = torch._C._len_torch_dispatch_stack()
@@ -250,6 +254,26 @@ def test_a_file_of_anyone_with_one_name_of_a_tie(tied: str, tmp_path: Any) -> No
     handle = loading(model)
     assert handle is None or handle.wait(60)
     assert model.head.weight is model.embedding.weight
+
+
+def test_groupings_are_kept_for_the_next_one() -> None:
+    reference = Bare()
+    store = published(reference, "kept")
+    x = torch.ones(2, 16)
+    for number in range(3):
+        model = load(Bare, "model", store=store)
+        assert torch.equal(model(x), reference(x))
+        assert is_left_alone(model, Bare)
+        source = find(store, "model")
+        groupings = kept.kept(source)
+        if not number:
+            assert list(groupings.values()) and all(
+                [index for group in groups for index in group] == list(range(len(source.tensors)))
+                for groups in groupings.values()
+            )
+    store.put(kept.path_of(source), b"{}")
+    assert kept.kept(source) == {}
+    assert torch.equal(load(Bare, "model", store=store)(x), reference(x))
 
 
 def test_an_order_is_kept_on_first_use(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

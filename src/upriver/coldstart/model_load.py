@@ -12,12 +12,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from upriver.coldstart import links
+from upriver.coldstart import kept, links
 from upriver.coldstart.arrivals import Arrivals
 from upriver.coldstart.barrier import Gate
 from upriver.coldstart.construct import construct
@@ -43,6 +45,10 @@ LAYER_BYTES = 1 << 18
 it is added to."""
 
 
+Groupings: TypeAlias = Mapping[str, list[range]]
+"""By what they are kept under."""
+
+
 class Loading:
     """A load that is under way, or over.
 
@@ -58,9 +64,11 @@ class Loading:
         stream_of: Callable[[Loading], Stream],
         *,
         steps: Mapping[str, float],
+        groupings: Groupings,
     ) -> None:
         self._all, self._source = source, matched.source
         self._steps, self._stream_s = dict(steps), 0.0
+        self._groupings = groupings
         self._keeping: threading.Thread | None = None
         self._keeps = threading.Lock()
         self._memories: list[Memory] = memories(matched)
@@ -175,8 +183,17 @@ class Loading:
         self._memories.clear()
         self._steps["loaded"] = time.monotonic()
         self._over.set()
+        self._remember()
+
+    def _remember(self) -> None:
+        """What the next load can begin with."""
         rate = self._stream.measured.bandwidth_bytes_per_s
         links.keep(self._source.store, nbytes=self.nbytes, bandwidth_bytes_per_s=rate)
+        if self._groupings and len(self._source.tensors) == len(self._all.tensors):
+            try:
+                kept.keep(self._all, self._groupings)
+            except StoreError as error:
+                logger.info("the grouping is not kept: %s", error)
 
 
 _under_way: weakref.WeakKeyDictionary[nn.Module, Loading] = weakref.WeakKeyDictionary()
@@ -226,13 +243,13 @@ def load(
     """
     limits, steps = limits or StreamLimits(), {"began": time.monotonic()}
     where, path = (store, uri) if store is not None else opened(uri, store_options)
-    with ThreadPoolExecutor(1, thread_name_prefix="upriver-coldstart-find") as beside:
-        found = beside.submit(_found, where, path)
+    with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
+        found = beside.submit(_found, where, path, beside)
         model = construct(build_model)
         steps["constructed"] = time.monotonic()
-        source, link, steps["found"] = found.result()
+        source, link, known, steps["found"] = found.result()
     matched = match(move(model, torch.device(device)), source, strict=strict)
-    groups = _grouped(matched.source, link, grouping, limits)
+    groups, news = _grouped(matched.source, link, grouping, limits, known)
     loading = Loading(
         model,
         source,
@@ -246,23 +263,33 @@ def load(
             bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         ),
         steps=steps,
+        groupings=news,
     )
     _under_way[model] = loading
     loading.start()
     return model
 
 
-def _found(store: Store, path: str) -> tuple[Source, Link, float]:
-    """Where the weights lie, the way there, and when that was known."""
+def _found(store: Store, path: str, beside: Executor) -> tuple[Source, Link, Groupings, float]:
+    """Where the weights lie, the way there, groupings that are kept, and when that was known."""
     source = find(store, path)
+    known = beside.submit(kept.kept, source)
     link = Link(bandwidth_bytes_per_s=links.UNKNOWN_BYTES_PER_S)
     if source.tensors:
         link = links.link_to(store, source.tensors[0].path)
-    return source, link, time.monotonic()
+    return source, link, known.result(), time.monotonic()
 
 
-def _grouped(source: Source, link: Link, policy: str, limits: StreamLimits) -> list[range]:
-    """Which weights are asked for together, by the named policy."""
+def _grouped(
+    source: Source, link: Link, policy: str, limits: StreamLimits, known: Groupings
+) -> tuple[list[range], Groupings]:
+    """Which weights are asked for together, by the named policy, and what is to be kept of it."""
+    bandwidth = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
+    name, link = kept.bucket(policy, replace(link, bandwidth_bytes_per_s=bandwidth), limits.in_flight_bytes)
+    name += "" if source.ordered else " as they lie"
+    groups = known.get(name)
+    if groups is not None and groups[-1].stop == len(source.tensors):
+        return groups, {}
     layers = _layers([placed.stop - placed.start for placed in source.tensors])
     sizes = [float(sum(p.stop - p.start for p in source.tensors[layer.start : layer.stop])) for layer in layers]
     timeline = Timeline(
@@ -270,13 +297,14 @@ def _grouped(source: Source, link: Link, policy: str, limits: StreamLimits) -> l
         [size / LOAD_BYTES_PER_S for size in sizes],
         [0.0] * len(sizes),
         latency_s=link.rtt_s,
-        bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s),
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         # A layer that is larger comes in parts.
         memory_cap_bytes=max([float(limits.in_flight_bytes), *sizes]),
         one_core=True,
     )
-    groups = choose(policy, timeline)
-    return [range(layers[group.start].start, layers[group.stop - 1].stop) for group in groups]
+    chosen = choose(policy, timeline)
+    groups = [range(layers[group.start].start, layers[group.stop - 1].stop) for group in chosen]
+    return groups, {**known, name: groups}
 
 
 def _layers(sizes: Sequence[int]) -> list[range]:
