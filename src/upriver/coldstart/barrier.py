@@ -76,18 +76,22 @@ class Gate:
             _pop_mode()
 
 
-class _Waits(TorchDispatchMode):
-    """One thread's."""
+class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One thread's. Making a view reads nothing, so it does not wait; whoever reads the view does."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, gate: Gate) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._gate = gate
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Wait, then call an operator."""
         kwargs = kwargs or {}
-        self._gate.enter(args, kwargs)
+        if not getattr(func, "is_view", False):
+            self._gate.enter(args, kwargs)
         return func(*args, **kwargs)
 
 
