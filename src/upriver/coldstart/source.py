@@ -1,11 +1,59 @@
-"""Where a model's weights lie in a store: objects, places in them, and the order in which to ask for them."""
+"""Where a model's weights lie in a store, whoever wrote them, and the order in which to ask for them.
+
+What was published here has a manifest (:mod:`upriver.coldstart.layout`). Any other safetensors file says in
+its own header where its tensors are, and an index beside several of them says which ones belong together, as
+Hugging Face's libraries write it. Such files are believed in nothing: their tensors may lie at any byte and
+in any order, and what overlaps, lies outside or is too much is refused before anything is allocated for it.
+
+They have no execution order and no checksums. An order that was recorded on first use is kept beside them; it
+is a hint, and one that does not fit is not used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
-from upriver.store import Store
+import msgspec
+
+from upriver.coldstart.layout import CHUNK_BYTES, ENDING, Manifest, read
+from upriver.errors import ConfigError, ObjectNotFound, ProgramError, StoreError
+from upriver.program.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.files import get_at_most
+from upriver.program.weights import (
+    LENGTH_BYTES,
+    METADATA,
+    Entry,
+    entry_of,
+    header_length,
+    is_reserved,
+    table_of,
+)
+from upriver.store import ObjectInfo, Store, check_name
+
+log = logging.getLogger(__name__)
+
+INDEX_ENDING = ".safetensors.index.json"
+
+ORDER_SCHEMA = "upriver.order/1"
+
+MOST_SHARDS = 1_000
+"""Each costs three requests before any weight is asked for. The largest models have a few hundred."""
+
+SHARDS_AT_ONCE = 8
+"""How many headers are read at the same time: a latency each, hardly any bytes."""
+
+_PICKLED_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+
+_PICKLED_BEGINNINGS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
+"""Of the archives that PyTorch writes, and of a pickle of each protocol that says which it is."""
+
+_PICKLED_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""What Hugging Face's libraries call them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +67,7 @@ class Placed:
         path: The object that it lies in.
         start: Its first byte, counted from the object's.
         stop: The byte behind its last one.
-        crc32c: Of each chunk of :attr:`Source.chunk_bytes`, counted from ``start``; empty where none are known.
+        crc32c: Of each chunk of :attr:`Source.chunk_bytes`, counted from ``start``; empty if none are known.
     """
 
     name: str
@@ -52,3 +100,339 @@ class Source:
     etags: Mapping[str, str]
     chunk_bytes: int
     ordered: bool
+
+
+def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Source:
+    """Find a model's weights; none of them is read.
+
+    Args:
+        store: Where to look.
+        path: ``NAME.safetensors``, published here or written by anyone; ``NAME.safetensors.index.json`` of
+            several such files; or ``NAME``, which stands for ``NAME.safetensors``,
+            ``NAME/model.safetensors`` or ``NAME/model.safetensors.index.json``, whichever is there first.
+        caps: What may be claimed, at most.
+
+    Raises:
+        ConfigError: If the path cannot name an object.
+        ObjectNotFound: If there is none of these, or a file that an index names is missing.
+        ObjectChanged: If the object is not the one that its manifest was written for, or changes meanwhile.
+        ProgramError: If manifest, index or header is not what it should be, or it is a pickled checkpoint.
+        StoreError: If the store cannot be read.
+    """
+    path = check_name(path.removesuffix("/"))
+    if _has_pickled_name(path):
+        raise _pickled(path)
+    if path.endswith(INDEX_ENDING):
+        found = _shards(store, path, get_at_most(store, path, caps.header_bytes), caps)
+    elif path.endswith(ENDING):
+        found = _file(store, path, caps)
+    else:
+        found = _named(store, path, caps)
+    found = replace(found, path=path)
+    return found if found.ordered else _as_kept(found, caps)
+
+
+def _named(store: Store, path: str, caps: GraphCaps) -> Source:
+    """What lies under a name without an ending."""
+    index = f"{path}/model{INDEX_ENDING}"
+    files = (f"{path}{ENDING}", f"{path}/model{ENDING}")
+    with contextlib.suppress(ObjectNotFound):
+        return _file(store, files[0], caps)
+    _refuse_object(store, path)
+    with contextlib.suppress(ObjectNotFound):
+        return _file(store, files[1], caps)
+    try:
+        data = get_at_most(store, index, caps.header_bytes)
+    except ObjectNotFound:
+        for name in _PICKLED_NAMES:
+            if store.exists(f"{path}/{name}"):
+                raise _pickled(f"{path}/{name}") from None
+        looked = ", ".join(repr(name) for name in files)
+        raise ObjectNotFound(
+            f"no weights of {path!r} in store {store.name!r} ({store.uri}): there is none of {looked} and "
+            f"{index!r}"
+        ) from None
+    return _shards(store, index, data, caps)
+
+
+# -------------------------------------------------------------------------------------------- one file
+
+
+def _file(store: Store, path: str, caps: GraphCaps) -> Source:
+    """One file, by its manifest or else by its header.
+
+    Raises:
+        ObjectNotFound: If there is no such object; and the others of :func:`find`.
+    """
+    try:
+        return _published(store, path, read(store, path, caps=caps))
+    except ObjectNotFound:  # the manifest, or both
+        info, tensors = _foreign(store, path, caps)
+    return _unordered(store, path, {path: info.etag}, tensors)
+
+
+def _published(store: Store, path: str, manifest: Manifest) -> Source:
+    tensors = tuple(
+        Placed(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            path=path,
+            start=tensor.start,
+            stop=tensor.stop,
+            crc32c=tuple(tensor.crc32c),
+        )
+        for tensor in manifest.tensors
+    )
+    return Source(
+        store=store,
+        path=path,
+        tensors=tensors,
+        ties=manifest.ties,
+        etags={path: manifest.etag},
+        chunk_bytes=manifest.chunk_bytes,
+        ordered=True,
+    )
+
+
+def _unordered(store: Store, path: str, etags: Mapping[str, str], tensors: Iterable[Placed]) -> Source:
+    return Source(
+        store=store,
+        path=path,
+        tensors=tuple(tensors),
+        ties={},
+        etags=etags,
+        chunk_bytes=CHUNK_BYTES,
+        ordered=False,
+    )
+
+
+def _foreign(store: Store, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list[Placed]]:
+    """What the header of anyone's file says, tensors as they lie; two ranged reads."""
+    info = store.head(path)
+    try:
+        body, entries = _header(store, info, caps)
+        entries.sort(key=lambda entry: (entry.start, entry.stop))
+        _check_apart(entries)
+    except ProgramError as error:
+        raise ProgramError(f"{path} in store {store.name!r}: {error}") from None
+    placed = [
+        Placed(
+            name=entry.name,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            path=path,
+            start=body + entry.start,
+            stop=body + entry.stop,
+        )
+        for entry in entries
+        if not is_reserved(entry.name)
+    ]
+    return info, placed
+
+
+def _header(store: Store, info: ObjectInfo, caps: GraphCaps) -> tuple[int, list[Entry]]:
+    """Where a file's body begins, and its tensors, each of them within the body."""
+    etag = info.etag or None
+    first = store.get_range(info.path, 0, min(LENGTH_BYTES, info.size), etag=etag)
+    try:
+        body = LENGTH_BYTES + header_length(first, info.size, caps)
+    except ProgramError:
+        if first.startswith(_PICKLED_BEGINNINGS):
+            raise _pickled(info.path) from None
+        raise
+    if info.size > caps.weights_bytes:
+        raise ProgramError(f"a weights file has 1..{caps.weights_bytes} bytes, got {info.size}")
+    text = store.get_range(info.path, LENGTH_BYTES, body, etag=etag)
+    table = table_of(text, "weights header", caps)
+    most = info.size - body
+    return body, [entry_of(name, entry, most, caps) for name, entry in table.items() if name != METADATA]
+
+
+def _check_apart(entries: Iterable[Entry]) -> None:
+    """No byte belongs to two tensors; they are given in the order of their places."""
+    end, before = 0, ""
+    for entry in entries:
+        if entry.start == entry.stop:
+            continue
+        if entry.start < end:
+            raise ProgramError(
+                f"weight {entry.name!r} overlaps {before!r}: it starts at byte {entry.start}, not {end} or "
+                "behind"
+            )
+        end, before = entry.stop, entry.name
+
+
+# ---------------------------------------------------------------------------------------- several files
+
+
+def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> Source:
+    """The files that an index names, and all that is in them."""
+    places = _places(path, index, caps)
+    paths = sorted(set(places.values()))
+    if len(paths) > MOST_SHARDS:
+        raise ProgramError(f"{path} names {len(paths)} files; at most {MOST_SHARDS} are allowed")
+    with ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="upriver-coldstart-header") as pool:
+        shards = list(pool.map(lambda shard: _foreign(store, shard, caps), paths))
+    tensors = [tensor for _, placed in shards for tensor in placed]
+    _check_shards(path, places, tensors, sum(info.size for info, _ in shards), caps)
+    return _unordered(store, path, {info.path: info.etag for info, _ in shards}, tensors)
+
+
+def _places(path: str, index: bytes, caps: GraphCaps) -> dict[str, str]:
+    """Name of each tensor to the object that an index says it is in.
+
+    Raises:
+        ProgramError: If the index is none, or names what cannot be a weights file beside it.
+    """
+    table = table_of(index, path, caps).get("weight_map")
+    if not isinstance(table, dict) or len(table) > caps.header_entries:
+        raise ProgramError(f"{path} has no weight_map of at most {caps.header_entries} names")
+    folder = path[: path.rfind("/") + 1]
+    files = {file: _beside(path, folder, file) for file in {_text(path, file) for file in table.values()}}
+    return {name: files[file] for name, file in table.items()}
+
+
+def _text(path: str, file: Any) -> str:
+    if not isinstance(file, str):
+        raise ProgramError(f"{path}: weight_map gives a name its file, got a {type(file).__name__}")
+    return file
+
+
+def _beside(path: str, folder: str, file: str) -> str:
+    if _has_pickled_name(file):
+        raise _pickled(f"{folder}{file[:200]}")
+    try:
+        shard = check_name(f"{folder}{file}")
+    except ConfigError as error:
+        raise ProgramError(f"{path}: weight_map: {error}") from None
+    if not shard.endswith(ENDING):
+        raise ProgramError(f"{path}: weight_map names files NAME{ENDING}, got {file[:200]!r}")
+    return shard
+
+
+def _check_shards(
+    path: str, places: Mapping[str, str], tensors: Iterable[Placed], nbytes: int, caps: GraphCaps
+) -> None:
+    """Hold what is in the files against the index and against what one model may have."""
+    found: dict[str, str] = {}
+    for tensor in tensors:
+        if tensor.name in found:
+            raise ProgramError(
+                f"{path}: weight {tensor.name!r} is there twice, in {found[tensor.name]} and in {tensor.path}"
+            )
+        found[tensor.name] = tensor.path
+    for name, shard in places.items():
+        if found.get(name) != shard:
+            raise ProgramError(f"{path}: weight {name[:80]!r} is not in {shard}")
+    if len(found) > caps.header_entries:
+        raise ProgramError(f"{path}: {len(found)} tensors; at most {caps.header_entries} are allowed")
+    if nbytes > caps.weights_bytes:
+        raise ProgramError(f"{path}: files of {nbytes} bytes; at most {caps.weights_bytes} are allowed")
+
+
+# -------------------------------------------------------------------------------- what can run code
+
+
+def _has_pickled_name(path: str) -> bool:
+    return path.removesuffix(".index.json").lower().endswith(_PICKLED_ENDINGS)
+
+
+def _pickled(path: str) -> ProgramError:
+    return ProgramError(
+        f"{path} is a pickled checkpoint: reading it can run code, so it is never read. Convert it where it "
+        "comes from, with safetensors.torch.save_model(model, FILE) or, of transformers, "
+        "model.save_pretrained(DIRECTORY, safe_serialization=True)"
+    )
+
+
+def _refuse_object(store: Store, path: str) -> None:
+    """A name without an ending is no object; an empty one is how some stores write a directory.
+
+    Raises:
+        ProgramError: If it is an object.
+    """
+    try:
+        info = store.head(path)
+    except ObjectNotFound:
+        return
+    if not info.size:
+        return
+    first = store.get_range(path, 0, min(LENGTH_BYTES, info.size), etag=info.etag or None)
+    if first.startswith(_PICKLED_BEGINNINGS):
+        raise _pickled(path)
+    raise ProgramError(f"{path} in store {store.name!r} is no weights file: those are called NAME{ENDING}")
+
+
+# ------------------------------------------------------------------------------------------ the order
+
+
+class _Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``NAME.order.json`` holds.
+
+    Attributes:
+        schema: Name and version of the format.
+        etags: Of the objects that the order was recorded for.
+        names: Of all their tensors, in execution order.
+    """
+
+    schema: str
+    etags: dict[str, str]
+    names: list[str]
+
+
+def order_path(path: str) -> str:
+    """Where the order of files without one is kept."""
+    return f"{path.removesuffix(INDEX_ENDING).removesuffix(ENDING)}.order.json"
+
+
+def in_order(source: Source, names: Iterable[str]) -> Source:
+    """The same weights in an execution order that was recorded.
+
+    Args:
+        names: Of tensors; those that the source has not are left out, those that it has besides go last.
+    """
+    by_name = {tensor.name: tensor for tensor in source.tensors}
+    wanted = dict.fromkeys(source.ties.get(name, name) for name in names)
+    first = [by_name.pop(name) for name in wanted if name in by_name]
+    return replace(source, tensors=(*first, *by_name.values()), ordered=True)
+
+
+def keep_order(source: Source, names: Iterable[str]) -> None:
+    """Keep an execution order for the next one who looks for these files.
+
+    Args:
+        source: As :func:`find` gave it.
+        names: As for :func:`in_order`.
+
+    Raises:
+        StoreError: If the store refuses, as it may: nothing depends on it.
+    """
+    order = _Order(
+        schema=ORDER_SCHEMA,
+        etags=dict(sorted(source.etags.items())),
+        names=[tensor.name for tensor in in_order(source, names).tensors],
+    )
+    source.store.put(order_path(source.path), msgspec.json.encode(order))
+
+
+def _as_kept(source: Source, caps: GraphCaps) -> Source:
+    """In the order that is kept beside, if there is one of just these tensors of just these objects."""
+    beside = order_path(source.path)
+    try:
+        return in_order(source, _kept(source, beside, caps))
+    except ObjectNotFound:
+        return source
+    # msgspec raises its own errors and, on some text, Python's.
+    except (StoreError, ProgramError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        log.info("the order kept in %s is not used: %s", beside, error)
+        return source
+
+
+def _kept(source: Source, beside: str, caps: GraphCaps) -> list[str]:
+    order = msgspec.json.decode(get_at_most(source.store, beside, caps.header_bytes), type=_Order)
+    if order.schema != ORDER_SCHEMA:
+        raise ProgramError(f"order of schema {order.schema[:80]!r}; this version reads {ORDER_SCHEMA!r}")
+    if order.etags != source.etags or sorted(order.names) != sorted(t.name for t in source.tensors):
+        raise ProgramError("it is that of other files")
+    return order.names

@@ -34,19 +34,28 @@ def seed_generators(draw: Draw) -> None:
 
 
 @contextmanager
+def generators_kept() -> Iterator[None]:
+    """Whatever is drawn inside, the three generators go on afterwards as if nothing had been."""
+    ours, numpy, torchs = random.getstate(), numpy_random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(ours)
+        numpy_random.set_state(numpy)
+        torch.default_generator.set_state(torchs)
+
+
+@contextmanager
 def apart() -> Iterator[None]:
     """Samples are made inside as in a process of their own.
 
     Whatever is drawn, the three generators go on afterwards as if nothing had been; and PyTorch computes with
     one thread, as in its own loader's processes: with more, some kernels give other low bits.
     """
-    ours, numpy, torchs = random.getstate(), numpy_random.get_state(), torch.default_generator.get_state()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        random.setstate(ours)
-        numpy_random.set_state(numpy)
-        torch.default_generator.set_state(torchs)
+    with generators_kept():
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)

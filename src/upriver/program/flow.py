@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         # Before the call: it may write into what it reads.
         reads = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
-        written = list(_written(func, args, kwargs))
+        written = list(written_by(func, args, kwargs))
         before = _random_state() if torch.Tag.nondeterministic_seeded in func.tags else None
         result = func(*args, **kwargs)
         random = before is not None and before != _random_state()
@@ -184,7 +184,7 @@ def _is_plain_index(func: Any, args: Any) -> bool:
     return all(index.dtype not in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The tensors among its arguments that an operator writes into."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -174,15 +174,24 @@ class _Switch:
 
 
 @contextlib.contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Leave what a forward changes as it was: running statistics, and attributes of modules."""
-    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Leave attributes of modules as they were, parameters and buffers among them, whatever those hold."""
     kept = [_Attributes(m) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     try:
         yield
     finally:
         for attributes in kept:
             attributes.restore()
+
+
+@contextlib.contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Leave what a forward changes as it was: running statistics, and attributes of modules."""
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with attributes_kept(model):
+            yield
+    finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if not torch.equal(buffer, values[name]):
@@ -190,7 +199,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 class _Attributes:
-    """What one module holds beside parameters and submodules; hooks come and go as they like."""
+    """What one module holds beside submodules; hooks come and go as they like."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -198,6 +207,7 @@ class _Attributes:
         self.contents = {
             name: value.copy() for name, value in self.values.items() if isinstance(value, list | dict | set)
         }
+        self.parameters = dict(module._parameters)
         self.buffers = dict(module._buffers)
 
     def restore(self) -> None:
@@ -211,6 +221,8 @@ class _Attributes:
             if value != content:
                 value.clear()
                 value.extend(content) if isinstance(value, list) else value.update(content)
+        self.module._parameters.clear()
+        self.module._parameters.update(self.parameters)
         self.module._buffers.clear()
         self.module._buffers.update(self.buffers)
 

@@ -185,48 +185,88 @@ def decode(data: torch.Tensor, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, torc
             64-byte boundaries, or one is larger than the caps allow.
     """
     header, body = _header(data, caps)
-    entries = [_entry(name, entry, data.numel(), caps) for name, entry in header.items() if name != METADATA]
+    entries = [
+        entry_of(name, entry, data.numel(), caps) for name, entry in header.items() if name != METADATA
+    ]
     _check_layout(entries, body.numel())
     return {entry.name: _view(body, entry) for entry in entries if not is_reserved(entry.name)}
 
 
 def _header(data: torch.Tensor, caps: GraphCaps) -> tuple[dict[str, Any], torch.Tensor]:
     """The table of tensors, and the bytes behind it."""
-    total = data.numel()
+    length = header_length(bytes(data[:LENGTH_BYTES].tolist()), data.numel(), caps)
+    start = LENGTH_BYTES + length
+    if start % ALIGNMENT:
+        raise ProgramError(f"the weights begin at byte {start}, not at a multiple of {ALIGNMENT}")
+    return table_of(data[LENGTH_BYTES:start].numpy().tobytes(), "weights header", caps), data[start:]
+
+
+def header_length(first: bytes, total: int, caps: GraphCaps = DEFAULT_CAPS) -> int:
+    """How long a file's header is.
+
+    Args:
+        first: The first bytes of the file, :data:`LENGTH_BYTES` of them.
+        total: Bytes of the file.
+
+    Raises:
+        ProgramError: If the header would not fit into the file, or be longer than the caps allow.
+    """
     if total < LENGTH_BYTES:
         raise ProgramError(f"weights file of {total} bytes has no header")
-    length = int.from_bytes(bytes(data[:LENGTH_BYTES].tolist()), "little")
-    start = LENGTH_BYTES + length
+    length = int.from_bytes(first, "little")
     if length > min(total - LENGTH_BYTES, caps.header_bytes):
         raise ProgramError(
             f"weights header of {length} bytes in a file of {total}; at most {caps.header_bytes} are allowed"
         )
-    if start % ALIGNMENT:
-        raise ProgramError(f"the weights begin at byte {start}, not at a multiple of {ALIGNMENT}")
+    return length
+
+
+def table_of(text: bytes, what: str, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, Any]:
+    """A JSON table from anyone.
+
+    Args:
+        what: Names it in messages.
+
+    Raises:
+        ProgramError: If it is none, has more entries than a header may have, or names something twice.
+    """
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ProgramError(f"{what} names something twice")
+        return found
+
     try:
-        header = json.loads(data[LENGTH_BYTES:start].numpy().tobytes(), object_pairs_hook=_no_duplicates)
+        found = json.loads(text.decode(), object_pairs_hook=table)
     except (ValueError, RecursionError):
-        raise ProgramError("weights header is not JSON") from None
-    if not isinstance(header, dict) or len(header) > caps.header_entries:
-        raise ProgramError(f"weights header is not a table of at most {caps.header_entries} tensors")
-    return header, data[start:]
+        raise ProgramError(f"{what} is not JSON") from None
+    if not isinstance(found, dict) or len(found) > caps.header_entries:
+        raise ProgramError(f"{what} is not a table of at most {caps.header_entries} tensors")
+    return found
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ProgramError("weights header names something twice")
-    return table
+def entry_of(name: str, entry: Any, most: int, caps: GraphCaps = DEFAULT_CAPS) -> Entry:
+    """What a header from anyone says of one tensor.
 
+    Args:
+        most: Bytes that there are.
 
-def _entry(name: str, entry: Any, most: int, caps: GraphCaps) -> Entry:
+    Raises:
+        ProgramError: If it says what cannot be, or more than the caps allow.
+    """
     match entry:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)], **rest} if (
-            code in _NAMES and not rest and all(type(size) is int and size >= 0 for size in shape)
+            not rest and all(type(number) is int and number >= 0 for number in (start, stop, *shape))
         ):
-            dtype = _NAMES[code]
+            dtype = _NAMES.get(code, "")
         case _:
             raise ProgramError(f"weight {name[:80]!r}: malformed entry")
+    if not dtype:
+        allowed = ", ".join(_NAMES)
+        raise ProgramError(f"weight {name[:80]!r}: malformed type {code[:80]!r}; allowed are {allowed}")
+    if any("\ud800" <= char <= "\udfff" for char in name):
+        raise ProgramError(f"weight {name[:80]!r}: a name that is no text")
     if len(name) > caps.text or len(shape) > caps.dimensions:
         raise ProgramError(f"weight {name[:80]!r}: a name or a shape that is too long")
     # A size of 0 hides the others from the product, and torch multiplies those too.

@@ -1,0 +1,258 @@
+"""In which order a model reads its weights: what is published in that order can be used while it arrives.
+
+The model is called once, in eval, and every operator's arguments are looked at: the weights among them count
+as touched, in the order in which that happens first. A weight is known by the memory that it lies in, so it
+does not matter under which of its names, through which view, or by which module it is read. Making a view
+reads nothing, so it does not count.
+
+The call is made on tensors without data, which takes no memory and hardly any time. A model that has to see
+values on its way, or uses an operator that torch cannot do without data, is called in earnest.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from upriver.coldstart.layout import Manifest, publish
+from upriver.errors import ModelError, ProgramError
+from upriver.pipeline.seeding import generators_kept
+from upriver.program.devices import random_kept
+from upriver.program.example import tensors_in
+from upriver.program.flow import written_by
+from upriver.program.trace import attributes_kept, in_eval, no_fast_path, state_kept
+from upriver.store import Store
+from upriver.text import error_text
+
+log = logging.getLogger(__name__)
+
+_Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+
+
+def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[str]:
+    """The names of a model's state dict, in the order in which a call of it touches them first.
+
+    The model is left as it was, and so are the arguments and what random numbers come next. The fused
+    transformer path is off meanwhile, for all threads: it takes a layer's weights all at once.
+
+    Args:
+        model: Whatever mode it is in, it is called in eval, without gradients.
+        args: What it is called with; where tensors without data will do, only their form matters.
+        kwargs: The same, by name.
+
+    Returns:
+        All names; those that are never touched come last, in the order of the state dict.
+
+    Raises:
+        ModelError: If the model cannot be called like that, or has weights that have no shape yet.
+    """
+    whole = model.state_dict(keep_vars=True)
+    state = {name: value for name, value in whole.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in state.items():
+        if is_lazy(tensor):
+            raise ModelError(f"weight {name!r} has no shape yet: call the model once before")
+    with (
+        torch.no_grad(),
+        generators_kept(),
+        random_kept(tensor.device for tensor in state.values()),
+        in_eval(model),
+        no_fast_path(),
+    ):
+        call = (args, dict(kwargs or {}))
+        try:
+            touched = without_data(model, state, call)
+        except Exception as error:
+            log.info("the model is called with data, as it cannot be without: %s", error_text(error))
+            touched = with_data(model, state, call)
+    return list(dict.fromkeys([*touched, *whole]))
+
+
+def publish_model(
+    model: nn.Module,
+    store: Store,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write a model's weights, in the order in which a call of it touches them.
+
+    Args:
+        model: Nothing in it may change meanwhile.
+        store: Where to.
+        path: The object's name; it ends in ``.safetensors``.
+        args: What the model is called with, as for :func:`recorded`.
+        kwargs: The same, by name.
+
+    Raises:
+        ModelError: If the order cannot be recorded.
+        ProgramError: If there is anything but tensors in the state dict, or one that cannot be written.
+        ConfigError: This and what else :func:`~upriver.coldstart.layout.publish` raises.
+    """
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ProgramError(
+                f"{name!r} in the state dict is a {type(value).__name__}; only tensors can be published"
+            )
+    return publish({name: state[name] for name in recorded(model, args, kwargs)}, store, path)
+
+
+def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) -> list[str]:
+    """What a call on tensors without data touches; nothing of the model is written to.
+
+    Raises:
+        Exception: If it needs data.
+    """
+    weights, given = _Weights(state), _copied(call)
+    with (
+        attributes_kept(model),
+        FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True) as mode,
+    ):
+        # Kept until the end: torch would make others for the same weights if these were gone.
+        twins = [mode.from_tensor(tensor) for tensor in state.values()]
+        for tensor, twin in zip(state.values(), twins, strict=True):
+            weights.stand_in(tensor, twin)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)
+        with _Touched(weights) as touched:
+            model(*args, **kwargs)
+    return list(touched.names)
+
+
+def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) -> list[str]:
+    """What a call in earnest touches; whatever it writes to is put back.
+
+    Raises:
+        ModelError: If the call fails.
+    """
+    touched = _TouchedAndKept(state)
+    args, kwargs = _copied(call)
+    with state_kept(model):
+        try:
+            with touched:
+                model(*args, **kwargs)
+        except Exception as error:  # whatever the user's forward raises
+            raise ModelError(
+                f"the order of weights cannot be recorded, as the model cannot be called: {error_text(error)}"
+            ) from error
+        finally:
+            touched.put_back()
+    return list(touched.names)
+
+
+def _copied(call: _Call) -> _Call:
+    """A call into whose arguments the model may write."""
+    try:
+        return copy.deepcopy(call)
+    except Exception:  # a tensor in the middle of a graph, or anything else that says no
+        copied: _Call = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), call)
+        return copied
+
+
+# ---------------------------------------------------------------------------------- who lies where
+
+
+class _Weights:
+    """Which names lie in which bytes of which storage."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._stands_for: dict[int, int] = {}
+        self._at: dict[int, list[tuple[range, str]]] = {}
+        for name, tensor in state.items():
+            storage = self.storage(tensor)
+            if storage is not None:
+                self._at.setdefault(storage, []).append((_bytes(tensor), name))
+
+    def stand_in(self, tensor: torch.Tensor, twin: torch.Tensor) -> None:
+        """Take the storage of ``twin`` for that of ``tensor``."""
+        storage, other = self.storage(tensor), self.storage(twin)
+        if storage is not None and other is not None:
+            self._stands_for[other] = storage
+
+    def storage(self, tensor: torch.Tensor) -> int | None:
+        """The storage that a tensor lies in; None for a kind of tensor that has none of its own."""
+        try:
+            storage = int(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse ones, wrappers around other tensors
+            return None
+        return self._stands_for.get(storage, storage)
+
+    def within(self, tensor: torch.Tensor) -> Iterable[str]:
+        """Names of the weights that share bytes with a tensor, in the order of the state dict."""
+        storage = self.storage(tensor)
+        places = self._at.get(storage, []) if storage is not None else []
+        own = _bytes(tensor) if places else range(0)
+        return [name for place, name in places if place.start < own.stop and own.start < place.stop]
+
+
+def _bytes(tensor: torch.Tensor) -> range:
+    """From a tensor's first byte in its storage to its last; an empty one has none."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = last + 1 if tensor.numel() else first
+    return range(first * tensor.itemsize, end * tensor.itemsize)
+
+
+class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at the arguments of every operator.
+
+    Attributes:
+        names: Of the weights among them so far, in the order of their first time.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, weights: _Weights) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: dict[str, None] = {}
+        self.weights = weights
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator and note what it touched."""
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        result = func(*args, **kwargs)
+        if getattr(func, "namespace", "") == "prim":  # asks a tensor for its device, say
+            return result
+        views = {self.weights.storage(view) for view in tensors_in(result)} if _makes_views(func) else set()
+        for tensor in given:
+            if self.weights.storage(tensor) not in views:
+                self.names.update(dict.fromkeys(self.weights.within(tensor)))
+        return result
+
+
+class _TouchedAndKept(_Touched):  # type: ignore[no-untyped-call]
+    """Keeps a copy of each weight that an operator is about to write to; most models have none."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(_Weights(state))
+        self._state = state
+        self._before: dict[str, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Keep what would be lost, and go on."""
+        if hasattr(func, "_schema"):
+            for tensor in written_by(func, args, kwargs or {}):
+                for name in self.weights.within(tensor):
+                    if name not in self._before:
+                        self._before[name] = self._state[name].detach().clone()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def put_back(self) -> None:
+        """Write all of that again."""
+        for name, before in self._before.items():
+            self._state[name].detach().copy_(before)
+
+
+def _makes_views(func: Any) -> bool:
+    """Whether an operator's results lie in the memory of its arguments, as far as its signature says."""
+    returns = func._schema.returns if hasattr(func, "_schema") else []
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
