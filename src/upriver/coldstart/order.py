@@ -222,9 +222,10 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if getattr(func, "namespace", "") == "prim":  # asks a tensor for its device, say
             return result
-        views = {self.weights.storage(view) for view in tensors_in(result)} if _makes_views(func) else set()
+        views = tensors_in(result) if getattr(func, "is_view", False) else []  # by its signature
+        only_viewed = {self.weights.storage(view) for view in views}
         for tensor in given:
-            if self.weights.storage(tensor) not in views:
+            if self.weights.storage(tensor) not in only_viewed:
                 self.names.update(dict.fromkeys(self.weights.within(tensor)))
         return result
 
@@ -250,9 +251,3 @@ class _TouchedAndKept(_Touched):  # type: ignore[no-untyped-call]
         """Write all of that again."""
         for name, before in self._before.items():
             self._state[name].detach().copy_(before)
-
-
-def _makes_views(func: Any) -> bool:
-    """Whether an operator's results lie in the memory of its arguments, as far as its signature says."""
-    returns = func._schema.returns if hasattr(func, "_schema") else []
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
