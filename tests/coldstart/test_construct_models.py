@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.coldstart.same import assert_same_but_unread, assert_same_outputs, globals_now
 from upriver.coldstart.construct import construct
+from upriver.program.example import Example
 from upriver.program.names import load_model
 
 
@@ -50,13 +51,8 @@ def test_models_by_name(name: str) -> None:
     plain, inputs = load_model(name)
     made = construct(name)
     assert_same_but_unread(made, plain)
-    example = inputs.example(1)
-    args, kwargs = ((), example) if isinstance(example, dict) else (_tuple(example), {})
-    assert_same_outputs(made, plain, args, kwargs)
-
-
-def _tuple(example: Any) -> tuple[Any, ...]:
-    return tuple(example) if isinstance(example, list | tuple) else (example,)
+    example = Example.of(inputs.example(1))
+    assert_same_outputs(made, plain, example.args, example.kwargs)
 
 
 class _Small(NamedTuple):
