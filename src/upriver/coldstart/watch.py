@@ -215,7 +215,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if target.shape == source.shape and target.is_complex() == source.is_complex():
                 self.notes.copy(target, source)
                 return target
-        elif is_whole:
+        elif is_whole and _fits(source, target):
             self.notes.replace(key)
         return None
 
@@ -345,6 +345,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and _has_memory(tensor)
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
+
+
+def _fits(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether one can be copied into the other."""
+    pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
+    return source.dim() <= target.dim() and all(size in (1, other) for size, other in pairs)
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
