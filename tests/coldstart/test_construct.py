@@ -159,7 +159,7 @@ class _Reading(nn.Module):
         self.register_buffer("norm", self.second.weight.norm())
         self.register_buffer("rows", self.first.weight.detach().clone()[2:4], persistent=False)
         self.register_buffer("window", torch.empty(5).fill_(3.0), persistent=False)
-        self.scale = float(self.first.bias.sum())
+        self.scale = float(self.first.bias.detach().sum())
         self.listed = self.second.bias.tolist()
         self.array = self.first.weight.detach().numpy().copy()
         nn.init.zeros_(self.first.weight)
@@ -492,7 +492,7 @@ def test_several_threads() -> None:
 def test_nothing_is_kept_alive() -> None:
     made = construct(lambda: nn.Linear(20, 20))
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if isinstance(thing, watch.Watch | watch.Notes)]
+    assert not [thing for thing in gc.get_objects() if type(thing) in (watch.Watch, watch.Notes)]
     assert made.weight.shape == (20, 20)
 
 
@@ -573,7 +573,7 @@ class _Program:
             case "copy_row":
                 t[i % 4].copy_(u[j % 4])
             case "copy_transposed":
-                t.view(6, 4).copy_(u.t())
+                t.view(6, 4).copy_(u.t() if u is not t else u.t() * 1)
             case "clone":
                 tensors.append(t.clone())
             case "double":

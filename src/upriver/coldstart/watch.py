@@ -75,6 +75,9 @@ _SHARING = frozenset({"from_file", "_unsafe_view"})
 
 _DEVICES = ("cpu", "cuda")
 
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+"""What classes have that leave operators to torch, parameters among them."""
+
 _SMALL_BYTES = 64 << 10
 """A constant fill of so few bytes is sooner done than noted."""
 
@@ -115,16 +118,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_aside:
             return func(*args, **kwargs)
         traits = _traits(func)
+        foreign = types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)
         with torch._C.DisableTorchFunction():
-            if types:  # what tensors of other classes do with their memory is not seen
+            if foreign:  # what such tensors do with their memory is not seen
                 self.notes.settle_all()
             elif (taken := self._instead(func, traits, args, kwargs)) is not None:
                 return taken
         result = func(*args, **kwargs)
-        if traits.is_making and not types:
+        if traits.is_making and not foreign:
             with torch._C.DisableTorchFunction():
                 self._adopt(result, (args, kwargs))
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare a cold start the import of torch's compiler, which the wrapper that this refuses would bring."""
+        return False
 
     # ---------------------------------------------------------------------------- what is put off
 
