@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import timm
 import torch
-import torchvision
-import transformers
 from torch import nn
+
+from upriver._torchvision import ensure_torchvision
+
+ensure_torchvision()
+
+import timm  # noqa: E402
+import torchvision  # noqa: E402
+import transformers  # noqa: E402
 
 Network = tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]
 """What makes it, and what makes the arguments of a call."""
@@ -63,9 +68,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(50, 12)
+        self.embedding = nn.Embedding(90, 12)
         self.norm = nn.LayerNorm(12)
-        self.head = nn.Linear(12, 50, bias=False)
+        self.head = nn.Linear(12, 90, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,8 +81,8 @@ class Tied(nn.Module):
 
 def _transformer(kind: str, **values: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        config = getattr(transformers, f"{kind.removesuffix('Model').split('For')[0]}Config")(**values)
-        model: nn.Module = getattr(transformers, kind)(config)
+        made = getattr(transformers, kind)
+        model: nn.Module = made(made.config_class(**values))
         return model
 
     return build
@@ -103,7 +108,13 @@ NETWORKS: Mapping[str, Network] = {
     "llama": (_transformer("LlamaForCausalLM", vocab_size=90, tie_word_embeddings=True, **_SMALL), ids),
     "t5": (
         _transformer(
-            "T5ForConditionalGeneration", vocab_size=90, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
+            "T5ForConditionalGeneration",
+            vocab_size=90,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
         ),
         lambda: ids() | ids("decoder_input_ids", 5),
     ),

@@ -20,6 +20,7 @@ from torch import nn
 from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, answer
 from upriver.coldstart import kept
 from upriver.coldstart import model_load as under_test
+from upriver.coldstart.flow import Link
 from upriver.coldstart.layout import publish
 from upriver.coldstart.model_load import load, loading
 from upriver.coldstart.source import Source, find, order_path
@@ -45,6 +46,8 @@ class Ordered:
     ) -> None:
         self.order, self.lets, self.error = order, lets, error
         self.hurried: list[int] = []
+        self.events: list[Any] = []
+        self.measured = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9)
 
     def of(self, source: Source, _groups: Any, sink: Any, **_: Any) -> Ordered:
         """As `Stream` is made."""
@@ -154,7 +157,7 @@ def test_whatever_order_weights_come_in(
     for _ in range(count):
         stream.lets.release()
     for caller in callers:
-        caller.join(60)
+        caller.join(20)
     stream.join()
     expected = answer(whole[name], arguments())
     assert len(answers) == 2
@@ -246,7 +249,11 @@ def test_it_says_what_it_is_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("tied", ["embedding.weight", "head.weight"])
 def test_a_file_of_anyone_with_one_name_of_a_tie(tied: str, tmp_path: Any) -> None:
     reference = Tied().eval()
-    state = {key: value for key, value in reference.state_dict().items() if key in (tied, "norm.weight", "norm.bias")}
+    state = {
+        key: value
+        for key, value in reference.state_dict().items()
+        if key in (tied, "norm.weight", "norm.bias")
+    }
     save_file(state, tmp_path / "model.safetensors")
     model = load(Tied, f"file://{tmp_path}/model.safetensors")
     x = torch.tensor([[1, 2, 3]])
@@ -332,7 +339,11 @@ def test_what_is_missing_or_misshapen_is_told_before_the_download(monkeypatch: p
     publish(state, store, "m.safetensors")
     with pytest.raises(ModelError) as raised:
         load(Bare, "m", store=store)
-    for part in ("flag is missing", "other is unexpected", "shift ([15] there, [16] here) is of another shape"):
+    for part in (
+        "flag is missing",
+        "other is unexpected",
+        "shift ([15] there, [16] here) is of another shape",
+    ):
         assert part in str(raised.value)
 
 
@@ -371,7 +382,7 @@ def test_everybody_gets_the_same_error_and_a_second_load_works(
             caller.start()
         stream.lets.release(arrived + 1)
         for caller in callers:
-            caller.join(60)
+            caller.join(20)
         for what in waits:
             asks(what)
     assert [type(error) for error in raised] == [StoreError] * 6

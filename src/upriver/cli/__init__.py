@@ -17,7 +17,21 @@ import typer
 from typer.exceptions import TyperException
 
 from upriver import __version__
-from upriver.cli import calibrate, coldstart, cuts, demo, index, infer, plan, push, serve, serving, token, train, worker
+from upriver.cli import (
+    calibrate,
+    coldstart,
+    cuts,
+    demo,
+    index,
+    infer,
+    plan,
+    push,
+    serve,
+    serving,
+    token,
+    train,
+    worker,
+)
 from upriver.cli.common import ReaderGone, checked_stdout
 from upriver.errors import StoreError, UpriverError
 

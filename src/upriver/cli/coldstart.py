@@ -33,7 +33,8 @@ LOOK_S = 0.1
 
 def coldstart(
     uri: Annotated[
-        str, typer.Argument(help="Weights: file:///path/NAME, s3://bucket/NAME (safetensors, or their index).")
+        str,
+        typer.Argument(help="Weights: file:///path/NAME, s3://bucket/NAME (safetensors, or their index)."),
     ],
     model: ModelArgument,
     file: Annotated[
@@ -42,7 +43,8 @@ def coldstart(
     ] = None,
     batch: Annotated[int, typer.Option(help="Samples of a made-up input.")] = 1,
     grouping: Annotated[
-        str, typer.Option(metavar="NAME", help="upriver, pisel or layer_by_layer: what is asked for together.")
+        str,
+        typer.Option(metavar="NAME", help="upriver, pisel or layer_by_layer: what is asked for together."),
     ] = "upriver",
     compare: Annotated[
         bool, typer.Option("--compare", help="Load it the plain way, too, and hold both answers together.")
@@ -182,9 +184,7 @@ def _ways(handle: Loading, moments: Sequence[Moment]) -> list[Way]:
     ]
 
 
-def _picture(
-    handle: Loading, moments: Sequence[Moment], answer_s: float, title: str, suffix: str
-) -> bytes:
+def _picture(handle: Loading, moments: Sequence[Moment], answer_s: float, title: str, suffix: str) -> bytes:
     import tempfile
 
     from upriver.report.cold_plot import plot_ways

@@ -1,8 +1,9 @@
 """What reads a weight waits for it, and for nothing else.
 
 A dispatch mode sees every operator of a thread with all its arguments, whether a module was called for it or
-not, and below what PyTorch fuses: fused kernels are operators, too. Before one runs, its tensors' storages are
-looked up, and those that are not there yet are waited for. Storages, since views and ties have no name.
+not, and below what PyTorch fuses: fused kernels are operators, too. Before one runs, the storages of its
+tensors are looked up, and those that are not there yet are waited for. Storages, since views and ties have no
+name.
 
 Not seen, and so not guarded: memory that is read past the dispatcher (``tensor.numpy()``, ``tolist()``,
 ``data_ptr()`` of a weight, inside ``forward``), and threads that ``forward`` begins of its own, but for what

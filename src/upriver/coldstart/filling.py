@@ -133,7 +133,11 @@ def _tied(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 
 def _refuse(model: nn.Module, source: Source, found: Mapping[str, Sequence[str]]) -> None:
-    told = [f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in found.items() if names]
+    told = [
+        f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}"
+        for what, names in found.items()
+        if names
+    ]
     if told:
         raise ModelError(
             f"{source.path} in store {source.store.name!r} has not the weights of {type(model).__name__}: "

@@ -89,20 +89,20 @@ class Guard:
 def _guarded(kind: type[nn.Module], guard: Guard) -> type[nn.Module]:
     """A subclass for one model."""
 
+    # Never `super()`: by the time that a wait is over the object may be of its own class again.
     class Guarded(kind):  # type: ignore[valid-type, misc]
         _upriver_guard: ClassVar[Guard] = guard
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             with guard.call():
-                return super().__call__(*args, **kwargs)
+                return kind.__call__(self, *args, **kwargs)
 
         def __getattribute__(self, name: str) -> Any:
-            if name in FREE:
-                return super().__getattribute__(name)
             if name in AT_ONCE and not guard.inside:
-                return _called(super().__getattribute__(name), guard)
-            guard.wait()
-            return super().__getattribute__(name)
+                return _called(kind.__getattribute__(self, name), guard)
+            if name not in FREE:
+                guard.wait()
+            return kind.__getattribute__(self, name)
 
     Guarded.__name__, Guarded.__qualname__ = kind.__name__, kind.__qualname__
     Guarded.__module__, Guarded.__doc__ = kind.__module__, kind.__doc__

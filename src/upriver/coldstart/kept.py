@@ -1,7 +1,7 @@
 """Groupings that were found once, kept beside the weights for the next process, as PISeL's partition cache.
 
-By policy, latency and bandwidth, these in buckets: a grouping is found for the middle of a bucket, so that all
-who fall into it take the same one. PISeL has an agent that finds groupings ahead (CIKM 2024, section 3.1);
+By policy, latency and bandwidth, these in buckets: a grouping is found for the middle of a bucket, so that
+all who fall into it take the same one. PISeL has an agent that finds groupings ahead (CIKM 2024, section 3.1);
 here whoever loads does it, and writes it down.
 """
 

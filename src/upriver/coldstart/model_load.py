@@ -113,7 +113,6 @@ class Loading:
         self._stream.cancel()
         self._stream.join()
 
-    
     def nbytes_here(self) -> int:
         """Bytes of the weights that are there."""
         events = tuple(self._stream.events)
@@ -291,7 +290,9 @@ def _grouped(
     if groups is not None and groups[-1].stop == len(source.tensors):
         return groups, {}
     layers = _layers([placed.stop - placed.start for placed in source.tensors])
-    sizes = [float(sum(p.stop - p.start for p in source.tensors[layer.start : layer.stop])) for layer in layers]
+    sizes = [
+        float(sum(p.stop - p.start for p in source.tensors[layer.start : layer.stop])) for layer in layers
+    ]
     timeline = Timeline(
         sizes,
         [size / LOAD_BYTES_PER_S for size in sizes],
