@@ -40,6 +40,12 @@ class ObjectChanged(StoreError):
     code = "object_changed"
 
 
+class Damaged(StoreError):
+    """What a store gives for an object has another checksum than was written, each time it is asked."""
+
+    code = "damaged"
+
+
 class DatasetError(UpriverError):
     """A dataset cannot be indexed or used as asked."""
 
@@ -168,6 +174,12 @@ class DeadlineExceeded(UpriverError):
     """A request took longer than it may."""
 
     code = "deadline"
+
+
+class Cancelled(UpriverError):
+    """Whoever asked for something no longer wants it."""
+
+    code = "cancelled"
 
 
 class WorkerCrashed(UpriverError):

@@ -1,0 +1,187 @@
+"""What a stream reads from and writes to, as a test wants it: a store that answers when told, and a sink."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from upriver.coldstart import layout
+from upriver.coldstart.source import Placed, Source
+from upriver.errors import UpriverError
+from upriver.store import Store
+from upriver.store.places import Places
+
+WAIT_S = 60.0
+
+
+def published(store: Store, path: str) -> Source:
+    """What was published under that name."""
+    manifest = layout.read(store, path)
+    tensors = tuple(
+        Placed(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            path=path,
+            start=tensor.start,
+            stop=tensor.stop,
+            crc32c=tuple(tensor.crc32c),
+        )
+        for tensor in manifest.tensors
+    )
+    return Source(
+        store=store,
+        path=path,
+        tensors=tensors,
+        ties=manifest.ties,
+        etags={path: manifest.etag},
+        chunk_bytes=manifest.chunk_bytes,
+        ordered=True,
+    )
+
+
+def lying(store: Any, places: Iterable[tuple[str, int, int]], **changed: Any) -> Source:
+    """Tensors at any places, as a file of somebody else's has them: without checksums."""
+    tensors = tuple(
+        Placed(name=f"t{number}", dtype="uint8", shape=(stop - start,), path=path, start=start, stop=stop)
+        for number, (path, start, stop) in enumerate(places)
+    )
+    known = {"ties": {}, "etags": {}, "chunk_bytes": 1 << 20, "ordered": False}
+    return Source(store=store, path="net", tensors=tensors, **known | changed)
+
+
+class Memory:
+    """A sink that holds a stream to its promises.
+
+    Attributes:
+        got: Index to a tensor's bytes, as they were when it was filled.
+        asked: Indices for which there was made room, in order.
+        error: What it was told at the end, if anything.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.got: dict[int, bytes] = {}
+        self.asked: list[int] = []
+        self.error: UpriverError | None = None
+        self.threads: set[str] = set()
+        self._rooms: dict[int, bytearray] = {}
+
+    def room(self, index: int) -> memoryview:
+        self._called()
+        assert index not in self._rooms
+        tensor = self.source.tensors[index]
+        assert tensor.stop > tensor.start
+        self.asked.append(index)
+        self._rooms[index] = bytearray(tensor.stop - tensor.start)
+        return memoryview(self._rooms[index])
+
+    def filled(self, index: int) -> None:
+        self._called()
+        assert index not in self.got
+        self.got[index] = bytes(self._rooms.get(index, b""))
+
+    def failed(self, error: UpriverError) -> None:
+        self._called()
+        assert isinstance(error, UpriverError)
+        self.error = error
+
+    def _called(self) -> None:
+        assert self.error is None
+        self.threads.add(threading.current_thread().name)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request that a scripted store has got.
+
+    Attributes:
+        start: Its first byte.
+        nbytes: How many it asks for.
+        ended: Whether it is over, or was broken off.
+    """
+
+    start: int
+    nbytes: int
+    etag: str | None
+    pieces: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
+    ended: bool = False
+
+
+class ScriptedStore:
+    """A store that brings bytes when a test says so, and only then."""
+
+    name = "scripted"
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.asked: list[Asked] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = threading.Condition()
+        self._free = False
+
+    async def read_into_async(
+        self,
+        path: str,
+        start: int,
+        into: Sequence[memoryview],
+        *,
+        etag: str | None,
+        on_bytes: Callable[[int], Awaitable[None]],
+        piece_bytes: int,
+    ) -> None:
+        places = Places(into)
+        asked = Asked(start, places.left, etag)
+        with self._changed:
+            self._loop = asyncio.get_running_loop()
+            self.asked.append(asked)
+            self._changed.notify_all()
+        try:
+            at = start
+            await on_bytes(0)
+            while places.left:
+                nbytes = places.left if self._free else min(await asked.pieces.get(), places.left)
+                piece = self.content[at : at + nbytes]
+                places.take(piece)
+                at += len(piece)
+                await on_bytes(len(piece))
+        finally:
+            asked.ended = True
+
+    def starts(self, *, at_least: int = 1) -> list[int]:
+        """Where the requests begin that were sent by now, when there are so many and the stream is idle."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.asked) >= at_least, WAIT_S)
+        self._idle()
+        return [asked.start for asked in self.asked]
+
+    def bring(self, number: int, nbytes: int) -> None:
+        """So many more bytes of a request arrive."""
+        self.starts(at_least=number + 1)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.asked[number].pieces.put_nowait, nbytes)
+        self._idle()
+
+    def release(self) -> None:
+        """From now on everything arrives at once; the stream may end with it."""
+
+        def all_of_it() -> None:
+            self._free = True
+            for asked in self.asked:
+                asked.pieces.put_nowait(len(self.content))
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(all_of_it)
+
+    def _idle(self) -> None:
+        """Until everything that can happen by itself has."""
+
+        async def turns() -> None:
+            for _ in range(50):
+                await asyncio.sleep(0)
+
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(turns(), self._loop).result(WAIT_S)
