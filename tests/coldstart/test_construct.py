@@ -501,10 +501,10 @@ def test_nothing_is_kept_alive() -> None:
 _SHAPE = (4, 6)
 
 _INSTRUCTIONS = (
-    "new_normal new_random new_zeros new_filled normal uniform zero fill mul add clamp erf trunc row_normal column "
-    "copy copy_row copy_transposed clone double deepcopy add_tensor norm_into seed save restore draw sum numpy "
-    "own drop data"
-).split()
+    "new_normal new_random new_zeros new_filled normal uniform zero fill mul add clamp erf trunc row_normal "
+    "column copy copy_row copy_transposed clone double deepcopy add_tensor norm_into seed save restore draw "
+    "sum numpy own drop data"
+)
 
 
 class _Program:
@@ -615,7 +615,7 @@ def _same(one: Any, other: Any) -> bool:
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(_INSTRUCTIONS),
+            st.sampled_from(_INSTRUCTIONS.split()),
             st.integers(0, 7),
             st.integers(0, 7),
             st.sampled_from([-1.5, 0.0, 0.25, 3.0]),
@@ -637,7 +637,9 @@ def test_any_constructor(steps: list[tuple[str, int, int, float]], read: bool) -
         torch.set_rng_state(state)
         watch._SMALL_BYTES = small
     assert _same(made.values, plain.values)
-    for (name, buffer), (plain_name, expected) in zip(made.named_buffers(), plain.named_buffers(), strict=True):
+    for (name, buffer), (plain_name, expected) in zip(
+        made.named_buffers(), plain.named_buffers(), strict=True
+    ):
         assert name == plain_name
         assert _same(buffer.tolist(), expected.tolist()), name
     assert made.state_dict().keys() == plain.state_dict().keys()

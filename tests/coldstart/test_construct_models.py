@@ -102,7 +102,9 @@ SMALL = [
     _Small("GPT2LMHeadModel", {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 2}, _ids),
     _Small("BertForMaskedLM", _BERT, _ids),
     _Small("RobertaModel", _BERT, _ids),
-    _Small("DistilBertModel", {"vocab_size": 60, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}, _ids),
+    _Small(
+        "DistilBertModel", {"vocab_size": 60, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}, _ids
+    ),
     _Small(
         "DistilBertModel",
         {"vocab_size": 60, "dim": 32, "n_layers": 1, "n_heads": 2, "sinusoidal_pos_embds": True},
@@ -124,7 +126,14 @@ SMALL = [
     _Small("BeitModel", {**_BERT, "image_size": 32, "patch_size": 8}, _pixels()),
     _Small(
         "SwinModel",
-        {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+        {
+            "image_size": 32,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "window_size": 4,
+        },
         _pixels(),
     ),
     _Small(
@@ -181,7 +190,7 @@ RECURRENT: list[Callable[[], nn.Module]] = [
     lambda: nn.GRU(5, 6),
     lambda: nn.RNN(5, 6),
     lambda: nn.Sequential(nn.Linear(5, 6), nn.MultiheadAttention(6, 2, batch_first=True)),
-    lambda: nn.Transformer(8, 2, 1, 1, 16),
+    lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
     lambda: nn.Sequential(nn.Bilinear(3, 4, 5), nn.EmbeddingBag(9, 4), nn.GroupNorm(1, 4), nn.PReLU()),
 ]
 

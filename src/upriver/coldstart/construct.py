@@ -79,10 +79,11 @@ def _loaded(model: nn.Module, state: Mapping[str, Any]) -> frozenset[int]:
     spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     sizes: dict[int, int] = {}
     for value in state.values():
-        if isinstance(value, torch.Tensor) and is_plain(value) and _region(value) in own:
-            if span := span_of(value):
-                spans[storage_key(value)].append(span)
-                sizes[storage_key(value)] = value.untyped_storage().nbytes()
+        if not isinstance(value, torch.Tensor) or not is_plain(value) or _region(value) not in own:
+            continue
+        if span := span_of(value):
+            spans[storage_key(value)].append(span)
+            sizes[storage_key(value)] = value.untyped_storage().nbytes()
     return frozenset(key for key, found in spans.items() if _reach(found) >= sizes[key])
 
 
@@ -103,14 +104,16 @@ def _reach(spans: Sequence[tuple[int, int]]) -> int:
 # --------------------------------------------------------------------- what operators do not show
 
 
+_METHODS = (
+    "numpy tolist data_ptr untyped_storage storage _typed_storage new new_tensor share_memory_ __array__ "
+    "__dlpack__ __reduce_ex__ __deepcopy__"
+)
+
+
 def _raw_reads() -> frozenset[Any]:
-    methods = (
-        "numpy tolist data_ptr untyped_storage storage _typed_storage new new_tensor share_memory_ "
-        "__array__ __dlpack__ __reduce_ex__ __deepcopy__"
-    ).split()
+    methods = {getattr(torch.Tensor, name) for name in _METHODS.split()}
     interface: Any = torch.Tensor.__cuda_array_interface__
-    makers = (torch.tensor, torch.as_tensor, torch.asarray)
-    return frozenset({*(getattr(torch.Tensor, name) for name in methods), interface.__get__, *makers})
+    return frozenset({*methods, interface.__get__, torch.tensor, torch.as_tensor, torch.asarray})
 
 
 class _RawReads(TorchFunctionMode):

@@ -29,7 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Names the storage of a tensor as long as somebody refers to it, weakly or not."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,7 @@ class Place:
             device=tensor.device,
             size=tensor.size(),
             stride=tensor.stride(),
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
         )
 
     @property
@@ -69,7 +70,7 @@ class Place:
 
     def open(self) -> torch.Tensor | None:
         """The view, whatever became of the tensor; nothing where the storage is gone."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.key)
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.key)
         if storage is None:
             return None
         empty = torch.empty(0, dtype=self.dtype, device=self.device)

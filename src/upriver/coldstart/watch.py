@@ -88,6 +88,8 @@ def _traits(func: Any) -> _Traits:
     way = _WAYS.get(name, _Way.RUN) if namespace == "aten" else _Way.RUN
     if way is _Way.DRAW and func._overloadname not in ("default", "generator"):
         way = _Way.RUN
+    if way is _Way.RUN and not any("Tensor" in str(argument.type) for argument in func._schema.arguments):
+        way = _Way.BLIND
     return _Traits(
         way=_Way.BLIND if func.is_view else way,
         is_random=torch.Tag.nondeterministic_seeded in func.tags
@@ -119,20 +121,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         traits = _traits(func)
         foreign = types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)
-        with torch._C.DisableTorchFunction():
-            if foreign:  # what such tensors do with their memory is not seen
-                self.notes.settle_all()
-            elif (taken := self._instead(func, traits, args, kwargs)) is not None:
-                return taken
+        if foreign or traits.is_random or traits.way is not _Way.BLIND:
+            with torch._C.DisableTorchFunction():
+                if foreign:  # what such tensors do with their memory is not seen
+                    self.notes.settle_all()
+                elif (taken := self._instead(func, traits, args, kwargs)) is not None:
+                    return taken
         result = func(*args, **kwargs)
         if traits.is_making and not foreign:
             with torch._C.DisableTorchFunction():
-                self._adopt(result, (args, kwargs))
+                self._adopt(result, () if traits.way is _Way.BLIND else (args, kwargs))
         return result
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Spare a cold start the import of torch's compiler, which the wrapper that this refuses would bring."""
+        """Refuse a wrapper that would import torch's compiler in each cold start."""
         return False
 
     # ---------------------------------------------------------------------------- what is put off
@@ -167,9 +170,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = self._mine(target)
         if key is None:
             return None
-        if not traits.is_random and not self.notes.is_behind(key):
-            if traits.way is _Way.STEP or target.nbytes <= _SMALL_BYTES:
-                return None
+        is_cheap = traits.way is _Way.STEP or target.nbytes <= _SMALL_BYTES
+        if is_cheap and not traits.is_random and not self.notes.is_behind(key):
+            return None
         generator = None
         if traits.is_random:
             generator = kwargs.get("generator") or _default_generator(target.device)
@@ -336,11 +339,10 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
     """The tensors among an operator's arguments or results."""
     if isinstance(values, torch.Tensor):
         yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+    elif isinstance(values, (list, tuple, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            if not isinstance(value, (int, float)):
+                yield from _tensors(value)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -349,11 +351,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its memory, as it lies there, is its elements."""
-    return (
-        not is_lazy(tensor)
-        and _has_memory(tensor)
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
+    if is_lazy(tensor) or not _has_memory(tensor):
+        return False
+    return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _fits(source: torch.Tensor, target: torch.Tensor) -> bool:
@@ -370,7 +370,7 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
             if stride != expected:
                 return None
             expected *= size
-    start = tensor.storage_offset() * tensor.itemsize
+    start = int(tensor.storage_offset()) * tensor.itemsize
     return start, start + tensor.nbytes
 
 
@@ -379,8 +379,6 @@ def _default_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
-
-
 
 
 def _is_truncation(mean: Any, deviation: Any, least: Any, most: Any) -> bool:
