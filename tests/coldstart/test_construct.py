@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -553,7 +553,9 @@ class _Program:
             case "zero":
                 t.zero_()
             case "fill":
-                t.fill_(torch.tensor(x))
+                number = torch.tensor(x)
+                t.fill_(number)
+                number.add_(1)
             case "mul":
                 t.mul_(x)
             case "add":
@@ -612,6 +614,41 @@ def _same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
 
 
+_X = 0.25
+"""A number, where any will do."""
+
+
+# What is copied changes afterwards: by an operator, by a copy, by a fill that is put off.
+@example(steps=[("clone", 0, 0, _X), ("add_tensor", 0, 0, _X), ("sum", 1, 0, _X)], read=False)
+@example(
+    steps=[("clone", 0, 0, _X), ("new_zeros", 0, 0, _X), ("copy", 0, 2, _X), ("sum", 1, 0, _X)], read=False
+)
+@example(
+    steps=[
+        ("new_filled", 0, 0, _X),
+        ("clone", 1, 0, _X),
+        ("fill", 1, 0, 3.0),
+        ("sum", 1, 0, _X),
+        ("sum", 2, 0, _X),
+    ],
+    read=False,
+)
+# A buffer is the copy of a parameter that nobody else reads.
+@example(steps=[("new_normal", 0, 0, _X), ("clone", 1, 0, _X)], read=False)
+# Part of what is put off is overwritten.
+@example(steps=[("new_zeros", 0, 0, _X), ("copy_row", 0, 1, _X), ("sum", 0, 0, _X)], read=False)
+# A state from before some fills is put back after others.
+@example(
+    steps=[
+        ("normal", 0, 0, _X),
+        ("save", 0, 0, _X),
+        ("normal", 0, 0, _X),
+        ("draw", 0, 0, _X),
+        ("restore", 1, 0, _X),
+        ("draw", 0, 0, _X),
+    ],
+    read=True,
+)
 @given(
     steps=st.lists(
         st.tuples(

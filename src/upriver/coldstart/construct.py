@@ -35,12 +35,13 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
     """Build a model without filling the weights that its state dict names.
 
     Everything else is as ``build()`` makes it, bit for bit from the same random state: buffers, attributes,
-    ties, views, strides, and what is computed from weights. Contents of parameters are undefined until they
-    are loaded; those that ``state_dict()`` does not name are filled.
+    ties, views, strides, and what is computed from weights. Contents of parameters, and of views of them, are
+    undefined until they are loaded; parameters that ``state_dict()`` does not name are filled.
 
     Nothing global stays changed, whether ``build`` returns or raises. Random generators end as if what was
     not filled had never been asked for, so other numbers follow than after ``build()``. During the
-    construction ``torch.initial_seed()`` means nothing, nor does a state that is saved for later use.
+    construction ``torch.initial_seed()`` means nothing, nor does a state that is saved for later use. Where
+    several threads construct at once from one generator, random numbers are any, as ever.
 
     Not seen, and so undefined, is what reads memory that has not been filled behind torch's back: another
     thread, or ``torch.Tensor([...])`` of a list of tensors.
