@@ -1,16 +1,19 @@
-"""Whether two models are the same, and what of torch is global."""
+"""Whether two models are the same, what is filled for one, and what of torch is global."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from upriver.coldstart.construct import construct
 
 
 def forms(model: nn.Module) -> list[tuple[Any, ...]]:
@@ -101,3 +104,35 @@ def globals_now() -> tuple[Any, ...]:
         random.getstate(),
         np.random.get_state()[1].tolist(),  # type: ignore[index,union-attr]
     )
+
+
+class Ran(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements that fills really write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.filled = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::normal_", "aten::uniform_", "aten::erfinv_"):
+            self.filled += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def filled(build: Callable[[], nn.Module]) -> int:
+    """How many elements are filled at random when a model is constructed."""
+    with Ran() as ran:
+        construct(build)
+    return ran.filled
+
+
+def checked(build: Callable[[], nn.Module], *inputs: torch.Tensor) -> nn.Module:
+    """Construct a model, hold it against the plain one, and give it its weights."""
+    torch.manual_seed(5)
+    plain = build()
+    torch.manual_seed(5)
+    made = construct(build)
+    assert_same_but_unread(made, plain)
+    if inputs:
+        assert_same_outputs(made, plain, inputs, {})
+    return made

@@ -6,7 +6,7 @@ import copy
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.coldstart.same import assert_same_but_unread, assert_same_outputs, globals_now
+from tests.coldstart.same import Ran, checked, filled, globals_now
 from upriver.coldstart import watch
 from upriver.coldstart.construct import construct
 from upriver.errors import ModelError
@@ -30,38 +29,6 @@ def nothing_left() -> Iterator[None]:
     before = globals_now()
     yield
     assert globals_now() == before
-
-
-class _Ran(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements that fills really write."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.filled = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in ("aten::normal_", "aten::uniform_", "aten::erfinv_"):
-            self.filled += args[0].numel()
-        return func(*args, **(kwargs or {}))
-
-
-def filled(build: Callable[[], nn.Module]) -> int:
-    """How many elements are filled at random when a model is constructed."""
-    with _Ran() as ran:
-        construct(build)
-    return ran.filled
-
-
-def checked(build: Callable[[], nn.Module], *inputs: torch.Tensor) -> nn.Module:
-    """Construct a model, hold it against the plain one, and give it its weights."""
-    torch.manual_seed(5)
-    plain = build()
-    torch.manual_seed(5)
-    made = construct(build)
-    assert_same_but_unread(made, plain)
-    if inputs:
-        assert_same_outputs(made, plain, inputs, {})
-    return made
 
 
 # --------------------------------------------------------------------------------- what is put off
@@ -293,7 +260,7 @@ def test_what_no_state_dict_names_is_filled() -> None:
 
 def filled_parts(net: type[nn.Module]) -> int:
     """What must be filled: all that is drawn before the last number that somebody may see."""
-    with _Ran() as ran:
+    with Ran() as ran:
         net()
     return ran.filled
 
