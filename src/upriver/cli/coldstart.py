@@ -65,13 +65,14 @@ def coldstart(
         raise ConfigError(f"--batch must be at least 1, got {batch}")
     check_picture(plot)
     from upriver.coldstart import load, loading
+    from upriver.program.example import Example
 
     builder = _Builder(model, parse_shape(input_shape))
     options = store_options(option)
     began = time.monotonic()
     network = load(builder, uri, store_options=options, grouping=grouping).eval()
     handle = loading(network)
-    call = builder.inputs.example(batch) if file is None else read_inputs(file, builder.inputs)
+    call = Example.of(builder.inputs.example(batch)) if file is None else read_inputs(file, builder.inputs)
     given = _asked(network, call)
     answer_s = time.monotonic() - began
     if handle is None:
@@ -115,7 +116,7 @@ def _until_there(handle: Loading) -> None:
     with progress_bar(of_bytes=True) as bar:
         task = bar.add_task("loading", total=handle.nbytes)
         while not handle.wait(LOOK_S):
-            bar.update(task, completed=handle.nbytes_here)
+            bar.update(task, completed=handle.nbytes_here())
 
 
 def _document(

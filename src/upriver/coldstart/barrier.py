@@ -86,6 +86,11 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._gate = gate
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare a cold start the import of torch's compiler, which a wrapper would bring."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -107,6 +112,6 @@ def _keys(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
 def _key(tensor: torch.Tensor) -> int | None:
     """Of a tensor's storage; None where it has none, such as a sparse one."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None

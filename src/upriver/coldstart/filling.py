@@ -46,7 +46,8 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
             return torch.empty_like(tensor, device=device)
         return tensor.to(device)
 
-    return model._apply(moved)
+    model._apply(moved)  # type: ignore[no-untyped-call]
+    return model
 
 
 def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:
@@ -200,7 +201,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
         return
     # On a stream of its own, beside whatever computes with the weights before these.
-    stream = torch.cuda.Stream(target.device)
+    stream = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
     stream.synchronize()

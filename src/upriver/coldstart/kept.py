@@ -1,7 +1,7 @@
 """Groupings that were found once, kept beside the weights for the next process, as PISeL's partition cache.
 
-By policy, latency and bandwidth, these in buckets: a grouping is found for the middle of a bucket, so that
-all who fall into it take the same one. PISeL has an agent that finds groupings ahead (CIKM 2024, section 3.1);
+By policy, latency and bandwidth, these in buckets: a grouping is found for the middle of a bucket, and all
+who fall into it take the same one. PISeL has an agent that finds groupings ahead (CIKM 2024, section 3.1);
 here whoever loads does it, and writes it down.
 """
 
@@ -73,7 +73,7 @@ def _bucket_of(value: float) -> int:
 
 
 def _middle(number: int) -> float:
-    return 2.0 ** (number / PER_DOUBLING)
+    return math.exp2(number / PER_DOUBLING)
 
 
 def kept(source: Source, *, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, list[range]]:
