@@ -204,15 +204,20 @@ def test_metered_store(tmp_path):
     assert (metered.name, metered.uri) == ("photos", store.uri)
     assert metered.get("a/b.bin") == b"0123456789"
     assert metered.get_range("a/b.bin", 2, 5) == b"234"
+    room = bytearray(6)
+    metered.read_into("a/b.bin", 1, memoryview(room))
+    assert room == b"123456"
     assert metered.head("a/b.bin").size == 10
     assert [info.path for info in metered.list()] == ["a/b.bin"]
-    assert meter.bytes_by_kind == {"answers": 0, "direct": 13}
+    assert meter.bytes_by_kind == {"answers": 0, "direct": 19}
     assert asyncio.run(metered.get_async("a/b.bin")) == b"0123456789"
     assert asyncio.run(metered.get_range_async("a/b.bin", 0, 4)) == b"0123"
-    assert meter.total_bytes == 27
+    asyncio.run(metered.read_into_async("a/b.bin", 4, memoryview(room)))
+    assert room == b"456789"
+    assert meter.total_bytes == 39
     with pytest.raises(ObjectNotFound, match="missing"):
         metered.get("missing")
-    assert meter.total_bytes == 27
+    assert meter.total_bytes == 39
 
 
 def test_bytes_over_a_network_count_as_they_arrive():
@@ -227,7 +232,12 @@ def test_bytes_over_a_network_count_as_they_arrive():
         assert sum(counted) == len(body) and len(counted) > 4
         assert far.get_range("big", 100, 300_100) == body[100:300_100]
         assert far.get_range("big", 5, 5) == b""
-        assert sum(counted) == len(body) + 300_000
+        room = bytearray(300_000)
+        far.read_into("big", 100, memoryview(room))
+        assert room == body[100:300_100]
+        asyncio.run(far.read_into_async("big", 200, memoryview(room)))
+        assert room == body[200:300_200]
+        assert sum(counted) == len(body) + 900_000
         with pytest.raises(ObjectNotFound, match="missing"):
             far.get("missing")
         with pytest.raises(StoreError, match="ended early"):
@@ -257,9 +267,11 @@ def test_a_store_over_a_network_says_how_long_it_looked():
         far = MeteredStore(Store.open("s3://bucket", options=options), meter)
         far.get("some")
         far.get_range("some", 0, 10)
+        far.read_into("some", 0, memoryview(bytearray(10)))
+        asyncio.run(far.read_into_async("some", 0, memoryview(bytearray(10))))
         with pytest.raises(ObjectNotFound, match="missing"):
             far.get("missing")
-    assert len(heads) == 2 and all(0 < seconds < 60 for seconds in heads)
+    assert len(heads) == 4 and all(0 < seconds < 60 for seconds in heads)
 
 
 def test_throttled_async_reads_do_not_block_the_loop(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from upriver import tracing
 from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError
 from upriver.server import ServerConfig, serve
+from upriver.server.tracing import traced
+from upriver.store import Store
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
@@ -311,6 +314,19 @@ def test_one_trace_from_the_step_to_the_store(spans, world):
     assert {span.attributes["object"] for span in gets} == objects
     assert {span.attributes["store"] for span in gets} == {"default"}
     assert child_of(mine.one("admit"), served)
+
+
+def test_reads_into_memory_are_spans_too(spans, tmp_path):
+    store = traced({"here": Store.open(tmp_path.as_uri(), name="here")})["here"]
+    store.put("a", b"0123456789")
+    room = bytearray(4)
+    store.read_into("a", 1, memoryview(room))
+    assert room == b"1234"
+    asyncio.run(store.read_into_async("a", 2, [memoryview(room)]))
+    assert room == b"2345"
+    assert [dict(span.attributes) for span in spans.all("GET")] == [
+        {"store": "here", "object": "a", "start": start, "stop": start + 4} for start in (1, 2)
+    ]
 
 
 def test_what_a_job_asks_while_it_is_planned_is_traced_on_both_sides(spans, tmp_path):

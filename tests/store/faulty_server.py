@@ -1,16 +1,21 @@
-"""The S3 double with the faults of a bad day: stalls, silence, and objects that change in mid-body."""
+"""The S3 double with the faults of a bad day: stalls, resets, wrong bits, objects that change in mid-body."""
 
 from __future__ import annotations
 
+import re
+import socket
 import ssl
+import struct
+import sys
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .s3_server import S3Server, _Handler, _path
 
-Fault = Literal["stalled", "silent", "changed", "gone"]
+Fault = Literal["stalled", "silent", "reset", "changed", "gone", "flipped", "short"]
 """What may come to the next requests, beside a status: a body that stops half way for good, no answer at all,
-and a body that breaks off half way while its object is replaced by another one, or removed."""
+a connection that is reset half way, a body that breaks off half way while its object is replaced by another
+one, or removed, one with a wrong bit in the middle, and the first half as if the object ended there."""
 
 
 class FaultyServer(S3Server):
@@ -40,6 +45,11 @@ class FaultyServer(S3Server):
         with self.lock:
             return [asked for method, _, asked in self.requests if method == "GET"]
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that went away in mid-answer: clients may."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Faulty(_Handler):
     server: FaultyServer
@@ -56,16 +66,32 @@ class _Faulty(_Handler):
             body, headers = b"", {"Content-Length": str(len(body)), **(headers or {})}
         if fault is None or self.command != "GET" or status not in (200, 206):
             return super()._answer(status, body, headers)
+        half = len(body) // 2
+        if fault == "flipped":
+            return super()._answer(status, body[:half] + bytes([body[half] ^ 8]) + body[half + 1 :], headers)
+        if fault == "short":
+            return super()._answer(status, body[:half], _ending(headers or {}, half))
         if fault != "silent":
             path = _path(self.path)
             if fault == "changed":
                 self.server.objects[path] = self.server.objects[path][::-1]
             elif fault == "gone":
                 del self.server.objects[path]
-            super()._answer(
-                status, body[: len(body) // 2], {"Content-Length": str(len(body)), **(headers or {})}
-            )
+            super()._answer(status, body[:half], {"Content-Length": str(len(body)), **(headers or {})})
             self.wfile.flush()
         if fault in ("stalled", "silent"):
             self.rfile.read(1)  # until the client has had enough and hangs up
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.rfile.close()
+            self.connection.close()
         self.close_connection = True
+
+
+def _ending(headers: dict[str, str], num_bytes: int) -> dict[str, str]:
+    """The headers of an answer from an object that ends after so many of the bytes asked for."""
+    changed = {**headers, "Content-Length": str(num_bytes)}
+    if found := re.match(r"bytes (\d+)-", headers.get("Content-Range", "")):
+        stop = int(found[1]) + num_bytes
+        changed["Content-Range"] = f"bytes {found[1]}-{stop - 1}/{stop}"
+    return changed

@@ -87,8 +87,10 @@ def test_what_lies_outside_is_no_object(root, make):
         store.delete,
         lambda name: store.put(name, b"other"),
         lambda name: store.get_range(name, 0, 1),
+        lambda name: store.read_into(name, 0, memoryview(bytearray(1))),
         lambda name: asyncio.run(store.get_async(name)),
         lambda name: asyncio.run(store.get_range_async(name, 0, 1)),
+        lambda name: asyncio.run(store.read_into_async(name, 0, memoryview(bytearray(1)))),
         lambda name: asyncio.run(store.head_async(name)),
         lambda name: asyncio.run(store.put_async(name, b"other")),
     )

@@ -6,8 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +98,93 @@ def test_a_stream_that_breaks_off_leaves_what_was_there(store: Store) -> None:
         with pytest.raises(ProgramError, match="no more"):
             store.put_stream(name, broken())
     assert [(info.path, info.size) for info in store.list()] == [("old", 6)]
+
+
+Into = Callable[..., None]
+
+
+def in_a_thread(store: Store, path: str, start: int, into: Any, **options: Any) -> None:
+    store.read_into(path, start, into, **options)
+
+
+def on_a_loop(store: Store, path: str, start: int, into: Any, **options: Any) -> None:
+    if told := options.get("on_bytes"):
+
+        async def on_bytes(num_bytes: int) -> None:
+            told(num_bytes)
+
+        options["on_bytes"] = on_bytes
+    asyncio.run(store.read_into_async(path, start, into, **options))
+
+
+@pytest.fixture(params=[in_a_thread, on_a_loop])
+def read_into(request: pytest.FixtureRequest) -> Into:
+    found: Into = request.param
+    return found
+
+
+def test_a_range_is_read_into_memory(store: Store, read_into: Into) -> None:
+    content = np.random.default_rng(0).integers(0, 256, 3_000_000, dtype=np.uint8)
+    store.put("a/b.bin", content.data)
+    etag = store.head("a/b.bin").etag
+    for start, stop in ((0, len(content)), (7, 8), (1_000_001, 2_999_999), (5, 5)):
+        came: list[int] = []
+        room = np.zeros(stop - start, dtype=np.uint8)
+        read_into(store, "a/b.bin", start, room.data, etag=etag, on_bytes=came.append, piece_bytes=100_000)
+        assert np.array_equal(room, content[start:stop])
+        assert sum(came) == stop - start
+        assert came[:1] == ([0] if start < stop else [])
+
+
+def test_a_range_is_read_into_several_buffers(store: Store, read_into: Into) -> None:
+    content = np.random.default_rng(1).integers(0, 256, 1_200_000, dtype=np.uint8)
+    store.put("a", content.data)
+    rooms = [
+        np.zeros(shape, dtype) for shape, dtype in (((3, 5), "f4"), (0, "f8"), (70_001, "i8"), ((), "u1"))
+    ]
+    rooms += [np.zeros(1, "u1") for _ in range(300)]
+    read_into(store, "a", 11, [memoryview(room) for room in rooms], piece_bytes=4096)
+    found = b"".join(room.tobytes() for room in rooms)
+    assert found == content[11 : 11 + len(found)].tobytes()
+    read_into(store, "a", 11, [])
+
+
+def test_reading_into_memory_fails_as_other_reads_do(store: Store, read_into: Into) -> None:
+    store.put("a", b"0123456789")
+    etag = store.head("a").etag
+    store.put("a", b"012345678")
+    room = memoryview(bytearray(4))
+    with pytest.raises(ObjectChanged, match="'a' in store 'here'"):
+        read_into(store, "a", 0, room, etag=etag)
+    with pytest.raises(ObjectNotFound, match=r"'not/there' in store 'here'"):
+        read_into(store, "not/there", 0, room)
+    with pytest.raises(StoreError, match=r"'a' in store 'here' ended early: bytes 7 to 11 asked for, 2 got"):
+        read_into(store, "a", 7, room)
+    with pytest.raises(StoreError, match=r"'a' in store 'here'"):
+        read_into(store, "a", 30, room)
+    with pytest.raises(ConfigError, match="byte range"):
+        read_into(store, "a", -1, room)
+    with pytest.raises(ConfigError, match="object name"):
+        read_into(store, "../a", 0, room)
+
+
+def test_memory_that_cannot_be_written_is_refused(store: Store, read_into: Into) -> None:
+    store.put("a", b"0123456789")
+    with pytest.raises(ConfigError, match="one of 4 cannot be written"):
+        read_into(store, "a", 0, memoryview(b"1234"))
+    with pytest.raises(ConfigError, match="one of 2 has gaps"):
+        read_into(store, "a", 0, [memoryview(bytearray(4))[::2]])
+
+
+def test_what_is_told_of_bytes_may_end_the_reading(store: Store, read_into: Into) -> None:
+    store.put("a", bytes(100_000))
+
+    def enough(num_bytes: int) -> None:
+        if num_bytes:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        read_into(store, "a", 0, memoryview(bytearray(100_000)), on_bytes=enough, piece_bytes=10)
 
 
 def test_a_missing_object_is_named(store: Store) -> None:
@@ -270,6 +358,33 @@ def test_a_root_that_is_a_link_itself_is_the_operators_choice(inside: Path) -> N
 def test_what_an_upload_left_behind_is_not_an_object(inside: Path) -> None:
     (inside / "real" / "b#1").write_bytes(b"half")
     assert [info.path for info in Store.open(inside.as_uri()).list()] == ["real/a"]
+
+
+def test_a_file_that_is_written_in_place_while_it_is_read_has_changed(
+    tmp_path: Path, read_into: Into
+) -> None:
+    store, file = Store.open(tmp_path.as_uri(), name="here"), tmp_path / "a"
+    file.write_bytes(bytes(100))
+    os.utime(file, (1, 1))
+    etag = store.head("a").etag
+
+    def written(num_bytes: int) -> None:
+        if num_bytes:
+            with file.open("r+b") as opened:
+                opened.write(b"1")
+
+    room = memoryview(bytearray(100))
+    with pytest.raises(ObjectChanged, match="'a' in store 'here'"):
+        read_into(store, "a", 0, room, etag=etag, on_bytes=written, piece_bytes=10)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_only_a_file_is_read_into_memory(
+    tmp_path: Path, read_into: Into, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "a")
+    with pytest.raises(ObjectNotFound, match="'a' in store 'here'"):
+        read_into(Store.open(tmp_path.as_uri(), name="here"), "a", 0, memoryview(bytearray(1)))
 
 
 FULL_DISK = """

@@ -30,7 +30,19 @@ def on_a_loop(store: Store, etag: str | None) -> bytes:
     return asyncio.run(store.get_range_async("a", START, STOP, etag=etag))
 
 
-@pytest.fixture(params=[in_a_thread, on_a_loop])
+def into_memory(store: Store, etag: str | None) -> bytes:
+    room = bytearray(STOP - START)
+    store.read_into("a", START, memoryview(room), etag=etag)
+    return bytes(room)
+
+
+def into_memory_on_a_loop(store: Store, etag: str | None) -> bytes:
+    room = bytearray(STOP - START)
+    asyncio.run(store.read_into_async("a", START, memoryview(room), etag=etag))
+    return bytes(room)
+
+
+@pytest.fixture(params=[in_a_thread, on_a_loop, into_memory, into_memory_on_a_loop])
 def read(request: pytest.FixtureRequest) -> Read:
     found: Read = request.param
     return found
@@ -78,6 +90,41 @@ def test_a_store_that_does_not_get_well_is_given_up(
         read(connect(server, read_timeout_s="0.3"), etag)
     assert not isinstance(caught.value, ObjectChanged | ObjectNotFound)
     assert len(server.reads) == 1 + 3
+
+
+def test_a_connection_that_is_reset_is_resumed(server: FaultyServer, etag: str, read: Read) -> None:
+    server.faults = ["reset"]
+    assert read(connect(server), etag) == CONTENT[START:STOP]
+    assert len(server.reads) == 2
+
+
+def test_an_object_that_ends_early_is_said_to(server: FaultyServer, etag: str, read: Read) -> None:
+    server.faults = ["short"]
+    with pytest.raises(
+        StoreError, match=rf"'a' in store 'here' ended early: bytes {START} to {STOP} asked for"
+    ):
+        read(connect(server), etag)
+
+
+def test_reading_into_memory_is_broken_off_at_once_on_a_loop(server: FaultyServer, etag: str) -> None:
+    store, room = connect(server, read_timeout_s="200"), bytearray(len(CONTENT))
+
+    async def broken_off() -> None:
+        begun = asyncio.Event()
+
+        async def came(num_bytes: int) -> None:
+            begun.set()
+
+        reading = asyncio.create_task(store.read_into_async("a", 0, memoryview(room), on_bytes=came))
+        await begun.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    for fault in ("stalled", "stalled", None):
+        server.faults = [fault] if fault else []
+        asyncio.run(broken_off())
+    assert len(server.reads) == 3
 
 
 # --------------------------------------------------------------------------------- changes in mid-body

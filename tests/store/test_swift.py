@@ -31,14 +31,18 @@ from .swift_server import CANNOT_RUN, KEYS, SCRIPT, Swift, running_swift
 
 # The contract itself, with the fixture `store` of this module.
 from .test_store import (  # noqa: F401
+    read_into,
     test_a_changed_object_is_noticed,
     test_a_missing_object_is_named,
+    test_a_range_is_read_into_memory,
+    test_a_range_is_read_into_several_buffers,
     test_a_range_past_the_end_is_an_error_not_fewer_bytes,
     test_a_stream_becomes_one_object,
     test_a_stream_that_breaks_off_leaves_what_was_there,
     test_awkward_names_are_only_names,
     test_deleting,
     test_listing_knows_what_is_there_and_agrees_with_head,
+    test_reading_into_memory_fails_as_other_reads_do,
     test_the_async_half_does_the_same,
     test_what_is_put_can_be_read_whole_and_in_ranges,
 )

@@ -11,15 +11,16 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
 import obstore
 
 from upriver.errors import ConfigError
 from upriver.store import Store
-from upriver.store.store import _is_empty_range, _options
+from upriver.store.places import PIECE_BYTES as PLACED_BYTES
+from upriver.store.store import _ignore, _ignore_async, _is_empty_range, _options
 from upriver.types import require_finite
 
 Kind = Literal["answers", "direct"]
@@ -316,6 +317,60 @@ class MeteredStore(Store):
             data = await super().get_range_async(path, start, stop, etag=etag)
             await asyncio.to_thread(self.meter.account, len(data), "direct")
         return data
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        into: memoryview | Sequence[memoryview],
+        *,
+        etag: str | None = None,
+        on_bytes: Callable[[int], None] = _ignore,
+        piece_bytes: int = PLACED_BYTES,
+    ) -> None:
+        """`Store.read_into`, accounted."""
+        asked_at = time.monotonic()
+        with self.meter.pending(), ExitStack() as busy:
+
+            def came(num_bytes: int) -> None:
+                if num_bytes == 0:
+                    self._begun(busy, asked_at)
+                self.meter.account(num_bytes, "direct")
+                on_bytes(num_bytes)
+
+            piece_bytes = min(piece_bytes, self.meter.piece_bytes)
+            super().read_into(path, start, into, etag=etag, on_bytes=came, piece_bytes=piece_bytes)
+
+    async def read_into_async(
+        self,
+        path: str,
+        start: int,
+        into: memoryview | Sequence[memoryview],
+        *,
+        etag: str | None = None,
+        on_bytes: Callable[[int], Awaitable[None]] = _ignore_async,
+        piece_bytes: int = PLACED_BYTES,
+    ) -> None:
+        """`Store.read_into_async`, accounted."""
+        asked_at = time.monotonic()
+        with self.meter.pending(), ExitStack() as busy:
+
+            async def came(num_bytes: int) -> None:
+                if num_bytes == 0:
+                    self._begun(busy, asked_at)
+                await asyncio.to_thread(self.meter.account, num_bytes, "direct")
+                await on_bytes(num_bytes)
+
+            piece_bytes = min(piece_bytes, self.meter.piece_bytes)
+            await super().read_into_async(
+                path, start, into, etag=etag, on_bytes=came, piece_bytes=piece_bytes
+            )
+
+    def _begun(self, busy: ExitStack, asked_at: float) -> None:
+        """An answer begins: from now on it keeps the link busy."""
+        if self._root is None:
+            self.meter.head_came(time.monotonic() - asked_at)
+        busy.enter_context(self.meter.transfer())
 
     def _arriving(self, path: str, options: Any) -> bytes:
         """What an object's request gives, accounted piece by piece as it arrives."""

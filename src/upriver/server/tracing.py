@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +19,8 @@ from upriver.engine.clock import Clock
 from upriver.server.logs import request_context
 from upriver.server.metrics import ANYONE, Metrics
 from upriver.store import Store
+from upriver.store.places import PIECE_BYTES, Places
+from upriver.store.store import _ignore, _ignore_async
 from upriver.types import Timings
 
 SPANS = {
@@ -188,6 +190,36 @@ class TracedStore(Store):
         """`Store.get_range_async`, traced."""
         with self._span(path, start, stop):
             return await super().get_range_async(path, start, stop, etag=etag)
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        into: memoryview | Sequence[memoryview],
+        *,
+        etag: str | None = None,
+        on_bytes: Callable[[int], None] = _ignore,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """`Store.read_into`, traced."""
+        with self._span(path, start, start + Places(into).left):
+            super().read_into(path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes)
+
+    async def read_into_async(
+        self,
+        path: str,
+        start: int,
+        into: memoryview | Sequence[memoryview],
+        *,
+        etag: str | None = None,
+        on_bytes: Callable[[int], Awaitable[None]] = _ignore_async,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """`Store.read_into_async`, traced."""
+        with self._span(path, start, start + Places(into).left):
+            await super().read_into_async(
+                path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes
+            )
 
     def _span(self, path: str, *part: int) -> contextlib.AbstractContextManager[None]:
         about = dict(zip(("start", "stop"), part, strict=False))

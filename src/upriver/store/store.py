@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from obstore.store import LocalStore, MemoryStore, S3Store
 from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
 from upriver.store import local
 from upriver.store.names import check_name, check_prefix
+from upriver.store.places import PIECE_BYTES, Places
 from upriver.store.s3 import open_s3, secrets_of
 
 MULTIPART_BYTES = 64 * 2**20
@@ -50,6 +52,14 @@ class ObjectInfo:
     path: str
     size: int
     etag: str
+
+
+def _ignore(num_bytes: int) -> None:
+    """For whom it is enough to be told when all is there."""
+
+
+async def _ignore_async(num_bytes: int) -> None:
+    """:func:`_ignore` for an event loop."""
 
 
 class Store:
@@ -163,6 +173,114 @@ class Store:
             data = (await answer.bytes_async()).to_bytes()
         return self._whole(data, path, start, stop)
 
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        into: memoryview | Sequence[memoryview],
+        *,
+        etag: str | None = None,
+        on_bytes: Callable[[int], None] = _ignore,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """Bytes of an object from ``start`` on, put into memory as they arrive; no whole copy is made.
+
+        Args:
+            path: The object.
+            start: Its first byte that is wanted.
+            into: Where to, one buffer after the other until all are full; writable and contiguous.
+            etag: Read only if the object is still that one.
+            on_bytes: Called with 0 when the store begins to answer, and after each piece with its size.
+            piece_bytes: Of each piece at least, but for the last; of a file's at most.
+
+        Raises:
+            ConfigError: If a buffer cannot be written.
+            ObjectNotFound: If there is no such object.
+            ObjectChanged: If its ETag is another one.
+            StoreError: If the object ends too early, or the store cannot be read. Some of the memory may have
+                been written then, as with all errors but the first.
+            Exception: What ``on_bytes`` raises; nothing more is read then.
+        """
+        places = Places(into)
+        for num_bytes in self._filling(path, start, places, etag, piece_bytes):
+            on_bytes(num_bytes)
+
+    async def read_into_async(
+        self,
+        path: str,
+        start: int,
+        into: memoryview | Sequence[memoryview],
+        *,
+        etag: str | None = None,
+        on_bytes: Callable[[int], Awaitable[None]] = _ignore_async,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """:meth:`read_into` for an event loop, which can break it off at any moment.
+
+        What ``on_bytes`` waits for holds up the next piece. A file is read by the calling thread, a piece at
+        a time.
+        """
+        places = Places(into)
+        async with aclosing(self._filling_async(path, start, places, etag, piece_bytes)) as pieces:
+            async for num_bytes in pieces:
+                await on_bytes(num_bytes)
+
+    def _filling(
+        self, path: str, start: int, places: Places, etag: str | None, piece_bytes: int
+    ) -> Iterator[int]:
+        """Fill memory; gives what `read_into` tells."""
+        stop = start + places.left
+        if _is_empty_range(start, stop):
+            return
+        with self._errors("read", path):
+            if self._root is not None:
+                yield from self._filling_from_file(self._root, path, start, places, etag, piece_bytes)
+            else:
+                answer = obstore.get(
+                    self._backend, self._checked(path), options=_options(etag, (start, stop))
+                )
+                yield 0
+                for piece in answer.stream(min_chunk_size=piece_bytes):
+                    places.take(piece)
+                    yield len(piece)
+        self._check_full(places, path, start, stop)
+
+    async def _filling_async(
+        self, path: str, start: int, places: Places, etag: str | None, piece_bytes: int
+    ) -> AsyncGenerator[int, None]:
+        stop = start + places.left
+        if self._root is not None or _is_empty_range(start, stop):
+            for num_bytes in self._filling(path, start, places, etag, piece_bytes):
+                yield num_bytes
+            return
+        with self._errors("read", path):
+            options = _options(etag, (start, stop))
+            answer = await obstore.get_async(self._backend, self._checked(path), options=options)
+            yield 0
+            async for piece in answer.stream(min_chunk_size=piece_bytes):
+                places.take(piece)
+                yield len(piece)
+        self._check_full(places, path, start, stop)
+
+    def _filling_from_file(
+        self, root: Path, path: str, start: int, places: Places, etag: str | None, piece_bytes: int
+    ) -> Iterator[int]:
+        """Straight from the page cache: obstore would hand a file on in pieces of 8 KiB.
+
+        A file that is written in place while it is read has another ETag afterwards.
+        """
+        real = local.inside(root, check_name(path))
+        if not real.is_file():
+            raise FileNotFoundError(path)
+        with real.open("rb", buffering=0) as file:
+            self._check_same(path, etag, file.fileno())
+            yield 0
+            file.seek(start)
+            while (room := places.room(piece_bytes)) and (num_bytes := file.readinto(room)):
+                places.filled(num_bytes)
+                yield num_bytes
+            self._check_same(path, etag, file.fileno())
+
     def head(self, path: str) -> ObjectInfo:
         """Size and ETag of an object.
 
@@ -275,11 +393,27 @@ class Store:
 
     def _whole(self, data: bytes, path: str, start: int, stop: int) -> bytes:
         if len(data) != stop - start:
-            raise StoreError(
-                f"object {path!r} in store {self.name!r} ended early: bytes {start} to {stop} asked for, "
-                f"{len(data)} got"
-            )
+            raise self._ended_early(path, start, stop, len(data))
         return data
+
+    def _check_full(self, places: Places, path: str, start: int, stop: int) -> None:
+        if places.left:
+            raise self._ended_early(path, start, stop, stop - start - places.left)
+
+    def _check_same(self, path: str, etag: str | None, file: int) -> None:
+        if etag is not None and local.etag_of(os.fstat(file)) != etag:
+            raise self._changed(path)
+
+    def _ended_early(self, path: str, start: int, stop: int, got: int) -> StoreError:
+        return StoreError(
+            f"object {path!r} in store {self.name!r} ended early: bytes {start} to {stop} asked for, "
+            f"{got} got"
+        )
+
+    def _changed(self, path: str) -> ObjectChanged:
+        return ObjectChanged(
+            f"object {path!r} in store {self.name!r} is no longer the one that was indexed; index again"
+        )
 
     @contextmanager
     def _errors(self, verb: str, path: str) -> Iterator[None]:
@@ -300,9 +434,7 @@ class Store:
         over_http = isinstance(self._backend, S3Store)
         status, code = _said(exc) if over_http else ("", "")
         if isinstance(exc, PreconditionError) or status == "412":
-            return ObjectChanged(
-                f"object {path!r} in store {self.name!r} is no longer the one that was indexed; index again"
-            )
+            return self._changed(path)
         what = f"cannot {verb} {path!r} in store {self.name!r} ({self.uri})"
         if code == "NoSuchBucket":
             return StoreError(f"{what}: there is no such bucket, or not for these credentials")

@@ -1,0 +1,68 @@
+"""Memory that bytes of an object are put into as they arrive, so that no copy of the whole ever stands."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from upriver.errors import ConfigError
+
+PIECE_BYTES = 1 << 20
+"""Put in place at once where nobody says: more saves nothing, less asks for the interpreter more often."""
+
+
+class Places:
+    """Buffers that are filled one after the other.
+
+    Args:
+        into: One or several; writable, and each without gaps.
+
+    Attributes:
+        left: Bytes that are still missing.
+
+    Raises:
+        ConfigError: If a buffer cannot be written, or has gaps.
+    """
+
+    def __init__(self, into: memoryview | Sequence[memoryview]) -> None:
+        views = [into] if isinstance(into, memoryview) else into
+        self._views = deque(_as_bytes(view) for view in views if view.nbytes)
+        self.left = sum(len(view) for view in self._views)
+
+    def take(self, piece: bytes) -> None:
+        """Copy what has arrived.
+
+        Raises:
+            ValueError: If there is no room for it.
+        """
+        if len(piece) > self.left:
+            raise ValueError("the answer has more bytes than were asked for")
+        source, at = np.frombuffer(piece, dtype=np.uint8), 0
+        while at < len(source):
+            room = self.room(len(source) - at)
+            # Memory that was never touched costs more to write than to copy. NumPy lets other threads run.
+            np.frombuffer(room, dtype=np.uint8)[:] = source[at : at + len(room)]
+            at += len(room)
+            self.filled(len(room))
+
+    def room(self, most: int) -> memoryview:
+        """Where the next bytes belong; at most so many, none if all are there."""
+        return self._views[0][:most] if self._views else memoryview(b"")
+
+    def filled(self, num_bytes: int) -> None:
+        """So many bytes of `room` are there."""
+        self.left -= num_bytes
+        rest = self._views.popleft()[num_bytes:]
+        if rest:
+            self._views.appendleft(rest)
+
+
+def _as_bytes(view: memoryview) -> memoryview:
+    if view.readonly or not view.c_contiguous:
+        what = "cannot be written" if view.readonly else "has gaps"
+        raise ConfigError(
+            f"a buffer to read into must be writable and contiguous; one of {view.nbytes} {what}"
+        )
+    return view.cast("B")
