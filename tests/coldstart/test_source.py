@@ -507,7 +507,7 @@ def test_a_directory_of_pickled_checkpoints_is_told_apart_from_an_empty_one(stor
 
 def test_an_object_of_another_kind_is_no_model(store: Store) -> None:
     store.put("models/net", b"GGUF and more")
-    with pytest.raises(ProgramError, match="models/net .* is no weights file: those are called NAME"):
+    with pytest.raises(ProgramError, match=r"models/net .* is no weights file: those are called NAME"):
         find(store, "models/net")
 
 
