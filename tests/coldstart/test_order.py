@@ -463,3 +463,24 @@ def test_the_order_of_a_foreign_file_is_that_of_the_model(store: Store) -> None:
     source = find(store, "net")
     assert source.ordered
     assert [tensor.name for tensor in source.tensors] == recorded(model, (X,))
+
+
+def test_nothing_is_computed_where_no_data_is_needed() -> None:
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = torch.zeros(())  # no buffer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps.add_(1)
+            SEEN.append((type(self.last.weight * 2).__name__, torch.tensor(3).item()))
+            return super().forward(x)
+
+    SEEN.clear()
+    model = Counting()
+    recorded(model, (X,))
+    assert SEEN == [("FakeTensor", 3)]
+    assert model.steps == 0
+
+
+SEEN: list[tuple[str, Any]] = []

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +36,9 @@ from upriver.text import error_text
 log = logging.getLogger(__name__)
 
 _Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+
+_CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
+"""What ``torch.tensor`` calls; torch keeps the values of those, so that a model may look at them."""
 
 
 def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[str]:
@@ -122,7 +125,7 @@ def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Cal
         for tensor, twin in zip(state.values(), twins, strict=True):
             weights.stand_in(tensor, twin)
         args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)
-        with _Touched(weights) as touched:
+        with _TouchedWithoutData(weights, mode) as touched:
             model(*args, **kwargs)
     return list(touched.names)
 
@@ -228,6 +231,23 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.weights.storage(tensor) not in only_viewed:
                 self.names.update(dict.fromkeys(self.weights.within(tensor)))
         return result
+
+
+class _TouchedWithoutData(_Touched):  # type: ignore[no-untyped-call]
+    """Gives every tensor with data a stand-in without: torch itself computes what has only such arguments."""
+
+    def __init__(self, weights: _Weights, mode: FakeTensorMode) -> None:
+        super().__init__(weights)
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator on tensors without data."""
+        if func not in _CONSTANTS:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
 
 
 class _TouchedAndKept(_Touched):  # type: ignore[no-untyped-call]
