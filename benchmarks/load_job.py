@@ -37,9 +37,9 @@ from upriver.client.inference.forms import Forms, Network
 from upriver.client.inference.offload import Offload
 from upriver.client.inference.request import Patience
 from upriver.client.transport import Probe, ServerClient
+from upriver.coldstart.programs import publish
 from upriver.latency import last_of_least
 from upriver.program.example import Example
-from upriver.program.files import publish
 from upriver.program.paper_nodes import paper_nodes
 from upriver.program.program import Program
 from upriver.program.whole import capture_whole

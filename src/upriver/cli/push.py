@@ -59,8 +59,8 @@ def push(
     Programs for several micro-batches and lengths share one weights file. With --granularity op, the whole
     model is the program that upriver infer asks for.
     """
+    from upriver.coldstart.programs import publish
     from upriver.program.buckets import capture_buckets
-    from upriver.program.files import publish
     from upriver.program.names import load_model
     from upriver.program.precision import autocast_dtype
     from upriver.program.survey import answers_of

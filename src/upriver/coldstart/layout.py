@@ -112,6 +112,7 @@ def publish(
     path: str,
     *,
     chunk_bytes: int = CHUNK_BYTES,
+    tied: bool = True,
     caps: GraphCaps = DEFAULT_CAPS,
 ) -> Manifest:
     """Write a weights file and, when it is there, its manifest.
@@ -120,11 +121,12 @@ def publish(
     not lie row by row in main memory.
 
     Args:
-        tensors: A state dict in execution order; nothing in it may change meanwhile. What is the same tensor
-            under several names is stored under the first.
+        tensors: A state dict in execution order; nothing in it may change meanwhile.
         store: Where to.
         path: The object's name; it ends in ``.safetensors``.
         chunk_bytes: How many bytes of a tensor one checksum is for.
+        tied: Whether what is the same tensor under several names is stored once, under the first; else under
+            each, as a program's weights are.
         caps: What a reader may be expected to take.
 
     Raises:
@@ -134,7 +136,7 @@ def publish(
         StoreError: If the store refuses. No manifest is left then that says otherwise of the object.
     """
     beside = manifest_path(path)
-    stored, ties = _untied(tensors)
+    stored, ties = _untied(tensors, tied=tied)
     _check_chunk_bytes(chunk_bytes)
     planned = _planned(stored, ties, chunk_bytes)
     _check(planned, caps)
@@ -155,8 +157,10 @@ def publish(
     return manifest
 
 
-def _untied(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Each tensor once, and the other names that it has.
+def _untied(
+    tensors: Mapping[str, torch.Tensor], *, tied: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What is stored, and the other names that it has.
 
     Raises:
         ProgramError: If one has no elements in rows and columns that could be written.
@@ -169,7 +173,7 @@ def _untied(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
             kind = "is on the meta device" if tensor.is_meta else f"is of layout {tensor.layout}"
             raise ProgramError(f"weight {name!r} {kind}: it has no dense elements to write")
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and first.setdefault(place, name) != name:
+        if tied and tensor.numel() and first.setdefault(place, name) != name:
             ties[name] = first[place]
         else:
             stored[name] = tensor

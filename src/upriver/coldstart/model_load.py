@@ -185,14 +185,8 @@ class Loading:
         self._remember()
 
     def _remember(self) -> None:
-        """What the next load can begin with."""
-        rate = self._stream.measured.bandwidth_bytes_per_s
-        links.keep(self._source.store, nbytes=self.nbytes, bandwidth_bytes_per_s=rate)
-        if self._groupings and len(self._source.tensors) == len(self._all.tensors):
-            try:
-                kept.keep(self._all, self._groupings)
-            except StoreError as error:
-                logger.info("the grouping is not kept: %s", error)
+        whole = len(self._source.tensors) == len(self._all.tensors)
+        remember(self._source, self._stream, self._groupings if whole else {})
 
 
 _under_way: weakref.WeakKeyDictionary[nn.Module, Loading] = weakref.WeakKeyDictionary()
@@ -248,7 +242,7 @@ def load(
         steps["constructed"] = time.monotonic()
         source, link, known, steps["found"] = found.result()
     matched = match(move(model, torch.device(device)), source, strict=strict)
-    groups, news = _grouped(matched.source, link, grouping, limits, known)
+    groups, news = grouped(matched.source, link, grouping, limits, known)
     loading = Loading(
         model,
         source,
@@ -279,15 +273,29 @@ def _found(store: Store, path: str, beside: Executor) -> tuple[Source, Link, Gro
     return source, link, known.result(), time.monotonic()
 
 
-def _grouped(
+def grouped(
     source: Source, link: Link, policy: str, limits: StreamLimits, known: Groupings
 ) -> tuple[list[range], Groupings]:
-    """Which weights are asked for together, by the named policy, and what is to be kept of it."""
+    """Which weights are asked for together, and what is to be kept of it.
+
+    Args:
+        source: Of those that are wanted.
+        link: The way to them.
+        policy: One of :data:`~upriver.coldstart.grouping.GROUPINGS`.
+        limits: Of the stream.
+        known: What is kept already, by what it is kept under.
+
+    Returns:
+        The groups, and all that is to be kept from now on; nothing where that has not changed.
+
+    Raises:
+        ConfigError: If there is no such policy, or it makes a group of more than may be in flight.
+    """
     bandwidth = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
     name, link = kept.bucket(policy, replace(link, bandwidth_bytes_per_s=bandwidth), limits.in_flight_bytes)
     name += "" if source.ordered else " as they lie"
     groups = known.get(name)
-    if groups is not None and groups[-1].stop == len(source.tensors):
+    if groups and groups[-1].stop == len(source.tensors):
         return groups, {}
     layers = _layers([placed.stop - placed.start for placed in source.tensors])
     sizes = [
@@ -306,6 +314,23 @@ def _grouped(
     chosen = choose(policy, timeline)
     groups = [range(layers[group.start].start, layers[group.stop - 1].stop) for group in chosen]
     return groups, {**known, name: groups}
+
+
+def remember(source: Source, stream: Stream, groupings: Groupings) -> None:
+    """Keep what the next load can begin with.
+
+    Args:
+        source: What was loaded.
+        stream: What brought it.
+        groupings: All that are to be kept beside it; none where nothing is new.
+    """
+    nbytes = sum(placed.stop - placed.start for placed in source.tensors)
+    links.keep(source.store, nbytes=nbytes, bandwidth_bytes_per_s=stream.measured.bandwidth_bytes_per_s)
+    if groupings:
+        try:
+            kept.keep(source, groupings)
+        except StoreError as error:
+            logger.info("the grouping is not kept: %s", error)
 
 
 def _layers(sizes: Sequence[int]) -> list[range]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -11,6 +13,7 @@ from upriver.errors import ProgramError
 from upriver.program import weights as weights_file
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.check import check
+from upriver.program.constants import Constants, names_read
 from upriver.program.devices import check_device
 from upriver.program.graph import Graph, Stage, Value, Weight, digest_of
 from upriver.program.precision import autocast_dtype, autocasting
@@ -18,7 +21,11 @@ from upriver.program.reading import check_weight, decode
 from upriver.program.reuse import overwritable
 from upriver.program.steps import Step, Values, bind, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path
-from upriver.program.weights import WeightsFile
+from upriver.program.weights import FileInMemory, Stored
+
+BeforeStage: TypeAlias = Callable[[int, frozenset[str]], object]
+"""Called before a stage runs, with its number, counted from 1, and the keys of weights that it is the first
+to read; returns when these are there."""
 
 
 class Program:
@@ -29,21 +36,26 @@ class Program:
         graph_bytes: Its bytes; their SHA-256 is the program's digest.
         weights_bytes: The weights file.
         stages: Model stages; position ``k`` lies right after ``stages[k - 1]``.
+        before_stage: As it was given, until whoever gave it takes it away.
     """
 
     def __init__(
         self,
         graph: Graph,
-        weights: bytes | memoryview | torch.Tensor | WeightsFile,
+        weights: bytes | memoryview | torch.Tensor | Stored,
         *,
         device: str | torch.device = "cpu",
         caps: GraphCaps = DEFAULT_CAPS,
+        before_stage: BeforeStage | None = None,
     ) -> None:
         """Bind a checked graph to its weights file, and compute what no input has a part in.
 
         Args:
             weights: The file, or the tensors that it would hold; kept, not copied, so they must not change.
                 The stages read them in place if they lie on the program's device.
+            before_stage: Where weights are still to come: each stage is bound, and what no input has a part
+                in computed for it, when it first runs. The weights must lie on the program's device, and
+                those that no stage reads which is ever run need not be among them.
 
         Raises:
             ConfigError: If torch cannot compute on the device.
@@ -53,14 +65,18 @@ class Program:
         self.graph_bytes = graph.encode()
         self.digest = digest_of(self.graph_bytes)
         self.device = check_device(device)
-        self._file = weights if isinstance(weights, WeightsFile) else _as_tensor(weights, caps)
+        self.before_stage = before_stage
+        self._file = weights if isinstance(weights, Stored) else FileInMemory(_as_tensor(weights, caps), caps)
         self._autocast = autocast_dtype(graph.autocast)
         self._live = live_values(graph)
-        file = self._file
-        tensors = file.tensors if isinstance(file, WeightsFile) else weights_file.decode(file, caps)
-        self._weights = _bind(graph.weights, tensors, self.device)
-        self._constants = self._run_constants()
-        self._stages = self._bind_stages()
+        self._plan, self._over = schedule(graph), overwritable(graph)
+        self._declared = {weight.name: weight for weight in graph.weights}
+        self._weights: Values = {}
+        self._constants = Constants(self._plan)
+        self._stages: list[list[Step] | None] = [None] * len(graph.stages)
+        self._binding = threading.Lock()
+        if before_stage is None:
+            self._bind_all()
 
     @classmethod
     def from_bytes(
@@ -92,17 +108,21 @@ class Program:
             raise ProgramError(
                 f"the weights file has digest {found}, the graph names {parsed.weights_digest}"
             )
-        tensors = weights_file.decode(file, caps)
+        stored = FileInMemory(file, caps)
         for weight in parsed.weights:
-            check_weight(weight, tensors.get(weight.key))
+            check_weight(weight, stored.tensors.get(weight.key))
         check(parsed, device=device, caps=caps)
-        return cls(parsed, file, device=device, caps=caps)
+        return cls(parsed, stored, device=device, caps=caps)
 
     @property
     def weights_bytes(self) -> memoryview:
         """The weights file; written anew at each call where the program holds the tensors themselves."""
-        file = self._file
-        return memoryview(file.encode()) if isinstance(file, WeightsFile) else file.numpy().data
+        return memoryview(self._file.encode())
+
+    @property
+    def weight_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Key to tensor, as the weights file holds them, in its order."""
+        return self._file.tensors
 
     @property
     def weights_digest(self) -> str:
@@ -160,15 +180,16 @@ class Program:
         borrowed = frozenset(values)
         with no_fast_path(), autocasting(self.device, self._autocast):
             for position in range(start + 1, stop + 1):
+                steps = self._ready(position)
                 began = time.perf_counter()
-                self._run_stage(position, values, borrowed)
+                self._run_stage(steps, values, borrowed)
                 if on_stage is not None:
                     self._synchronize()
                     on_stage(position, time.perf_counter() - began)
         return tuple(self._result(value.name, values) for value in self.live(stop))
 
-    def _run_stage(self, position: int, values: Values, borrowed: Container[str]) -> None:
-        for step in self._stages[position - 1]:
+    def _run_stage(self, steps: Sequence[Step], values: Values, borrowed: Container[str]) -> None:
+        for step in steps:
             try:
                 step.run(values, borrowed)
             except Exception as error:
@@ -189,35 +210,64 @@ class Program:
 
     def _result(self, name: str, values: Values) -> torch.Tensor:
         # A constant is copied: the caller may write into what it gets.
-        return values[name] if name in values else self._constants[name].clone()
+        return values[name] if name in values else self._constants.values[name].clone()
+
+    # --------------------------------------------------------------------------------------- binding
+
+    def _ready(self, position: int) -> list[Step]:
+        """The steps of a stage that is about to run, once what they read is there."""
+        steps = self._stages[position - 1]
+        if (before_stage := self.before_stage) is not None:
+            before_stage(position, self._unread(position) if steps is None else frozenset())
+        return self._bind_stage(position) if steps is None else steps
+
+    def _unread(self, position: int) -> frozenset[str]:
+        """Keys of the weights that a stage is the first to read, itself or by what is computed for it."""
+        names = self._names(position)
+        with self._binding:
+            names |= names_read(self._constants.before(names))
+            return frozenset(weight.key for weight in self._unbound(names))
 
     @torch.no_grad()
-    def _run_constants(self) -> Values:
-        """What no input has a part in, as far as a stage reads it or it is an output."""
-        plan = schedule(self.graph)
-        values: Values = {}
-        steps = bind(plan.constants, self._weights, self.device)
-        mark_last_uses(steps, plan.constants, [*plan.kept, *self._weights])
+    def _bind_all(self) -> None:
+        self._bind_weights(self._declared)
         with no_fast_path(), autocasting(self.device, self._autocast):
-            for step in steps:
-                try:
-                    step.run(values)
-                except Exception as error:
-                    raise step.refusal(error) from error
-        return values
+            self._constants.compute(self._plan.constants, self._weights, self.device)
+        for position in range(1, self.num_stages + 1):
+            self._bind_stage(position)
 
-    def _bind_stages(self) -> list[list[Step]]:
-        """The steps of each stage; each drops what its stage needs no longer and does not ship.
+    def _bind_stage(self, position: int) -> list[Step]:
+        """The steps of a stage; each drops what its stage needs no longer and does not ship.
 
         So a stage never sees more than another tier would have sent it.
         """
-        fixed = self._weights | self._constants
-        bound, over = [], overwritable(self.graph)
-        for stage, nodes in zip(self.graph.stages, schedule(self.graph).stages, strict=True):
-            steps = bind(nodes, fixed, self.device, over)
-            mark_last_uses(steps, nodes, [*stage.live, *fixed])
-            bound.append(steps)
-        return bound
+        names, nodes = self._names(position), self._plan.stages[position - 1]
+        with self._binding:
+            bound = self._stages[position - 1]
+            if bound is not None:  # by another thread, meanwhile
+                return bound
+            first = self._constants.before(names)
+            self._bind_weights(names | names_read(first))
+            self._constants.compute(first, self._weights, self.device)
+            known = (self._weights, self._constants.values)
+            fixed = {name: some[name] for name in names for some in known if name in some}
+            steps = bind(nodes, fixed, self.device, self._over)
+            mark_last_uses(steps, nodes, [*self.graph.stages[position - 1].live, *fixed])
+            self._stages[position - 1] = steps
+        return steps
+
+    def _names(self, position: int) -> set[str]:
+        """Of all that a stage reads or ships."""
+        return names_read(self._plan.stages[position - 1]).union(self.graph.stages[position - 1].live)
+
+    def _unbound(self, names: Iterable[str]) -> list[Weight]:
+        """Those weights among these names that no stage that is bound reads."""
+        return [
+            self._declared[name] for name in names if name in self._declared and name not in self._weights
+        ]
+
+    def _bind_weights(self, names: Iterable[str]) -> None:
+        self._weights |= _bind(self._unbound(names), self._file.tensors, self.device)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

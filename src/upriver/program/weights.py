@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,40 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return b"".join(_stored(tensors))
 
 
-class WeightsFile:
+class Stored(ABC):
+    """A weights file, wherever its bytes are.
+
+    Attributes:
+        tensors: Key to tensor, in storage order, on a 64-byte boundary.
+        nbytes: Memory that it takes.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    nbytes: int
+
+    @abstractmethod
+    def encode(self) -> bytes | memoryview:
+        """The file."""
+
+
+class FileInMemory(Stored):
+    """A weights file that was read; its tensors are views of it."""
+
+    def __init__(self, data: torch.Tensor, caps: GraphCaps = DEFAULT_CAPS) -> None:
+        """Take a file from anyone.
+
+        Raises:
+            ProgramError: As :func:`decode`.
+        """
+        self._data, self.nbytes = data, data.nbytes
+        self.tensors = decode(data, caps)
+
+    def encode(self) -> memoryview:
+        """The file as it was read."""
+        return self._data.numpy().data
+
+
+class WeightsFile(Stored):
     """A weights file that is written when it is asked for, of tensors that stay where they are.
 
     So a model that is trained here and its program share the frozen weights, which must not change.

@@ -1,0 +1,306 @@
+"""The weights of a program while they arrive: the memory that they come into, and who waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+
+from upriver.coldstart.arrivals import Arrivals
+from upriver.coldstart.filling import Memory
+from upriver.coldstart.history import Moment, moments
+from upriver.coldstart.layout import Manifest, StoredTensor
+from upriver.coldstart.model_load import Groupings, remember
+from upriver.coldstart.source import Source
+from upriver.coldstart.stream import Stream
+from upriver.errors import Cancelled, ProgramError, UpriverError
+from upriver.program.graph import DTYPES
+from upriver.program.program import BeforeStage, Program
+from upriver.program.weights import Stored
+from upriver.text import error_text
+
+PIECE_BYTES = 16 << 20
+"""Of a file that is hashed, between two looks whether anybody still wants it."""
+
+
+class ArrivingFile(Stored):
+    """A weights file that is still to come, or those of its tensors that are wanted.
+
+    Each tensor of it has its place in memory as in the file, and with that the alignment of a file that was
+    read: alignment decides low bits. Where a program computes elsewhere, its tensors lie there, and the file
+    is kept beside them if all of it is wanted.
+
+    Args:
+        manifest: What will be in it.
+        wanted: Keys of the tensors that are to come; None for all, and so for the file.
+        device: Where the program computes.
+    """
+
+    def __init__(self, manifest: Manifest, wanted: Collection[str] | None, device: torch.device) -> None:
+        self._whole, self._here = wanted is None, device.type == "cpu"
+        chosen = [each for each in manifest.tensors if wanted is None or each.name in wanted]
+        held = chosen if self._whole or self._here else []
+        end = manifest.nbytes if self._whole else max((tensor.stop for tensor in held), default=0)
+        self._data = torch.empty(end, dtype=torch.uint8)
+        if self._whole:
+            self._write_between(manifest)
+        self._held = {tensor.name: self._view(tensor) for tensor in held}
+        self.tensors = self._held if self._here else {each.name: _empty(each, device) for each in chosen}
+        self.nbytes = end if self._whole else sum(tensor.stop - tensor.start for tensor in chosen)
+        self.complete: Callable[[], object] = lambda: None
+        """Returns when everything is there; raises where it will not be."""
+
+    def targets(self, key: str) -> tuple[torch.Tensor, ...]:
+        """All memory that a tensor is to be written to."""
+        here = (self._held[key],) if key in self._held else ()
+        return here if self._here else (self.tensors[key], *here)
+
+    def encode(self) -> memoryview:
+        """The file, once it is there.
+
+        Raises:
+            UpriverError: If it does not come, or was not wanted whole.
+        """
+        if not self._whole:
+            raise ProgramError("the weights file is not here: only the weights of some stages were asked for")
+        self.complete()
+        return self._data.numpy().data
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The file as far as it has come."""
+        data = self._data.numpy().data
+        for start in range(0, len(data), PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES]
+
+    def _write_between(self, manifest: Manifest) -> None:
+        """What the file has beside tensors: a header, and zeros that pad."""
+        data, end = self._data.numpy().data, 0
+        for tensor in manifest.tensors:
+            data[end : tensor.start] = bytes(tensor.start - end)
+            end = tensor.stop
+        data[end:] = bytes(len(data) - end)
+        head = manifest.head()
+        data[: len(head)] = head
+
+    def _view(self, tensor: StoredTensor) -> torch.Tensor:
+        return self._data[tensor.start : tensor.stop].view(DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+def _empty(tensor: StoredTensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
+
+
+class Arriving:
+    """What is on its way to a program, or has come.
+
+    Attributes:
+        nbytes: That are to come.
+        touched: Weights, by their numbers, in the order in which stages first asked for them, and when, in
+            seconds of ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        file: ArrivingFile,
+        stream_of: Callable[[Arriving], Stream],
+        *,
+        stop: int,
+        digest: str | None,
+        steps: Mapping[str, float],
+        groupings: Groupings,
+    ) -> None:
+        """Prepare; nothing is asked for yet.
+
+        Args:
+            source: Of the weights that are wanted.
+            file: What they come into.
+            stream_of: Makes what brings them.
+            stop: Stages before this position may run.
+            digest: Of the whole file; None where not all of it is wanted.
+            steps: Moments that have been, ``began`` among them.
+            groupings: To be kept when everything is there.
+        """
+        self._source, self._stop, self._digest = source, stop, digest
+        self._file: ArrivingFile | None = file
+        self._steps, self._stream_s = dict(steps), 0.0
+        self._groupings = groupings
+        self._numbers = {placed.name: number for number, placed in enumerate(source.tensors)}
+        self._memories = [Memory(placed, file.targets(placed.name)) for placed in source.tensors]
+        self._left = len(self._memories)
+        # That the file is what it is called is one more thing to come.
+        self._arrivals = Arrivals(self._left + (digest is not None))
+        file.complete = self._arrivals.wait_for_all
+        self._over = threading.Event()
+        self._checking: threading.Thread | None = None
+        self.nbytes = sum(placed.stop - placed.start for placed in source.tensors)
+        self.touched: dict[int, float] = {}
+        self._stream = stream_of(self)
+
+    def start(self, program: Program) -> None:
+        """Begin.
+
+        Args:
+            program: That waits by :meth:`before_stage` until everything is there. Once nobody has it any
+                more the rest is not asked for.
+        """
+        self._program = weakref.ref(program)
+        self._dropped = weakref.finalize(program, self._stream.cancel)
+        self._dropped.atexit = False
+        _under_way[program] = self
+        self._stream_s = time.monotonic()
+        if self._memories:
+            self._stream.start()
+        else:
+            self._all_here()
+
+    # ------------------------------------------------------------------------------------- callers
+
+    def before_stage(self, position: int, keys: Collection[str]) -> None:
+        """See :data:`~upriver.program.program.BeforeStage`.
+
+        Raises:
+            ProgramError: If the stage was not asked for, or the file is not the one that the graph names.
+            UpriverError: If a weight does not come.
+        """
+        _check_wanted(position, self._stop)
+        numbers = sorted(self._numbers[key] for key in keys)
+        for number in numbers:
+            self.touched.setdefault(number, time.monotonic())
+        self._arrivals.wait(numbers, self._stream.hurry)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until everything is there and is what it should be; False where that takes longer.
+
+        Raises:
+            UpriverError: If something does not come, or is something else.
+        """
+        if not self._over.wait(timeout_s):
+            return False
+        self._stream.join()
+        if self._checking is not None:
+            self._checking.join()
+        if (error := self._arrivals.error) is not None:
+            raise error
+        return True
+
+    def cancel(self) -> None:
+        """Everybody who waits gets an error, and nothing more is read; nothing where all has come already."""
+        self._stream.cancel()
+        self._stream.join()
+
+    def history(self) -> list[Moment]:
+        """What has happened so far, in order."""
+        return moments(
+            self._source,
+            began_s=self._steps["began"],
+            steps={kind: at for kind, at in self._steps.items() if kind != "began"},
+            stream_s=self._stream_s,
+            events=tuple(self._stream.events),
+            touched=dict(self.touched),
+        )
+
+    # -------------------------------------------------------------------------- what the stream tells
+
+    def room(self, index: int) -> memoryview:
+        """See :class:`~upriver.coldstart.stream.Sink`."""
+        return self._memories[index].room()
+
+    def filled(self, index: int) -> None:
+        """See :class:`~upriver.coldstart.stream.Sink`."""
+        self._memories[index].settle()
+        self._arrivals.filled(index)
+        self._left -= 1
+        if not self._left:
+            self._all_here()
+
+    def failed(self, error: UpriverError) -> None:
+        """See :class:`~upriver.coldstart.stream.Sink`."""
+        if self._arrivals.failed(error):
+            self._steps["failed"] = time.monotonic()
+            self._let_go()
+            self._over.set()
+
+    # ---------------------------------------------------------------------------------------- inside
+
+    def _all_here(self) -> None:
+        if self._digest is None:
+            self._finish()
+            return
+        self._checking = threading.Thread(
+            target=self._check_digest,
+            args=(self._file,),
+            name="upriver-coldstart-digest",
+            daemon=True,
+        )
+        self._checking.start()
+
+    def _check_digest(self, file: ArrivingFile) -> None:
+        """Hold the whole file against its name, behind everybody who has stages to run."""
+        try:
+            _step_back()
+            folded = hashlib.sha256()
+            for piece in file.pieces():
+                if self._program() is None:
+                    raise Cancelled("nobody has the program any more")
+                folded.update(piece)
+            if folded.hexdigest() != self._digest:
+                raise ProgramError(
+                    f"{self._source.path} has digest {folded.hexdigest()}, the graph names {self._digest}"
+                )
+        except Exception as raised:
+            told = f"{self._source.path} was not compared with its digest: {error_text(raised)}"
+            error = raised if isinstance(raised, UpriverError) else UpriverError(told)
+            self.failed(error.with_traceback(None))
+        else:
+            self._arrivals.filled(len(self._source.tensors))
+            self._finish()
+
+    def _finish(self) -> None:
+        """Nothing waits any more, and nothing holds on to the program."""
+        if (program := self._program()) is not None:
+            # Whole, it is as any other; of a part of it, it stays known which.
+            program.before_stage = None if self._digest is not None else _only_before(self._stop)
+            _under_way.pop(program, None)
+        self._dropped.detach()
+        self._let_go()
+        self._steps["loaded"] = time.monotonic()
+        self._over.set()
+        if self._source.tensors:
+            remember(self._source, self._stream, self._groupings)
+
+    def _let_go(self) -> None:
+        """Of all memory but what the program holds itself."""
+        self._file = None
+        self._memories.clear()
+
+
+_under_way: weakref.WeakKeyDictionary[Program, Arriving] = weakref.WeakKeyDictionary()
+
+
+def arriving(program: Program) -> Arriving | None:
+    """What is on its way to a program that :func:`upriver.coldstart.open` gave; None where all is there."""
+    return _under_way.get(program)
+
+
+def _only_before(stop: int) -> BeforeStage:
+    return lambda position, keys: _check_wanted(position, stop)
+
+
+def _check_wanted(position: int, stop: int) -> None:
+    if position > stop:
+        raise ProgramError(f"stage {position} was not asked for: of this program stages [0, {stop}) were")
+
+
+def _step_back() -> None:
+    """Let this thread have what others leave of the processor; its priority is its own on Linux alone."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

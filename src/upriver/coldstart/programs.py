@@ -1,0 +1,281 @@
+"""Programs that run while their weights arrive, and programs published so that they can.
+
+A graph says which weights each of its stages reads, so nothing has to be watched: a stage that runs for the
+first time waits for those that it is the first to read. What no input has a part in is computed for the stage
+that reads it first, so that a cast of the last weight does not hold up the first stage.
+
+A graph is found sound before a byte of its weights is asked for, and each chunk of a weight before anything
+reads it. That the file is the one that the graph names can be known only when all of it is there; until then
+answers rest on the manifest, which whoever may write to the store can forge. Where only the stages before a
+cut are wanted, it is never known.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+
+from upriver.coldstart import kept, layout
+from upriver.coldstart.incoming import Arriving, ArrivingFile, arriving
+from upriver.coldstart.layout import Manifest
+from upriver.coldstart.links import link_to
+from upriver.coldstart.model_load import Groupings, grouped
+from upriver.coldstart.source import Placed, Source
+from upriver.coldstart.stream import Stream, StreamLimits
+from upriver.errors import (
+    ConfigError,
+    ObjectChanged,
+    ObjectNotFound,
+    ProgramError,
+    ProgramNotFound,
+    StoreError,
+)
+from upriver.program import files
+from upriver.program.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.check import check
+from upriver.program.constants import keys_read
+from upriver.program.devices import check_device
+from upriver.program.files import get_at_most, graph_path, weights_path
+from upriver.program.graph import DTYPES, Graph, digest_of
+from upriver.program.program import Program
+from upriver.program.reading import check_weight, decode
+from upriver.program.weights import WeightsFile
+from upriver.store import DEFAULT_PREFIX, Store
+from upriver.types import Link
+
+__all__ = ["Arriving", "arriving", "open", "publish"]
+
+log = logging.getLogger(__name__)
+
+
+# ----------------------------------------------------------------------------------------- writing
+
+
+def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> None:
+    """Put a program into a store: weights, then their manifest, then the graph.
+
+    Weights that are there without a manifest of theirs are written once more. A weights file that came from
+    somebody who lays files out otherwise is put there as it is, without a manifest: it is read whole.
+
+    Raises:
+        StoreError: If the store refuses; a graph without its weights is never left behind.
+        UpriverError: If the program's own weights are still to come, and do not.
+    """
+    if (coming := arriving(program)) is not None:
+        coming.wait()
+    path = weights_path(prefix, program.weights_digest)
+    if not _has_manifest(store, path) and _is_ours(program):
+        layout.publish(program.weight_tensors, store, path, tied=False)
+    files.publish(program, store, prefix=prefix)
+
+
+def _has_manifest(store: Store, path: str) -> bool:
+    """Whether weights are there, beside a manifest of theirs."""
+    try:
+        layout.read(store, path)
+    except (ObjectNotFound, ObjectChanged, ProgramError):
+        return False
+    except StoreError as error:
+        raise StoreError(f"cannot write a program: looking whether it is there failed: {error}") from None
+    return True
+
+
+def _is_ours(program: Program) -> bool:
+    """Whether its weights, as they are written here, are the file that its graph names."""
+    return WeightsFile(program.weight_tensors).digest == program.weights_digest
+
+
+# ----------------------------------------------------------------------------------------- reading
+
+
+def open(
+    uri: str | None = None,
+    *,
+    store: Store | None = None,
+    digest: str | None = None,
+    prefix: str = DEFAULT_PREFIX,
+    store_options: Mapping[str, str] | None = None,
+    stop: int | None = None,
+    device: str | torch.device = "cpu",
+    grouping: str = "upriver",
+    limits: StreamLimits | None = None,
+    caps: GraphCaps = DEFAULT_CAPS,
+) -> Program:
+    """A program that can be run at once, any stretch of it; each stage waits only for what it reads.
+
+    Answers are, to the bit, those of the program with all its weights loaded. When these are there nothing is
+    left of the loading. Weights that were published without a manifest are read before this returns, as
+    :func:`upriver.program.files.load` reads them.
+
+    Args:
+        uri: Of the program: ``STORE/PREFIX/programs/DIGEST``, where STORE is as for
+            :meth:`upriver.store.Store.open`; or of its ``graph.json``.
+        store: Where it is, in place of a URI.
+        digest: With ``store``, its name there.
+        prefix: With ``store``, the folder that programs are kept under.
+        store_options: Of an S3 store that a URI names.
+        stop: Only stages before this position are to run, and only their weights are asked for.
+        device: Where it is to run.
+        grouping: Which weights are asked for together: ``upriver``, ``pisel`` or ``layer_by_layer``.
+        limits: Of the stream.
+        caps: What the program may take, at most.
+
+    Returns:
+        The program. :func:`arriving` tells of its weights, and can end their way.
+
+    Raises:
+        ConfigError: If an argument is not what it may be.
+        ProgramNotFound: If the store has none of that digest.
+        ProgramError: If it is not what its name says, takes more than the caps allow, or has no such stages.
+            Where weights turn out to be others than the graph names, every later run raises it.
+        StoreError: If the store cannot be read. Where it breaks later, runs raise it.
+    """
+    steps, bounds, where = {"began": time.monotonic()}, limits or StreamLimits(), check_device(device)
+    place, folder, name = _named(uri, store, prefix, digest, store_options)
+    graph = decode(_graph_bytes(place, graph_path(folder, name), name, caps), caps)
+    if stop is not None and not 0 <= stop <= len(graph.stages):
+        raise ProgramError(f"stop must lie in 0..{len(graph.stages)}, got {stop}")
+    with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
+        finding = beside.submit(_found, place, folder, name, graph, beside, caps)
+        check(graph, device=where, caps=caps)
+        found = finding.result()
+    if found is None:
+        return files.load(place, name, prefix=folder, device=where, caps=caps)
+    steps["found"] = found.at_s
+    _check_weights(graph, found.manifest)
+    wanted = None if stop is None else keys_read(graph, stop)
+    source, link, known = found.of(wanted)
+    groups, news = grouped(source, link, grouping, bounds, known)
+    file = ArrivingFile(found.manifest, wanted, where)
+    coming = Arriving(
+        source,
+        file,
+        lambda sink: Stream(
+            source,
+            groups,
+            sink,
+            limits=bounds,
+            latency_s=link.rtt_s,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+        ),
+        stop=len(graph.stages) if stop is None else stop,
+        digest=graph.weights_digest if wanted is None else None,
+        steps=steps,
+        groupings=news if wanted is None else {},
+    )
+    program = Program(graph, file, device=where, caps=caps, before_stage=coming.before_stage)
+    coming.start(program)
+    return program
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What is known of a program's weights before they are asked for.
+
+    Attributes:
+        manifest: What lies beside them.
+        source: All of them.
+        link: The way to them.
+        known: Groupings that are kept.
+        at_s: When all that was known, by ``time.monotonic``.
+    """
+
+    manifest: Manifest
+    source: Source
+    link: Link
+    known: Groupings
+    at_s: float
+
+    def of(self, wanted: Collection[str] | None) -> tuple[Source, Link, Groupings]:
+        """The weights of these keys, or all; groupings are kept for all of them together."""
+        if wanted is None:
+            return self.source, self.link, self.known
+        some = tuple(placed for placed in self.source.tensors if placed.name in wanted)
+        return replace(self.source, tensors=some), self.link, {}
+
+
+def _found(
+    store: Store, prefix: str, digest: str, graph: Graph, beside: Executor, caps: GraphCaps
+) -> _Found | None:
+    """None where the weights have no manifest of theirs."""
+    path = weights_path(prefix, graph.weights_digest)
+    try:
+        manifest = layout.read(store, path, caps=caps)
+    except (ObjectNotFound, ObjectChanged) as error:
+        log.info("program %s is read whole before it runs: %s", digest, error)
+        return None
+    source = _source(store, path, manifest)
+    known = beside.submit(kept.kept, source)
+    link = link_to(store, graph_path(prefix, digest))  # nothing of the weights: the graph may be none
+    return _Found(manifest=manifest, source=source, link=link, known=known.result(), at_s=time.monotonic())
+
+
+def _source(store: Store, path: str, manifest: Manifest) -> Source:
+    tensors = [msgspec.structs.asdict(tensor) for tensor in manifest.tensors]
+    return Source(
+        store=store,
+        path=path,
+        tensors=tuple(
+            Placed(**each | {"path": path, "shape": tuple(each["shape"]), "crc32c": tuple(each["crc32c"])})
+            for each in tensors
+        ),
+        ties={},
+        etags={path: manifest.etag},
+        chunk_bytes=manifest.chunk_bytes,
+        ordered=True,
+    )
+
+
+def _named(
+    uri: str | None,
+    store: Store | None,
+    prefix: str,
+    digest: str | None,
+    options: Mapping[str, str] | None,
+) -> tuple[Store, str, str]:
+    """Store, prefix and digest of a program.
+
+    Raises:
+        ConfigError: If it is not named once.
+        StoreError: If there is no such store.
+    """
+    if uri is None:
+        if store is None or digest is None:
+            raise ConfigError("a program is named by its URI, or by a store and a digest")
+        return store, prefix, digest
+    if store is not None or digest is not None:
+        raise ConfigError(f"a program is named by its URI or by a store and a digest, got both: {uri!r}")
+    folder, _, digest = uri.rstrip("/").removesuffix("/graph.json").rpartition("/")
+    root, _, prefix = folder.removesuffix("/programs").rpartition("/")
+    if not folder.endswith("/programs") or not prefix or "://" not in root or root.endswith(":/"):
+        raise ConfigError(f"a program is STORE/PREFIX/programs/DIGEST, as push says it, got {uri!r}")
+    return Store.open(root, options=options), prefix, digest
+
+
+def _graph_bytes(store: Store, path: str, digest: str, caps: GraphCaps) -> bytes:
+    try:
+        data = get_at_most(store, path, caps.graph_bytes)
+    except ObjectNotFound as error:
+        raise ProgramNotFound(f"no program {digest} in store {store.name!r}: {error}") from None
+    if digest_of(data) != digest:
+        raise ProgramError(f"graph.json has digest {digest_of(data)}, not {digest}")
+    return data
+
+
+def _check_weights(graph: Graph, manifest: Manifest) -> None:
+    """Hold what the manifest says of each weight against what the graph says.
+
+    Raises:
+        ProgramError: If one is missing, or of another form.
+    """
+    stored = {tensor.name: tensor for tensor in manifest.tensors}
+    for weight in graph.weights:
+        found = stored.get(weight.key)
+        form = None if found is None else torch.empty(found.shape, dtype=DTYPES[found.dtype], device="meta")
+        check_weight(weight, form)
