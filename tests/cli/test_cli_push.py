@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from upriver.cli import main
+from upriver.coldstart import layout, programs
 from upriver.program.files import load
 from upriver.program.names import load_model
 from upriver.store import Store
@@ -81,6 +82,20 @@ def test_one_program_without_lists(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [each["micro_batch"] for each in document["programs"]] == [16]
     assert document["programs"][0]["length"] is None
     assert load(Store.open(tmp_path.as_uri()), document["digest"]).stages[-1].name == "first"
+
+
+def test_weights_have_their_manifest_beside_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = pushed(tmp_path, capsys, "--micro-batch", "1,4")
+    store = Store.open(tmp_path.as_uri())
+    manifest = layout.read(store, document["weights"])
+    assert [tensor.name for tensor in manifest.tensors][:2] == ["first.weight", "first.bias"]
+    for each in document["programs"]:
+        cold = programs.open(f"{tmp_path.as_uri()}/{each['graph']}")
+        given = torch.randn(each["micro_batch"], 8)
+        expected = load(store, each["digest"]).run((given,), 0, cold.num_stages)
+        assert torch.equal(cold.run((given,), 0, cold.num_stages)[0], expected[0])
+        coming = programs.arriving(cold)
+        assert coming is None or coming.wait(60)
 
 
 def test_what_was_pushed_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
