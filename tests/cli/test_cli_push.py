@@ -88,7 +88,7 @@ def test_weights_have_their_manifest_beside_them(tmp_path: Path, capsys: pytest.
     document = pushed(tmp_path, capsys, "--micro-batch", "1,4")
     store = Store.open(tmp_path.as_uri())
     manifest = layout.read(store, document["weights"])
-    assert [tensor.name for tensor in manifest.tensors][:2] == ["first.weight", "first.bias"]
+    assert {"first.weight", "head.bias"} < {tensor.name for tensor in manifest.tensors}
     for each in document["programs"]:
         cold = programs.open(f"{tmp_path.as_uri()}/{each['graph']}")
         given = torch.randn(each["micro_batch"], 8)
