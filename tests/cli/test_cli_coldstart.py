@@ -22,7 +22,7 @@ NET = ("torchvision:squeezenet1_1", "--input-shape", "3,48,48")
 def stored(tmp_path: Path) -> str:
     """Weights of a network, published."""
     model, inputs = load_model(NET[0], seed=5, input_shape=(3, 48, 48))
-    publish_model(model.eval(), Store.open(tmp_path.as_uri()), "net.safetensors", inputs.example(1).args)
+    publish_model(model.eval(), Store.open(tmp_path.as_uri()), "net.safetensors", (inputs.example(1),))
     return f"{tmp_path.as_uri()}/net"
 
 
