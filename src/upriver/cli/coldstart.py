@@ -64,19 +64,17 @@ def coldstart(
     if batch < 1:
         raise ConfigError(f"--batch must be at least 1, got {batch}")
     check_picture(plot)
-    from upriver.coldstart import load, loading
+    from upriver.coldstart import begin
     from upriver.program.example import Example
 
     builder = _Builder(model, parse_shape(input_shape))
     options = store_options(option)
     began = time.monotonic()
-    network = load(builder, uri, store_options=options, grouping=grouping).eval()
-    handle = loading(network)
+    network, handle = begin(builder, uri, store_options=options, grouping=grouping)
+    network.eval()
     call = Example.of(builder.inputs.example(batch)) if file is None else read_inputs(file, builder.inputs)
     given = _asked(network, call)
     answer_s = time.monotonic() - began
-    if handle is None:
-        raise ConfigError(f"{uri} has no weights to load")
     _until_there(handle)
     moments = handle.history()
     document = _document(uri, model, handle, moments, answer_s)

@@ -234,6 +234,30 @@ def load(
         ProgramError: If the file is not what it should be.
         StoreError: If the store cannot be read. Where it breaks later, calls of the model raise it.
     """
+    return begin(
+        build_model,
+        uri,
+        store=store,
+        store_options=store_options,
+        device=device,
+        strict=strict,
+        grouping=grouping,
+        limits=limits,
+    )[0]
+
+
+def begin(
+    build_model: Callable[[], nn.Module] | str,
+    uri: str,
+    *,
+    store: Store | None = None,
+    store_options: Mapping[str, str] | None = None,
+    device: str | torch.device = "cpu",
+    strict: bool = True,
+    grouping: str = "upriver",
+    limits: StreamLimits | None = None,
+) -> tuple[nn.Module, Loading]:
+    """:func:`load`, and what tells of it, also when everything is there already."""
     limits, steps = limits or StreamLimits(), {"began": time.monotonic()}
     where, path = (store, uri) if store is not None else opened(uri, store_options)
     with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
@@ -260,7 +284,7 @@ def load(
     )
     _under_way[model] = loading
     loading.start()
-    return model
+    return model, loading
 
 
 def _found(store: Store, path: str, beside: Executor) -> tuple[Source, Link, Groupings, float]:
