@@ -42,12 +42,11 @@ def test_the_answer_is_that_of_the_plain_way(
     kinds = [moment["kind"] for moment in found["moments"]]
     model, _ = load_model(NET[0])
     names = set(model.state_dict())
-    about = {
-        kind: {moment["weights"][0] for moment in found["moments"] if moment["kind"] == kind}
-        for kind in kinds
-    }
-    assert about["filled"] == names
-    assert about.get("touched", set()) <= names, "what is there already is not waited for"
+    filled, touched = (
+        {name for moment in found["moments"] if moment["kind"] == kind for name in moment["weights"]}
+        for kind in ("filled", "touched")
+    )
+    assert filled == names and touched <= names, "what is there already is not waited for"
     assert kinds.count("constructed") == kinds.count("found") == kinds.count("loaded") == 1
     assert found["requests"] == kinds.count("request") >= 1
     assert found["weight_bytes"] == sum(value.nbytes for value in model.state_dict().values())

@@ -1,6 +1,6 @@
 """Cold start: how a model's weights are published and grouped, so that it answers while they arrive.
 
-``load(build_model, uri)`` gives a model that can be called at once; ``begin`` does too, with what tells of its load.
+``load(build_model, uri)`` gives a model that can be called at once, ``begin`` what tells of its load, too.
 ``open(uri)`` gives a program that can be run at once; ``arriving(program)`` tells of its weights.
 """
 
