@@ -55,6 +55,14 @@ def test_the_same_losses(worker: EmbeddedServer, reference: Any, offload: Any, n
     assert not loader.report.why_not
 
 
+def promise_too_much(loader: DataLoader) -> None:
+    """As if it had been measured that the worker makes ten times what this machine does, in MB/s."""
+    found = loader._measured
+    found.gthp, found.lthp, found.pcycle, found.pseconds = 1.0, 0.002, 1.0, 1.0
+    found.rthp = {"p1": 0.0002, "p2": 0.02, "p3": 0.0002}
+    found.ocycles = dict.fromkeys(found.rthp, 0.01)
+
+
 def test_a_ratio_that_is_steered_changes_no_batch(
     worker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +72,8 @@ def test_a_ratio_that_is_steered_changes_no_batch(
         torch.manual_seed(3)
         data = dataset("tests.dataloader.datasets:Slow", count=1200)
         loader = DataLoader(data, batch_size=2, seed=5, shuffle=True, **arguments)
+        if "workers" in arguments:  # by what a busy machine measures it may be best to offload nothing
+            promise_too_much(loader)
         batches, ratios, steered = [], set(), []
         for batch in loader:
             batches.append(batch)
@@ -78,18 +88,19 @@ def test_a_ratio_that_is_steered_changes_no_batch(
     assert same(batches, job(num_workers=2)[0])
 
 
-@pytest.mark.parametrize(("num_workers", "policy"), [(0, "upriver"), (2, "upriver"), (2, "fastflow")])
+@pytest.mark.parametrize(("num_workers", "policy"), [(0, "upriver"), (1, "upriver"), (1, "fastflow")])
 def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
     worker: EmbeddedServer, num_workers: int, policy: str
 ) -> None:
-    """Each takes a hundredth of a second, and nobody does anything with it."""
+    """Each takes a hundredth of a second, and nobody does anything with it; asking for four takes less."""
     data = dataset("tests.dataloader.datasets:Slow", count=1500)
-    loader = DataLoader(data, batch_size=2, workers=[worker.url], num_workers=num_workers, policy=policy)
-    ids = [raw[:, 0].tolist() for raw, _ in loader]
-    assert len(ids) == 750
+    loader = DataLoader(data, batch_size=4, workers=[worker.url], num_workers=num_workers, policy=policy)
+    ids, offloaded = [], []
+    for raw, _ in loader:
+        ids.append(raw[:, 0].tolist())
+        offloaded.append(loader.offloading)  # to offload nothing has its turn, too, maybe the last one
+    assert len(ids) == 375
     assert loader.report.made[worker.url] > 0
-    assert loader.offloading is not None or not loader.decided, (
-        "to offload nothing may have its turn at the end"
-    )
+    assert any(offloaded), loader.why
     assert sum(loader.report.made.values()) == 1500
     assert "MB/s" in loader.why
