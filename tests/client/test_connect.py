@@ -75,7 +75,7 @@ def test_closing_a_connection_closes_its_jobs(tmp_path: Path) -> None:
 
 def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe and a canary are under way, and take a moment to end after the pool has closed."""
-    data = photos(tmp_path, 16)
+    data, before = photos(tmp_path, 16), set(threading.enumerate())
     with upriver.connect(server_threads=1) as near:
         job = near.finetune(frozen_small(), data, batch_size=8, micro_batch=MICRO, policy="upriver")
         pool, quiet, replanner = job._pool, job._quiet, job._replanner
@@ -98,8 +98,8 @@ def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.Mon
         names = {thread.name for thread in threading.enumerate()}
         assert {"upriver-probe", "upriver-replan"} <= names
         job.close()
-        names = {thread.name for thread in threading.enumerate() if thread.name.startswith("upriver-")}
-        assert names <= {"upriver-server-stderr"}
+        names = {thread.name for thread in set(threading.enumerate()) - before}
+        assert {name for name in names if name.startswith("upriver-")} <= {"upriver-server-stderr"}
         job.close()
 
 

@@ -69,7 +69,8 @@ def test_lends_the_least_loaded():
 def test_a_lost_server_is_out_of_use_until_it_was_admitted_again(error):
     admitted = []
     server = ScriptedServer("a")
-    with ServerPool([server], admit=lambda client: admitted.append(client.url), **QUICK) as pool:
+    options = {**QUICK, "quiet_s": 60}  # or its keeper may find that it is dead before it is told so
+    with ServerPool([server], admit=lambda client: admitted.append(client.url), **options) as pool:
         assert pool.wait_joined(10)
         server.dead = True
         fail(pool, error)
@@ -151,7 +152,7 @@ def test_a_server_that_comes_late_is_used():
 
 @pytest.mark.parametrize("kind", [Overloaded, QuotaExceeded])
 def test_overload_lowers_the_limit_then_rests(kind):
-    with ServerPool([ScriptedServer("a")], max_in_flight=4, **QUICK) as pool:
+    with Held([ScriptedServer("a")], max_in_flight=4, **QUICK) as pool:
         assert pool.wait_joined(10)
         first, second = pool.borrow(), pool.borrow()
         assert first and second
@@ -162,6 +163,7 @@ def test_overload_lowers_the_limit_then_rests(kind):
         with pytest.raises(kind), first:
             raise kind("full", retry_after_s=0.01)
         assert not pool.usable
+        pool.wake.set()
         until(lambda: pool.usable)
         for _ in range(9):
             with pool.borrow() as lease:
@@ -227,7 +229,7 @@ def test_close_stops_the_keepers_whatever_they_do():
     pool.wait_joined(10)
     pool.close()
     pool.close()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # another test's may have ended
     assert pool.borrow() is None
 
 
@@ -254,6 +256,18 @@ class Noting(ServerPool):
 
     def _sleep(self, member, seconds):
         self.slept.append(seconds)
+        return super()._sleep(member, 0.0)
+
+
+class Held(ServerPool):
+    """Its keepers sleep until somebody wakes them, however long that is."""
+
+    def __init__(self, *args, **options):
+        self.wake = threading.Event()
+        super().__init__(*args, **options)
+
+    def _sleep(self, member, seconds):
+        assert self.wake.wait(60)
         return super()._sleep(member, 0.0)
 
 
@@ -510,7 +524,7 @@ def test_many_come_and_go_at_once_and_no_thread_stays():
             thread.join()
         assert set(pool.urls) <= {"0"}
         assert pool._leaving == []
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # another test's may have ended
 
 
 def test_bad_arguments():

@@ -118,7 +118,7 @@ def server(job) -> Iterator[EmbeddedServer]:
 @contextlib.contextmanager
 def pool_of(*urls: str, **options: object) -> Iterator[ServerPool]:
     with ServerPool([ServerClient(url) for url in urls], **options) as pool:
-        assert pool.wait_joined(30)
+        until(lambda: all(status.health is Health.UP for status in pool.status()))
         yield pool
 
 
@@ -184,9 +184,7 @@ def test_only_server_is_killed_and_restarted_in_mid_epoch(job):
                 os.kill(first.pid, signal.SIGKILL)
             if len(got) == 15:
                 stack.enter_context(job.serve(port=port))
-                began = time.monotonic()
-                until(lambda: pool.usable, 10)
-                assert time.monotonic() - began < 10
+                until(lambda: pool.usable)
     job.check(got)
     assert sources[:5] == [first.url] * 5
     assert sources[10] == LOCAL, "the epoch went on with no server"
@@ -219,7 +217,7 @@ def test_a_stopped_server_is_left_and_used_again_when_it_goes_on(job, server):
     got: list[MicroBatch] = []
     with (
         job.serve() as stuck,
-        pool_of(server.url, stuck.url, quiet_s=0.3, probe_timeout_s=0.5) as pool,
+        pool_of(server.url, stuck.url, quiet_s=0.3) as pool,
         job.loader(pool, sources) as loader,
     ):
         try:
