@@ -37,8 +37,8 @@ def same(ours: Any, theirs: Any) -> bool:
     )
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("upriver")]
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("upriver")}
 
 
 def calls_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -255,10 +255,10 @@ def test_a_server_without_the_program_is_an_error_where_it_is_not_to_be_sent(
     tmp_path_factory: pytest.TempPathFactory, server: Running
 ) -> None:
     model = chain(seed=99)
-    x = torch.randn(1, 64)
+    x, before = torch.randn(1, 64), threads()
     with pytest.raises(ProgramNotFound, match="upriver push MODEL STORE --granularity op --micro-batch 1"):
         upriver.offload(model, example_inputs=x, servers=[server.url], push=False)
-    wait_for(lambda: not threads())
+    wait_for(lambda: not threads() - before)
     root = tmp_path_factory.mktemp("pushed")
     with upriver.offload(model, example_inputs=x) as alone:
         publish(alone.program, Store.open(root.as_uri()))
@@ -345,13 +345,13 @@ def test_threads_share_it(server: Running) -> None:
 
 def test_nothing_is_left_after_the_end(server: Running) -> None:
     x = torch.randn(1, 64)
-    before = len(threads())
+    before = threads()
     answer = upriver.offload(chain(), example_inputs=x, servers=[server.url], hedge_s=5.0)
     answer(x)
-    assert len(threads()) > before
+    assert threads() - before
     answer.close()
     answer.close()
-    wait_for(lambda: len(threads()) == before)
+    wait_for(lambda: not threads() - before)
     for call in (lambda: answer(x), answer.decide, answer.warm):
         with pytest.raises(ConfigError, match="closed"):
             call()
@@ -359,14 +359,14 @@ def test_nothing_is_left_after_the_end(server: Running) -> None:
 
 def test_nor_when_nobody_has_it_any_more(server: Running) -> None:
     x = torch.randn(1, 64)
-    before = len(threads())
+    before = threads()
     answer = upriver.offload(chain(), example_inputs=x, servers=[server.url])
     answer(x)
     gone = weakref.ref(answer)
     del answer
     gc.collect()
     assert gone() is None
-    wait_for(lambda: len(threads()) == before)
+    wait_for(lambda: not threads() - before)
 
 
 @pytest.mark.parametrize(
@@ -393,10 +393,10 @@ def test_nor_when_nobody_has_it_any_more(server: Running) -> None:
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], said: str) -> None:
-    before = len(threads())
+    before = threads()
     with pytest.raises(ConfigError, match=said):
         upriver.offload(chain(), **{"example_inputs": torch.randn(1, 64), **arguments})
-    assert len(threads()) == before
+    assert not threads() - before
 
 
 def test_what_cannot_be_captured_is_said() -> None:
