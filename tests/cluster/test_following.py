@@ -312,7 +312,8 @@ def test_closing_ends_the_thread_and_may_be_done_twice() -> None:
         following = Following(Directory(url), Members(), ScriptedServer, urls=[], poll_s=100)
         following.close()
         following.close()
-    assert set(threading.enumerate()) <= before
+        assert not following._thread.is_alive()
+    until(lambda: set(threading.enumerate()) <= before)  # the directory's own may end a moment later
 
 
 def test_a_poll_without_a_pause_is_refused() -> None:

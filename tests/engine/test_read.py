@@ -48,13 +48,15 @@ class CountingStore(Store):
     def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
         self._enter((path, start, stop, etag))
         data = super().get_range(path, start, stop, etag=etag)
-        self.running -= 1
+        with self.lock:
+            self.running -= 1
         return data
 
     async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
         self._enter((path, start, stop, etag))
         data = await super().get_range_async(path, start, stop, etag=etag)
-        self.running -= 1
+        with self.lock:
+            self.running -= 1
         return data
 
 

@@ -229,7 +229,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_at_its_deadline(tmp_path):
         assert len(run(server, request)) == 16
         kept = idle(server)
         connection = connect(server)
-        connection.request("POST", "/v1/run", body=body_of(changed(request, deadline_s=1)))
+        connection.request("POST", "/v1/run", body=body_of(changed(request, deadline_s=5)))
         port = connection.sock.getsockname()[1]
         wait_for(lambda: server.metric("upriver_micro_batches_total") > 16)
         wait_for(lambda: port not in ports_of(server))

@@ -437,7 +437,7 @@ def test_a_dataset_that_kills_its_process_takes_nothing_with_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_sample_that_takes_for_ever_is_given_up():
-    with working(job_timeout_s=4) as (server, client):
+    with working(workers=2, job_timeout_s=10) as (server, client):  # one is there for the second try
         request = asking("Slow", (0, 1), arguments={"seconds": 3600, "only": [1]})
         assert "timed out" in failure(client, request, WorkerCrashed)
         assert server.metric("upriver_worker_restarts_total", 'reason="timeout"') == 2
@@ -534,7 +534,7 @@ def test_an_answer_may_take_more_than_was_thought(tmp_path):
             assert same(made(client, request), here(workloads.Large(24 << 20), request))
         wait_for(lambda: server.metric("upriver_running_requests") == 0)
         idle = server.metric("upriver_memory_reserved_bytes")
-        slow = asking("Slow", (0, 1), (2, 3), arguments={"seconds": 0.5})
+        slow = asking("Slow", (0, 1), (2, 3), arguments={"seconds": 5, "only": [3]})
         with answering(server, slow) as response:
             read_frame(response)
             assert server.metric("upriver_memory_reserved_bytes") - idle == (1 << 20) + ANSWER_BYTES
@@ -637,7 +637,8 @@ def test_modules_are_found_in_the_working_directory(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_what_runs_is_finished_before_a_worker_ends():
     with working(grace_s=60) as (server, _):
-        request = asking("Slow", *((number,) for number in range(8)), arguments={"seconds": 0.2})
+        slow = {"seconds": 5, "only": [1]}
+        request = asking("Slow", *((number,) for number in range(8)), arguments=slow)
         workers = server.wait_workers()
         with answering(server, request) as response:
             found = [read_frame(response)]

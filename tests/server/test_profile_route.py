@@ -230,6 +230,7 @@ def test_a_profile_is_admitted_as_a_run_request_is(one_worker, sizes, world):
     request = world.request((0, 1), stop=1, program=sizes[1].digest)
     run(one_worker, request)  # a worker has said what it takes: that is known from here on
     with ServerClient(one_worker.url) as client:
+        wait_for(lambda: client.load().running == 0)
         with stopped(one_worker), answering(one_worker, request), answering(one_worker, request):
             wait_for(lambda: client.load().running == 2)
             with pytest.raises(Overloaded) as caught:

@@ -129,7 +129,7 @@ def test_a_worker_that_hangs_is_ended_and_its_job_done_again(busy):
     """A new worker has to be there within the time of a job: hence a long one."""
     uri, request = busy
     request = changed(request, micro_batches=((0,) * 2, (0,)))
-    with running(uri, job_timeout_s=20) as server:
+    with running(uri, job_timeout_s=30) as server:
         undisturbed = run(server, request)
         pid = worker_of(server)
         os.kill(pid, signal.SIGSTOP)
