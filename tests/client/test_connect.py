@@ -16,10 +16,10 @@ import pytest
 
 import upriver
 from tests.client.scripted_http import Exchange, scripted
-from tests.client.test_job_near import free_port, start
+from tests.client.test_job_near import start
 from tests.client.training import BATCH, MICRO, optimizer_of, photos, run, same, train
 from tests.program.nets import frozen_small
-from tests.server.running import wait_for
+from tests.server.running import free_port, wait_for
 from upriver.client import discover
 from upriver.client.discover import LISTING_PATH, Listed, Listing
 from upriver.errors import ConfigError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import upriver
 from tests.client.conftest import Reference
 from tests.client.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
 from tests.program.nets import frozen_small
+from tests.server.running import free_port
 from upriver._torchvision import ensure_torchvision
 from upriver.client import planner
 from upriver.client.embedded import EmbeddedServer
@@ -106,13 +106,6 @@ def test_evaluating_goes_through_the_server(data: Dataset, near: upriver.Near) -
     assert results[0][0] == results[1][0]
     assert list(results[0][1]) == ["local"]
     assert "local" not in results[1][1]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def start(data: Dataset, port: int) -> EmbeddedServer:

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import upriver
 from tests.client.training import BATCH, MICRO, optimizer_of, photos, same, train
 from tests.program.nets import frozen_small
+from tests.server.running import free_port
 from upriver.client.compare import FLOAT32
 from upriver.client.embedded import EmbeddedServer
 from upriver.errors import ConfigError, ServerUnavailable
@@ -42,9 +42,7 @@ def other_server(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> EmbeddedServ
 
 
 def closed_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.pipeline.making import samples, shard, write
+from tests.server.running import free_port
 from upriver.client.crew import LOCAL, Remote
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.link import LinkMeter, MeteredStore
@@ -174,8 +175,8 @@ def test_only_server_is_killed_and_restarted_in_mid_epoch(job):
     sources: list[str] = []
     got: list[MicroBatch] = []
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(job.serve())
-        port = int(first.url.rsplit(":", 1)[1])
+        port = free_port()
+        first = stack.enter_context(job.serve(port=port))
         pool = stack.enter_context(pool_of(first.url))
         loader = stack.enter_context(job.loader(pool, sources))
         for batch in loader:

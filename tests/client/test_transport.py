@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.client.scripted_http import Exchange, scripted
+from tests.server.running import free_port
 from upriver.client import link, transport
 from upriver.client.connection import Timeouts
 from upriver.client.link import LinkMeter
@@ -197,9 +198,7 @@ def test_error_frame_in_mid_answer():
 
 
 def test_refused_connection():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with (
         ServerClient(f"http://127.0.0.1:{port}") as client,
         pytest.raises(ServerUnavailable, match=f"{port}.*refused"),

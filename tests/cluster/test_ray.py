@@ -25,6 +25,7 @@ import torch
 import upriver
 from tests.client.training import MICRO, optimizer_of, photos, run, same, train
 from tests.program.nets import frozen_small
+from tests.server.running import free_port
 from upriver.client.discover import Directory
 from upriver.client.transport import ServerClient
 from upriver.errors import NotAuthorized, UpriverError
@@ -60,13 +61,6 @@ def until(condition: Callable[[], Any], seconds: float = 180) -> Any:
         assert time.monotonic() < deadline, f"not so within {seconds} s"
         time.sleep(0.1)
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass

@@ -27,7 +27,7 @@ from tests.inference.asking import (
     here,
     proxy,
 )
-from tests.server.running import Running, running, wait_for
+from tests.server.running import Running, free_port, running, wait_for
 from upriver.client.inference import far as far_module
 from upriver.client.inference.offload import Offload
 from upriver.errors import NotExact, Overloaded, ProgramError
@@ -355,7 +355,7 @@ def test_a_server_that_is_started_again_is_sent_the_program_again(tmp_path: Any,
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
-    with running(first.as_uri()) as server:
+    with running(first.as_uri(), port=free_port()) as server:
         port = int(server.address.rpartition(":")[2])
         answer = asking(server.wait_ready().url, model)
         assert torch.equal(answer(x), wanted)

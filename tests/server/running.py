@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -72,6 +74,15 @@ class Running:
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=60)
+
+
+def free_port():
+    """One at which nobody listens, and that the kernel gives to nobody: it has others for that."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

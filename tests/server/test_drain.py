@@ -23,6 +23,7 @@ from tests.server.running import (
     body_of,
     changed,
     connect,
+    free_port,
     messages,
     run,
     running,
@@ -254,7 +255,7 @@ def test_nothing_is_left_whatever_killed_a_server(long, tmp_path, monkeypatch):
     uri, request, _ = long
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     shared = set(os.listdir("/dev/shm"))
-    with running(uri, workers=2) as server:
+    with running(uri, workers=2, port=free_port()) as server:
         wait_for(lambda: len(server.workers()) == 2)
         server.wait_ready()
         with answering(server, request) as response:
