@@ -575,6 +575,7 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
     try:
         with testbed.Testbed(check=False):
@@ -582,7 +583,7 @@ def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None
     except testbed.Unavailable as error:
         pytest.skip(str(error))
     command = [sys.executable, BENCHMARKS / "input_pipeline.py", "--quick", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stderr
     (key,) = (setting.key for setting in QUICK)
     records = Records(tmp_path / "input_pipeline_quick.jsonl")

@@ -425,6 +425,7 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
     try:
         with testbed.Testbed(check=False):
@@ -432,7 +433,7 @@ def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None
     except testbed.Unavailable as error:
         pytest.skip(str(error))
     command = [sys.executable, BENCHMARKS / "load_aware.py", "--quick", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stderr
     records = Records(tmp_path / "load_aware_quick.jsonl")
     for setting in QUICK:

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -27,6 +29,11 @@ from tests.client.training import STAGES, images
 ROOT = Path(__file__).resolve().parents[2]
 MBIT = 1e6 / 8
 NOBODY = 65534
+
+TRIES = 5
+"""A link that is what it should be is seen to be so in one of them, also between other tests' work."""
+
+Found = TypeVar("Found")
 
 LISTEN = """
 import socket
@@ -81,16 +88,28 @@ def running(pid: int) -> bool:
     return False
 
 
+def patiently(measure: Callable[[], Found]) -> Found:
+    """What is measured in a moment in which nothing else keeps this machine busy; the last try counts."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(AssertionError, testbed.TestbedError):
+            return measure()
+    return measure()
+
+
 # ---------------------------------------------------------------------------------------------- the link
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mbit", [2, 20, 200])
 def test_the_link_carries_what_was_asked_for(rights: None, mbit: float) -> None:
-    with testbed.Testbed(mbit * MBIT) as bed:
-        assert bed.measured is not None
-        for rate in (bed.measured.from_storage, bed.measured.from_compute):
-            assert rate == pytest.approx(mbit * MBIT * PAYLOAD_SHARE, rel=0.1)
+    def measured() -> testbed.Rates:
+        with testbed.Testbed(mbit * MBIT) as bed:
+            assert bed.measured is not None
+            return bed.measured
+
+    found = patiently(measured)
+    for rate in (found.from_storage, found.from_compute):
+        assert rate == pytest.approx(mbit * MBIT * PAYLOAD_SHARE, rel=0.1)
 
 
 @pytest.mark.slow
@@ -99,6 +118,13 @@ def test_the_link_changes_under_a_connection(rights: None, opened: int | None) -
     listening = f"{LISTEN}while connection.recv(1 << 18): pass"
     sending = f"{CONNECT}while True: connection.sendall(bytes(65536))"
     with testbed.Testbed(None if opened is None else opened * MBIT, check=False) as bed:
+
+        def carries(rate: float) -> None:
+            before, began = bed.bytes_carried(), time.perf_counter()
+            time.sleep(1.0)
+            carried = (bed.bytes_carried() - before).from_storage / (time.perf_counter() - began)
+            assert carried == pytest.approx(rate, rel=0.15)
+
         receiver = bed.popen("compute", python(listening), stdout=subprocess.PIPE)
         assert receiver.stdout is not None
         receiver.stdout.readline()
@@ -107,13 +133,10 @@ def test_the_link_changes_under_a_connection(rights: None, opened: int | None) -
         for mbit in (200, 20, 20, 100):
             bed.set_rate(mbit * MBIT)
             time.sleep(1.0)
-            before, began = bed.bytes_carried(), time.perf_counter()
-            time.sleep(1.0)
-            rate = (bed.bytes_carried() - before).from_storage / (time.perf_counter() - began)
-            assert rate == pytest.approx(mbit * MBIT, rel=0.15)
+            patiently(partial(carries, mbit * MBIT))
         bed.end(sender)
         bed.end(receiver)
-        assert bed.check().from_compute == pytest.approx(100 * MBIT * PAYLOAD_SHARE, rel=0.1)
+        assert patiently(bed.check).from_compute == pytest.approx(100 * MBIT * PAYLOAD_SHARE, rel=0.1)
         bed.set_rate(None)
         assert bed.check().from_compute > 200 * MBIT
 
@@ -362,7 +385,7 @@ def test_a_real_job_over_the_link_has_the_losses_of_the_unsplit_run(rights: None
     assert found["digest"] == data.digest, "the same store from both sides"
     assert carried.from_storage > 2 * len(data) * data.stored_bytes
     assert workers
-    assert not psutil.wait_procs(workers, timeout=10)[1], "what a server started ends with it"
+    assert not psutil.wait_procs(workers, timeout=60)[1], "what a server started ends with it"
 
 
 @pytest.mark.slow
