@@ -391,10 +391,10 @@ def test_what_is_no_file_is_not_waited_for(folder, told, make):
 def test_reading_leaves_no_file_open(folder):
     MetricsStore(folder).save(KEY, Known(gthp=200, lthp=40.5))
     kept_files(folder)["gthp"].write_text("{")
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     for _ in range(5):
         MetricsStore(folder).load(KEY)
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # another test's thread may close one
 
 
 # ----------------------------------------------------------------------------- folders that cannot be written

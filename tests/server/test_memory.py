@@ -80,7 +80,7 @@ def test_a_sealed_file_cannot_be_changed_by_anyone():
 def test_descriptors_are_closed_with_their_owner():
     before = set(os.listdir("/proc/self/fd"))
     file, slot = SealedFile(), SlotPool().take(1)
-    assert set(os.listdir("/proc/self/fd")) > before
+    assert set(os.listdir("/proc/self/fd")) - before
     del file, slot
     gc.collect()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # another test's thread may close one
