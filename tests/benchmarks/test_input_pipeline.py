@@ -575,7 +575,6 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
     try:
         with testbed.Testbed(check=False):

@@ -73,7 +73,7 @@ def no_thread_left():
     before = set(threading.enumerate())
     yield
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := set(threading.enumerate()) - before:
         assert time.monotonic() < deadline, f"threads left behind: {left}"
         time.sleep(0.005)

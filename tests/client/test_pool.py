@@ -33,7 +33,7 @@ SLOW = {"backoff": Backoff(base_s=100, cap_s=100)}
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.002)

@@ -123,7 +123,7 @@ def pool_of(*urls: str, **options: object) -> Iterator[ServerPool]:
         yield pool
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -37,7 +37,7 @@ def listing(*urls: str, lease_s: float = LEASE_S) -> Listing:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.005)

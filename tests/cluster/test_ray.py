@@ -34,7 +34,7 @@ from upriver.protocol import DatasetRef, RunRequest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
     # Looked for, not imported: importing Ray changes the process that does.
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'upriver[ray]'"

@@ -31,7 +31,7 @@ CPUS = 3
 
 with_ray = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
     # Looked for, not imported: importing Ray changes the process that does.
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'upriver[ray]'"

@@ -248,7 +248,7 @@ def test_no_thread_or_process_outlives_a_loader(workers: list[EmbeddedServer]) -
     next(iter(loader))
     list(loader)
     del loader
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while {thread.name for thread in threading.enumerate()} - before and time.monotonic() < until:
         time.sleep(0.05)
     assert not {thread.name for thread in threading.enumerate()} - before

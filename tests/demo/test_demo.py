@@ -25,7 +25,6 @@ from upriver.report.demo_plot import Curve, plot_demo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "upriver", "demo", "--json", "--epochs", "1", "--images", "20"]
     command += [

@@ -28,7 +28,7 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-def run(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout: float = 840) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "scripts/models.py", *arguments],
         cwd=ROOT,

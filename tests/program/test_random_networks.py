@@ -355,7 +355,7 @@ def test_a_network_that_was_found(description: Description) -> None:
     assert check(description) == "cut"
 
 
-@pytest.mark.timeout(300 + 20 * EXAMPLES)
+@pytest.mark.timeout(900 + 20 * EXAMPLES)
 @networks
 @given(descriptions(), st.sampled_from(["module", "module", "op"]))
 def test_a_random_network_is_cut_to_the_bit_or_refused_for_a_right_reason(

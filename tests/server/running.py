@@ -119,7 +119,7 @@ def in_thread(store_uri, **settings):
         server.socket.close()
 
 
-def wait_for(condition, *, seconds=60):
+def wait_for(condition, *, seconds=180):
     """Until ``condition()`` is true."""
     end = time.monotonic() + seconds
     while True:
