@@ -30,6 +30,31 @@ def small():
     return nn.Sequential(features, nn.Flatten(), nn.Dropout(0.1), nn.Linear(4 * 6 * 6, 1000))
 """
 
+HELD = """
+import sys, time
+from upriver.cli import main, train, training
+
+asked, told = [], []
+request, tell, logits = training.Stop._request, train._tell, training.logits
+
+def noted_request(self, signum, frame):
+    request(self, signum, frame)
+    asked.append(signum)
+
+def noted_tell(record):
+    told.append(record)
+    tell(record)
+
+def held_logits(outputs):
+    while len(told) == 2 and not asked:
+        time.sleep(0.01)
+    return logits(outputs)
+
+training.Stop._request, train._tell, training.logits = noted_request, noted_tell, held_logits
+sys.exit(main())
+"""
+"""The command, which waits within its third epoch until it is interrupted."""
+
 CONFIG = """
 model = "trained_models:small"
 freeze_to = "0"
@@ -121,10 +146,10 @@ def test_near_the_data_gives_the_same_file(folder: Path, capsys: pytest.CaptureF
 
 
 def test_it_goes_on_where_it_was_interrupted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = trained(capsys, config(folder, output="whole.st", more="epochs = 30"))
-    path = config(folder, output="parts.st", more="epochs = 30")
+    whole = trained(capsys, config(folder, output="whole.st", more="epochs = 5"))
+    path = config(folder, output="parts.st", more="epochs = 5")
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-m", "upriver", "train", path, "--json"]
+    command = [sys.executable, "-c", HELD, "train", path, "--json"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
