@@ -76,18 +76,29 @@ def test_rate_is_one_bucket_for_all_streams():
     assert time.monotonic() - start >= (2 * per_stream - PIECE_BYTES) / rate
 
 
-def test_streams_share_the_link():
+def test_streams_share_the_link(monkeypatch):
     """A short transfer does not wait for the whole of a long one that began before it."""
-    meter = LinkMeter(1_000_000)
-    ended = []
-    long = threading.Thread(target=lambda: (meter.account(20 * PIECE_BYTES, "direct"), ended.append("long")))
+    throttled, ended, slept = threading.Event(), threading.Event(), []
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread() is long:
+            throttled.set()
+            assert ended.wait(60)
+        else:
+            slept.append(seconds)
+
+    clock = types.SimpleNamespace(monotonic=lambda: 1000.0, sleep=sleep)
+    monkeypatch.setattr("upriver.client.link.time", clock)
+    meter = LinkMeter(1_000_000, burst_bytes=0)
+    long = threading.Thread(target=meter.account, args=(20 * PIECE_BYTES, "direct"))
     long.start()
-    while not meter.total_bytes:
-        time.sleep(0.001)
+    assert throttled.wait(60)
     meter.account(PIECE_BYTES, "answers")
-    ended.append("short")
+    assert meter.bytes_by_kind == {"answers": PIECE_BYTES, "direct": 0}
+    ended.set()
     long.join()
-    assert ended == ["short", "long"]
+    assert slept == [pytest.approx(2 * PIECE_BYTES / 1_000_000)]
+    assert meter.bytes_by_kind == {"answers": PIECE_BYTES, "direct": 20 * PIECE_BYTES}
 
 
 def test_idle_link_saves_up_no_more_than_its_burst(link):

@@ -203,7 +203,7 @@ def test_a_deadline_ends_a_request(heavy, small):
     assert (status, error["code"]) == (504, "deadline")
     run(small, request)
     kept = idle(small)
-    with stopped(small), answering(small, changed(request, deadline_s=1)) as response:
+    with stopped(small), answering(small, changed(request, deadline_s=5)) as response:
         (late,) = messages(response)
         assert late.code == "deadline"
     wait_for(lambda: idle(small) == kept)
