@@ -266,7 +266,7 @@ QUICK = StalledReaders(
     micro_batch=8,
     micro_batches=16,
     readers=3,
-    deadline_s=4.0,
+    deadline_s=8.0,
     idle_bytes=1 << 30,
     repeats=1,
 )

@@ -239,7 +239,7 @@ def test_a_busy_server_is_planned_with_as_slower(
     loaded(monkeypatch, 0.0)
     idle, _ = measured_by(near, data)
     assert idle.cluster.storage.load == 1.0  # k is in the timings already
-    loaded(monkeypatch, 1000.0)
+    loaded(monkeypatch, 1e6)
     busy, job = measured_by(near, data)
     assert busy.cluster.storage.load > 100
     assert "others' work makes micro-batches take" in job.plan.why
