@@ -37,7 +37,7 @@ from upriver.types import MicroBatch, Timings
 LONG = 3600.0
 
 DEADLINE_S, LONG_AFTER_S = 3.0, 60.0
-"""Of requests to a server that does not answer in time; and when it does something, however busy the machine."""
+"""Of requests to a server that does not answer in time, and when it does something."""
 
 
 @pytest.fixture
