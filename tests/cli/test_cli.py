@@ -24,6 +24,7 @@ COMMANDS = (
     "calibrate",
     "plan",
     "infer",
+    "coldstart",
     "serve",
     "token",
     "train",
