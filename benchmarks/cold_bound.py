@@ -1,0 +1,103 @@
+"""The least time in which a first answer could come, from what each stage takes alone.
+
+Symbols, in seconds
+    F    from a request to its first byte: the shortest read of one byte through a connection that has to be
+         opened first, as a fresh process has none
+    D    of the link, for the bytes that the answer needs: up to the end of the last weight, in execution
+         order, that the call reads. On a shaped link those bytes over its payload rate (TCP's and Ethernet's
+         headers off). On one without a shape the shortest download of the whole object into this process's
+         memory by ranged reads, with nothing else done, less F, in proportion
+    L    of a core: CRC32C and one copy into fresh memory, of bytes that this process has already
+    E    the first call of a model whose weights are all there, in a fresh process
+
+Each is the shortest of its repeats, which take turns with what is held against it, on the same cores.
+
+    one core     bound = F + max(d + L + E, D + l + e)
+    more         bound = F + max(d + L + e, d + l1 + E, D + l + e)
+
+That is F + max(D, L + E), or F + max(D, L, E), with what cannot overlap: nothing can be loaded or executed
+before the first group is there, nor can the last one be before it has come. Groups count as single weights,
+than which nothing smaller can be waited for: d is the first one's part of D, l1 and l are the first one's and
+the last one's of L, by bytes. e is E from the operator on that first reads the last weight, by a call under
+the barrier, which is no first one, so e is rather too small, and the bound too.
+
+Not in it: what receiving costs the core on a shaped link, constructing the model, and the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from _netns import PAYLOAD_SHARE
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What the stages take, as above.
+
+    Attributes:
+        first_byte_s: F.
+        download_s: D.
+        load_s: L.
+        execute_s: E.
+        first_download_s: d.
+        first_load_s: l1.
+        last_load_s: l.
+        last_execute_s: e.
+    """
+
+    first_byte_s: float
+    download_s: float
+    load_s: float
+    execute_s: float
+    first_download_s: float
+    first_load_s: float
+    last_load_s: float
+    last_execute_s: float
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], rate: float | None) -> Parts:
+        """The shortest of each.
+
+        Args:
+            rows: Of ``cold_job.parts``; all of one model and link.
+            rate: Of the link in bytes per second on the wire; None for no shape.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        rows = list(rows)
+        if not rows:
+            raise ValueError("a bound takes at least one measurement of its parts")
+        sizes = rows[0]
+        needed = sizes["needed_bytes"]
+        if rate is None:
+            per_byte = min(row["download_s"] for row in rows) / sizes["object_bytes"]
+        else:
+            per_byte = 1 / (rate * PAYLOAD_SHARE)
+        load_s = min(row["load_s"] for row in rows)
+        return cls(
+            first_byte_s=min(row["first_byte_s"] for row in rows),
+            download_s=needed * per_byte,
+            load_s=load_s,
+            execute_s=min(row["execute_s"] for row in rows),
+            first_download_s=sizes["first_bytes"] * per_byte,
+            first_load_s=load_s * sizes["first_bytes"] / needed,
+            last_load_s=load_s * sizes["last_bytes"] / needed,
+            last_execute_s=min(row["last_execute_s"] for row in rows),
+        )
+
+    def bound(self, *, one_core: bool) -> float:
+        """The least time, in seconds."""
+        busy = self.load_s + self.execute_s
+        ends = [self.download_s + self.last_load_s + self.last_execute_s]
+        if one_core:
+            ends.append(self.first_download_s + busy)
+        else:
+            ends.append(self.first_download_s + self.load_s + self.last_execute_s)
+            ends.append(self.first_download_s + self.first_load_s + self.execute_s)
+        return self.first_byte_s + max(ends)
