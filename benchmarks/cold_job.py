@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Spec = Mapping[str, Any]
 Say = Callable[[str], None]
 
-FORWARDS_S, FEWEST_FORWARDS, MOST_FORWARDS = 6.0, 10, 200
+FORWARDS_S, FEWEST_FORWARDS, MOST_FORWARDS = 20.0, 10, 60
 """How long a loaded model's forward passes are timed, and how many there are."""
 
 

@@ -239,8 +239,8 @@ def page(found: Sequence[Found], records: Records, name: str, *, hint: str = "")
     complete = [each for each in found if each.complete]
     left = [each.setting.key for each in found if not each.complete]
     told = [line for each in found for line in each.told()]
-    seen = {way_of(run) for each in complete for run in each.runs}
-    out = [way.title for key, way in WAYS.items() if key not in seen]
+    tried = {way_of(run) for each in complete for turn in each.turns for run in turn["runs"]}
+    out = [way.title for key, way in WAYS.items() if key not in tried]
     return TEMPLATE.format(
         verdicts="\n".join(f"- {verdict(goal, complete)}" for goal in GOALS),
         left=f"\nNot run yet: {', '.join(left)}.\n" if left else "",
