@@ -37,6 +37,13 @@ best other is whoever has the lowest median; its name ends in ` plain` where its
 In the first columns upriver is held against everybody, those too that use its construction; in the last ones
 nobody does. Within {near_best:.0%} counts as even.
 
+## Imports, and CPU time
+
+{efforts}
+
+Seconds from process start to the end of imports / CPU seconds of the process until its answer, constructed by
+upriver. What the store takes is on another core, but with "2core".
+
 ## Against the bound
 
 ![Seconds after imports, and the bound]({name}.png)

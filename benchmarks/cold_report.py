@@ -69,7 +69,7 @@ class Found:
         return [run for run in self.setting.runs if self.usable(run)]
 
     def spread(self, run: str, clock: str) -> Spread:
-        """Seconds of a run."""
+        """A figure of a run, in seconds: ``clock`` may be any that its rows have."""
         return Spread.of(row[clock] for row in self.rows(run))
 
     def best_other(self, clock: str, ending: str | None = None) -> str | None:
@@ -249,6 +249,7 @@ def page(found: Sequence[Found], records: Records, name: str, *, hint: str = "")
         imported=seconds_table(complete, IMPORTED, ""),
         imported_plain=seconds_table(complete, IMPORTED, PLAIN),
         behind=behind_table(complete),
+        efforts=efforts_table(complete),
         bounds=bounds_table(complete),
         memory=memory_table(complete),
         afters=afters_table(complete),
@@ -310,6 +311,19 @@ def behind_table(found: Sequence[Found]) -> str:
     for clock in ("from start", "after imports", "from start, plain", "after imports, plain"):
         header += [f"best other {clock}", "upriver over it"]
     return _table(header, rows)
+
+
+def efforts_table(found: Sequence[Found]) -> str:
+    """What everybody's imports take, and all CPU time until the answer: medians."""
+    shown = [way for way in WAYS if any(way in each.runs for each in found)]
+    rows = []
+    for each in found:
+        cells = [each.setting.key]
+        for way in shown:
+            both = [each.spread(way, field).median for field in ("imported_s", "cpu_s")] if way in each.runs else []
+            cells.append(" / ".join(f"{value:.2f}" for value in both))
+        rows.append(cells)
+    return _table(["setting", *(WAYS[way].title for way in shown)], rows)
 
 
 def bounds_table(found: Sequence[Found]) -> str:

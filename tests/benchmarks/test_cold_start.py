@@ -94,6 +94,8 @@ class Simulated:
             "group_file": "memory.peak",
             "after_imports_s": took,
             "total_s": took + 4.0,
+            "imported_s": 4.0,
+            "cpu_s": 3.0,
             "equal": run not in self.wrong and not (spec["assign"] and way_of(run) in self.unaligned),
         }
 
@@ -475,7 +477,7 @@ def test_the_page_and_its_picture_say_what_there_is(tmp_path: Path) -> None:
     assert f"Not run yet: {QUICK[0].key}" in text and "layers: 3 answers are not the model's" in text
     assert "not installed: tensorizer. Their environment: `pip install it`" in text
     assert all(goal in text for goal in GOALS.values())
-    assert "`memory.peak`" in text and "GPT-2-XL" in text and "1.05 / 2.00" in text
+    assert "`memory.peak`" in text and "GPT-2-XL" in text and "1.05 / 2.00" in text and "4.00 / 3.00" in text
 
 
 def test_a_page_of_nothing(tmp_path: Path) -> None:
