@@ -206,7 +206,11 @@ def _versions(python: Path) -> dict[str, str]:
         "print(json.dumps(found))\n"
     )
     done = subprocess.run(
-        [python, "-I", "-c", script, *wanted], capture_output=True, text=True, timeout=READY_LIMIT_S, check=False
+        [python, "-I", "-c", script, *wanted],
+        capture_output=True,
+        text=True,
+        timeout=READY_LIMIT_S,
+        check=False,
     )
     if done.returncode:
         raise Failed(f"{python} cannot be run{last_lines(done.stderr)}")

@@ -128,7 +128,13 @@ def _vision(name: str) -> Callable[[], nn.Module]:
     return build
 
 
-_FAMILIES = {"GPT-2": "gpt2", "GPT-2-XL": "gpt2", "BERT": "bert", "wav2vec2": "wav2vec2", "Whisper": "whisper"}
+_FAMILIES = {
+    "GPT-2": "gpt2",
+    "GPT-2-XL": "gpt2",
+    "BERT": "bert",
+    "wav2vec2": "wav2vec2",
+    "Whisper": "whisper",
+}
 
 
 def _transformer(config: str, kind: str, **values: Any) -> Callable[[], nn.Module]:

@@ -32,17 +32,17 @@ Constructed as ever:
 
 {behind}
 
-upriver over the best other: the median, over turns, of one time over the other in the same turn, less one. The
-best other is whoever has the lowest median; its name ends in ` plain` where its model was constructed as ever.
-In the first columns upriver is held against everybody, those too that use its construction; in the last ones
-nobody does. Within {near_best:.0%} counts as even.
+upriver over the best other: the median, over turns, of one time over the other in the same turn, less one.
+The best other is whoever has the lowest median; its name ends in ` plain` where its model was constructed
+as ever. In the first columns upriver is held against everybody, those too that use its construction; in
+the last ones nobody does. Within {near_best:.0%} counts as even.
 
 ## Imports, and CPU time
 
 {efforts}
 
-Seconds from process start to the end of imports / CPU seconds of the process until its answer, constructed by
-upriver. What the store takes is on another core, but with "2core".
+Seconds from process start to the end of imports / CPU seconds of the process until its answer, constructed
+by upriver. What the store takes is on another core, but with "2core".
 
 ## Against the bound
 
@@ -50,22 +50,23 @@ upriver. What the store takes is on another core, but with "2core".
 
 {bounds}
 
-The last columns are the bound over the median from the end of imports, constructed by upriver: 1 were as fast
-as can be. The bound, of one core: F + max(d + L + E, D + l + e); of two:
+The last columns are the bound over the median from the end of imports, constructed by upriver: 1 were as
+fast as can be. The bound, of one core: F + max(d + L + E, D + l + e); of two:
 F + max(d + L + e, d + l1 + E, D + l + e).
 
 - F, first byte: the shortest read of one byte through a connection that is not open yet.
-- D, download: of the bytes that the answer needs. On a shaped link they are divided by its payload rate (95.6 %
-  of the rate on the wire). On one without a shape it is the shortest download of the whole object into this
-  process's memory by ranged reads, as many at once as sequential does best with, less F, in proportion.
+- D, download: of the bytes that the answer needs. On a shaped link they are divided by its payload rate
+  (95.6 % of the rate on the wire). On one without a shape it is the shortest download of the whole object
+  into this process's memory by ranged reads, as many at once as sequential does best with, less F, in
+  proportion.
 - L, load: CRC32C and one copy into fresh memory of bytes that are in this process already.
 - E, execute: the first call of a model whose weights are all there, in a fresh process.
-- What cannot overlap: d is the first weight's share of D; l1 and l are the first one's and the last one's of L,
-  by bytes; e is E from the operator on that first reads the last weight.
+- What cannot overlap: d is the first weight's share of D; l1 and l are the first one's and the last one's
+  of L, by bytes; e is E from the operator on that first reads the last weight.
 
-All are measured in the same turns, on the same cores, and the shortest of each counts. Receiving takes the one
-core time that is in D on the unshaped link and nowhere on shaped ones, and so does constructing: no loader
-reaches 1.
+All are measured in the same turns, on the same cores, and the shortest of each counts. Receiving takes
+time of the one core, which is in D on the unshaped link and nowhere on shaped ones; constructing is in
+neither. So no loader reaches 1.
 
 ## Memory
 
@@ -74,15 +75,15 @@ without a shape: of the process (VmHWM) / of its control group.
 
 {memory}
 
-The process's peak holds the activations of the call and what PyTorch's kernels reserve, too. The control group's
-also counts pages of files that were written or read: {groups}.
+The process's peak holds the activations of the call and what PyTorch's kernels reserve, too. The control
+group's also counts pages of files that were written or read: {groups}.
 
 ## Afterwards
 
 {afters}
 
-Forward passes in turns, in {after_repeats} processes: of the model that arrived while it was called, of one whose
-weights were copied, and, to see the noise, of another such one. The median ratio of each process.
+Forward passes in turns, in {after_repeats} processes: of the model that arrived while it was called, of
+one whose weights were copied, and, to see the noise, of another such one. The median ratio of each process.
 
 ## Everybody at their best
 
@@ -90,32 +91,33 @@ weights were copied, and, to see the noise, of another such one. The median rati
 
 Found with {swept} at one sample, the shortest of {sweep_runs} runs each; "cannot" where it fails or answers
 wrongly. The link of 0.1 Gbit/s takes the values of that of 1 Gbit/s. "Taken as it came": by
-`load_state_dict(assign=True)`, which spares a copy. Where that changes low bits of a model's answer, as memory
-that is not aligned can, weights are copied.
+`load_state_dict(assign=True)`, which spares a copy. Where that changes low bits of a model's answer, as
+memory that is not aligned can, weights are copied.
 
 ## How it was measured
 
 {models}
 
-- Weights are made up, from seed {seed}, and differ from what constructors give, so that no model answers rightly
-  without them. Each model is published once: in upriver's form, as `safetensors.torch.save_model` writes it, as
-  `torch.save` does, and as tensorizer does.
-- A fresh process each time. It imports PyTorch, the model's library and what its way needs, and makes its input;
-  from there "after imports" counts. Libraries and stored objects are in the page cache. Its parent's clock runs
-  from the call that starts it until it says that it has an answer, the process's own beside it.
+- Weights are made up, from seed {seed}, and differ from what constructors give, so that no model answers
+  rightly without them. Each model is published once: in upriver's form, as `safetensors.torch.save_model`
+  writes it, as `torch.save` does, and as tensorizer does.
+- A fresh process each time. It imports PyTorch, the model's library and what its way needs, and makes its
+  input; from there "after imports" counts. Libraries and stored objects are in the page cache. Its
+  parent's clock runs from the call that starts it until it says that it has an answer, the process's own
+  beside it.
 - The first answer is compared by `torch.equal` with that of the whole model, computed with as many threads.
-- OpenStack Swift with its S3 door has core 0 and a network namespace, the process core 1 and another one; with
-  "2core" it has both. Links are shaped both ways by `tc tbf`, and measured before use. Swift gives some 280 MB/s
-  here, so the unshaped link stands for 10 Gbit/s, too: such a link would never be full.
+- OpenStack Swift with its S3 door has core 0 and a network namespace, the process core 1 and another one;
+  with "2core" it has both. Links are shaped both ways by `tc tbf`, and measured before use. Swift gives
+  some 280 MB/s here, so the unshaped link stands for 10 Gbit/s, too: such a link would never be full.
 - Ways take turns, each turn begins with another one. A turn is a record.
-- Sequential: construct, download upriver's file by ranged reads into memory, `load_state_dict`, run; no checksums.
-  Layer by layer and PISeL's groups: upriver with another grouping, so they construct while they ask for the
-  manifest, check sums and wait for single weights as it does. Whoever learns of a link's bandwidth remembers it for the next
-  process; the first has nothing to go by.
-- boto3: `download_file` to a file on disk, in parts of 16 MiB; then `safetensors.torch.load_file`, or `torch.load`
-  with `mmap` and `weights_only`. runai-model-streamer: tensors copied into the model as they come.
-  tensorizer takes `s3://` over TLS alone, so it is given a signed URL of the same object. s3torchconnector:
-  `torch.load` from its reader.
+- Sequential: construct, download upriver's file by ranged reads into memory, `load_state_dict`, run; no
+  checksums. Layer by layer and PISeL's groups: upriver with another grouping, so they construct while they
+  ask for the manifest, check sums and wait for single weights as it does. Whoever learns of a link's
+  bandwidth remembers it for the next process; the first has nothing to go by.
+- boto3: `download_file` to a file on disk, in parts of 16 MiB; then `safetensors.torch.load_file`, or
+  `torch.load` with `mmap` and `weights_only`. runai-model-streamer: tensors copied into the model as they
+  come. tensorizer takes `s3://` over TLS alone, so it is given a signed URL of the same object.
+  s3torchconnector: `torch.load` from its reader.
 - Failed or wrong runs:{told}
 - Left out, as not installed: {out}.{hint}
 - Load of the machine before turns: {loads}.
@@ -124,9 +126,9 @@ that is not aligned can, weights are copied.
 
 ## What it does not show
 
-GPUs; real networks, whose latency is not some 0.1 ms; disks that are slow; several processes that start at once;
-models in half precision. Both hosts share the memory and the caches of one machine.
+GPUs; real networks, whose latency is not some 0.1 ms; disks that are slow; several processes that start at
+once; models in half precision. Both hosts share the memory and the caches of one machine.
 
-Run it again: `python benchmarks/cold_start.py` as root; it goes on from the records, which are of the code as it
-is.
+Run it again: `python benchmarks/cold_start.py` as root; it goes on from the records, which are of the code
+as it is.
 """

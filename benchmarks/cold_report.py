@@ -320,8 +320,8 @@ def efforts_table(found: Sequence[Found]) -> str:
     for each in found:
         cells = [each.setting.key]
         for way in shown:
-            both = [each.spread(way, field).median for field in ("imported_s", "cpu_s")] if way in each.runs else []
-            cells.append(" / ".join(f"{value:.2f}" for value in both))
+            fields = ("imported_s", "cpu_s") if way in each.runs else ()
+            cells.append(" / ".join(f"{each.spread(way, field).median:.2f}" for field in fields))
         rows.append(cells)
     return _table(["setting", *(WAYS[way].title for way in shown)], rows)
 
@@ -395,7 +395,8 @@ def models_table(found: Sequence[Found]) -> str:
     rows = []
     for name in dict.fromkeys(each.setting.model for each in found):
         turn = next(each.turns[0] for each in found if each.setting.model == name)
-        rows.append([name, MODELS[name].title, MODELS[name].library, f"{turn['nbytes'] / MIB:.0f}", turn["tensors"]])
+        model, size = MODELS[name], f"{turn['nbytes'] / MIB:.0f}"
+        rows.append([name, model.title, model.library, size, turn["tensors"]])
     return _table(["", "model", "library", "weights, MiB", "tensors"], rows)
 
 
@@ -405,7 +406,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def _groups_text(found: Sequence[Found]) -> str:
     files = {row["group_file"] for each in found for row in each.rows(OURS) if "group_file" in row}
-    return f"`{'`, `'.join(sorted(files))}`" if files else "could not be made on this machine, so it is missing"
+    if not files:
+        return "none could be made on this machine, so it is missing"
+    return f"`{'`, `'.join(sorted(files))}`"
 
 
 def _loads_text(found: Sequence[Found]) -> str:

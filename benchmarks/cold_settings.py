@@ -166,8 +166,16 @@ SETTINGS: tuple[Setting, ...] = (
     *(Setting(model=model, gbit=gbit) for model in MAIN for gbit in LINKS),
     *(Setting(model=model, gbit=gbit) for model in SMALL for gbit in LINKS),
     *(Setting(model=model, gbit=0.1, repeats=3) for model in ("resnet50", "regnet")),
-    *(Setting(model=model, batch=batch, gbit=gbit, plain=False) for model, batch in BATCHES for gbit in LINKS),
-    *(Setting(model=model, gbit=gbit, cores=2, plain=False) for model in ("gpt2", "resnet50") for gbit in LINKS),
+    *(
+        Setting(model=model, batch=batch, gbit=gbit, plain=False)
+        for model, batch in BATCHES
+        for gbit in LINKS
+    ),
+    *(
+        Setting(model=model, gbit=gbit, cores=2, plain=False)
+        for model in ("gpt2", "resnet50")
+        for gbit in LINKS
+    ),
     XL,
 )
 

@@ -13,9 +13,9 @@ The claim: from process start to the first right answer, and from the end of its
 - every answer is ``torch.equal`` to that of the whole model.
 
 Run ``python benchmarks/cold_start.py`` as root, once Swift is there (``scripts/swift install``); it may be
-ended at any moment: each turn of all ways is a line of ``results/cold_start.jsonl``, and the next start goes on
-from there. ``--only gpt2`` takes settings whose names begin so, ``--minutes 20`` ends it between two turns,
-``--repeats 3`` makes fewer of them, ``--list`` says how far all are, ``--write`` only writes
+ended at any moment: each turn of all ways is a line of ``results/cold_start.jsonl``, and the next start goes
+on from there. ``--only gpt2`` takes settings whose names begin so, ``--minutes 20`` ends it between two
+turns, ``--repeats 3`` makes fewer of them, ``--list`` says how far all are, ``--write`` only writes
 ``results/cold_start.md`` and ``.png`` from what is there. All of it takes hours. ``--quick`` shows within two
 minutes, without root and on this host alone, that it works.
 

@@ -309,7 +309,7 @@ def test_peers_that_are_not_installed_are_left_out(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv(cold_bed.VARIABLE, str(tmp_path / "nothing"))
     peers = Peers()
     assert peers.ways() == ("upriver", "pisel", "layers", "sequential")
-    assert "pip install" in peers.hint() and "tensorizer" in peers.hint() and cold_bed.VARIABLE in peers.hint()
+    assert all(part in peers.hint() for part in ("pip install", "tensorizer", cold_bed.VARIABLE))
 
 
 def test_what_an_environment_has_is_asked_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +376,8 @@ def test_no_grouping_beats_the_bound(
 ) -> None:
     sizes, load, execute = (list(column) for column in zip(*layers, strict=True))
     rate = 1e6
-    timeline = Timeline(sizes, load, execute, latency_s=latency_s, bandwidth_bytes_per_s=rate, one_core=one_core)
+    link = {"latency_s": latency_s, "bandwidth_bytes_per_s": rate}
+    timeline = Timeline(sizes, load, execute, **link, one_core=one_core)
     parts = Parts(
         first_byte_s=latency_s,
         download_s=sum(sizes) / rate,
