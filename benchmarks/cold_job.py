@@ -215,7 +215,7 @@ def parts(spec: Spec, _: Say) -> dict[str, Any]:
         gate.hold(tensor, number)
     with gate.guarded():
         answer(network, inputs)
-    ended = time.perf_counter()
+    ended = time.monotonic()
     first, last = min(gate.touched), max(gate.touched)
     sizes = [placed.stop - placed.start for placed in matched.source.tensors]
     return {
