@@ -78,10 +78,14 @@ def _ready(spec: Spec) -> tuple[Any, Inputs]:
 
 def memory() -> dict[str, int]:
     """The most that this process has had in memory so far."""
+    return {"hwm_bytes": _status("VmHWM")}
+
+
+def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmHWM:"):
-            return {"hwm_bytes": int(line.split()[1]) << 10}
-    raise OSError("no VmHWM in /proc/self/status")
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"no {field} in /proc/self/status")
 
 
 def right_key(batch: int, threads: int) -> str:
@@ -203,9 +207,12 @@ def parts(spec: Spec, _: Say) -> dict[str, Any]:
         for targets, tensor in zip(matched.targets, loaded, strict=True):
             for target in targets:
                 target.copy_(tensor)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
+    before_bytes = _status("VmRSS")
     began = time.perf_counter()
     found = answer(network, inputs)
     execute_s = time.perf_counter() - began
+    call_bytes = _status("VmHWM") - before_bytes
 
     arrivals = Arrivals(len(loaded))
     for number in range(len(loaded)):
@@ -223,6 +230,7 @@ def parts(spec: Spec, _: Say) -> dict[str, Any]:
         "download_s": max(0.0, download_s - first_byte_s),
         "load_s": load_s,
         "execute_s": execute_s,
+        "call_bytes": call_bytes,
         "last_execute_s": ended - gate.touched[last],
         "needed_bytes": sum(sizes[: last + 1]),
         "object_bytes": nbytes,

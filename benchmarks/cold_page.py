@@ -75,8 +75,9 @@ without a shape: of the process (VmHWM) / of its control group.
 
 {memory}
 
-The process's peak holds the activations of the call and what PyTorch's kernels reserve, too. The control
-group's also counts pages of files that were written or read: {groups}.
+The process's peak holds the activations of the call and what PyTorch's kernels reserve, too: "a call" is
+what the first call of a model takes in whose weights are all there, VmHWM less what there was before. The
+control group's peak also counts pages of files that were written or read: {groups}.
 
 ## Afterwards
 

@@ -188,15 +188,14 @@ SWEEPS = 2
 SWEPT_AT: Mapping[float | None, float] = MappingProxyType({0.1: 1.0})
 """Where a sweep would take too long, another rate, whose values are taken."""
 
+
 def swept(setting: Setting) -> Setting:
     """Where the knobs that a setting takes are found."""
     gbit = SWEPT_AT.get(setting.gbit, setting.gbit)
     return replace(setting, model=SWEPT_MODEL, batch=1, gbit=gbit)
 
 
-QUICK: tuple[Setting, ...] = (
-    Setting(model="squeezenet", repeats=1, ways=(*STREAMED, "sequential"), plain=True),
-)
+QUICK: tuple[Setting, ...] = (Setting(model="squeezenet", repeats=1, ways=(OURS, "sequential")),)
 QUICK_KNOB = 4
 
 

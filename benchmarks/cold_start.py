@@ -41,7 +41,7 @@ from _hosts import sigterm_raises
 from _planned import Deadline, Records, TimeIsUp
 from cold_bed import Jobs, Local, Namespaces, Peers
 from cold_measure import Measures, missing, narrowed, version
-from cold_report import Found, wrong, write
+from cold_report import Found, write, wrong
 from cold_settings import QUICK, SETTINGS, Setting
 from input_bed import Failed
 from testbed import TestbedError

@@ -111,6 +111,7 @@ def parts_row(**changed: Any) -> dict[str, Any]:
         "object_bytes": NBYTES,
         "first_bytes": NBYTES // 100,
         "last_bytes": NBYTES // 50,
+        "call_bytes": 10_000_000,
         "equal": True,
     }
     return row | changed
@@ -253,7 +254,7 @@ def test_a_slow_link_takes_the_knobs_of_a_faster_one(tmp_path: Path) -> None:
     assert swept(thin) == Setting(model="gpt2", gbit=1.0, repeats=1, ways=(OURS,))
     _, jobs = measured(tmp_path, thin)
     assert jobs.rates[0] == 1e9 / 8 and jobs.rates[-1] == 1e8 / 8
-    assert [link for _, _, link, _ in jobs.asked][0] == "1Gbit-1core"
+    assert next(link for _, _, link, _ in jobs.asked) == "1Gbit-1core"
 
 
 def test_weights_that_are_taken_as_they_came_are_copied_where_that_changes_bits(tmp_path: Path) -> None:
@@ -430,6 +431,9 @@ def test_the_share_of_the_bound_memory_and_calls_afterwards(tmp_path: Path) -> N
     assert found.share(OURS) == pytest.approx(found.bound_s / (2 + 1 / 16))
     assert found.goals["bound"] is False
     assert found.memory(OURS) == pytest.approx(1.05) and found.goals["memory"]
+    for row in (turn["runs"][OURS] for turn in found.turns):
+        row["hwm_bytes"] += 10_000_000
+    assert not found.goals["memory"] and found.goals["memory for weights"], "a call takes 0.1"
     assert found.memory(OURS, "group_bytes") == pytest.approx(2.0)
     assert "after" not in found.goals and found.after("arrived") is None
     calm = Found(SETTING, measured(tmp_path / "calm")[0])
