@@ -45,10 +45,10 @@ class Model:
 
     def prepare(self) -> None:
         """Import whatever building it needs."""
-        if self.library == "torchvision":
-            from upriver._torchvision import ensure_torchvision
+        from upriver._torchvision import ensure_torchvision
 
-            ensure_torchvision()
+        ensure_torchvision()  # transformers imports it, too, where it is installed
+        if self.library == "torchvision":
             importlib.import_module("torchvision.models")
         else:
             family = _FAMILIES[self.title.split()[0]]
