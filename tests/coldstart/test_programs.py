@@ -11,6 +11,7 @@ import random
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +22,14 @@ from torch import nn
 
 from tests.coldstart.ordered import Ordered
 from tests.program.nets import Shared, Small
+from tests.store.faulty_server import FaultyServer
 from tests.store.s3_server import S3Server
 from upriver.coldstart import layout
 from upriver.coldstart import programs as under_test
 from upriver.coldstart.incoming import Arriving
 from upriver.coldstart.layout import manifest_path
 from upriver.coldstart.programs import arriving, publish
+from upriver.coldstart.stream import StreamLimits
 from upriver.errors import (
     ConfigError,
     Damaged,
@@ -296,9 +299,9 @@ def server() -> Iterator[S3Server]:
         yield running
 
 
-def connected(server: S3Server) -> Store:
+def connected(server: S3Server, **settings: str) -> Store:
     options = {"endpoint": server.url, "access_key_id": "a", "secret_access_key": "b", "max_retries": "0"}
-    return Store.open("s3://bucket/p", options=options)
+    return Store.open("s3://bucket/p", options=options | settings)
 
 
 def asked(server: S3Server, ending: str) -> list[range]:
@@ -500,6 +503,33 @@ def test_a_program_that_is_dropped_ends_its_load(monkeypatch: pytest.MonkeyPatch
         coming.wait(60)
     gc.collect()
     assert file() is None
+
+
+def test_a_store_on_a_bad_day_gives_the_right_answer_or_a_typed_error() -> None:
+    program, inputs = made("small")
+    expected = whole("small").run(inputs, 0, program.num_stages)
+    kinds: list[Any] = ["flipped", "short", "reset", "cut", "stalled", "changed", 503, 403]
+    outcomes = Counter[str]()
+    for seed in range(40):
+        chance = random.Random(seed)
+        with FaultyServer() as server:
+            store = connected(server, read_timeout_s="0.3")
+            publish(program, store)
+            some = [None] * chance.choice((4, 40))
+            server.faults[:] = chance.sample([*some, *chance.choices(kinds, k=4)], 4)
+            limits = StreamLimits(request_bytes=4096, in_flight_bytes=16384, timeout_s=0.3)
+            try:
+                cold = under_test.open(store=store, digest=program.digest, limits=limits)
+                found = cold.run(inputs, 0, cold.num_stages)
+                coming = arriving(cold)
+                assert coming is None or coming.wait(60)
+            except (StoreError, ProgramError) as error:
+                outcomes[type(error).__name__] += 1
+            else:
+                assert same(found, expected)
+                outcomes["right"] += 1
+            server.faults.clear()
+    assert outcomes["right"] > 5 and len(outcomes) > 2
 
 
 # ------------------------------------------------------------------------------------------- publishing
