@@ -46,9 +46,6 @@ LEAST_STEPS = 8
 SETTLED = 0.02
 """Fewer do where the standard error of a step's seconds is below this part of their mean."""
 
-ROUGHLY = 0.05
-"""The same for candidates of a policy that tries them in turns, and steers their ratio, afterwards."""
-
 FAR_SLOWER = 3.0
 """Where workers prepare batches so many times slower than the model takes them, training waits for nothing
 else: how fast they were prepared is how fast they come then, too."""
@@ -94,11 +91,10 @@ class Steps:
         self.seconds.append(seconds)
         self.nbytes.append(nbytes)
 
-    def enough(self, alone: float = 0.0, settled: float = SETTLED) -> bool:
+    def enough(self, alone: float = 0.0) -> bool:
         """Whether further ones would change little.
 
         Args:
-            settled: Relative standard error.
             alone: MB/s that the training node makes meanwhile, where these are of what others make: those add
                 to it, so the slower they are the less exactly it need be known.
         """
@@ -107,7 +103,7 @@ class Steps:
         if len(self.seconds) < LEAST_STEPS:
             return False
         error = statistics.stdev(self.seconds) / len(self.seconds) ** 0.5
-        settled *= max(1.0, alone / _positive(self.throughput))
+        settled = SETTLED * max(1.0, alone / _positive(self.throughput))
         return bool(error <= settled * statistics.fmean(self.seconds))
 
     @property
@@ -422,12 +418,11 @@ class _Course:
         while timed.lacking > 0:
             yield from self._prepare(timed)
         self.epoch.hold = False
-        skip, settled = SKIPPED, SETTLED
-        if name != HERE and self.policy.promise is not None:
-            if not timed.both.seconds and FAR_SLOWER * timed.prepared_throughput < timed.alone.throughput:
-                return timed
-            settled = ROUGHLY
-        while not timed.both.enough(alone, settled):
+        skip = SKIPPED
+        waits = FAR_SLOWER * timed.prepared_throughput < timed.alone.throughput
+        if name != HERE and self.policy.promise is not None and waits and not timed.both.seconds:
+            return timed
+        while not timed.both.enough(alone):
             step = yield
             self.found.spent += 1
             if step is None:
