@@ -107,7 +107,9 @@ class Found:
             errors = [row["error"] for row in self.rows(run) if "error" in row]
             unequal = sum(row.get("equal") is False for row in self.rows(run))
             if errors:
-                found.append(f"{self.setting.key}, {run}: {len(errors)} times {errors[0].splitlines()[0]}")
+                lines = errors[0].splitlines()
+                said = " … ".join(dict.fromkeys((lines[0], lines[-1])))
+                found.append(f"{self.setting.key}, {run}: {len(errors)} times {said}")
             if unequal:
                 found.append(f"{self.setting.key}, {run}: {unequal} answers are not the model's")
         return found

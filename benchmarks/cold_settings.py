@@ -28,7 +28,7 @@ class Way:
     """
 
     title: str
-    knobs: tuple[int, ...] = (1, 4, 8, 16)
+    knobs: tuple[int, ...] = (1, 4, 16)
     what: str = "requests under way"
     needs: tuple[str, ...] = ()
     assigns: bool = False
@@ -56,7 +56,7 @@ WAYS: Mapping[str, Way] = MappingProxyType(
         "tensorizer": Way(title="tensorizer", what="num_readers", needs=("tensorizer", "boto3")),
         "s3torchconnector": Way(
             title="s3torchconnector",
-            knobs=(1, 5, 10, 50),
+            knobs=(1, 10, 50),
             what="throughput_target_gbps",
             needs=("s3torchconnector",),
             assigns=True,

@@ -83,7 +83,7 @@ class _Loads:
 
 
 def _our_construction() -> Callable[[Callable[[], nn.Module]], nn.Module]:
-    """Ours; of the package nothing else is imported for the sake of others, which need nothing else."""
+    """Ours, without the rest of what a cold start of ours imports: others need nothing of that."""
     if "upriver.coldstart" not in sys.modules:
         import upriver
 

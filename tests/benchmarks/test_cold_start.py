@@ -274,7 +274,7 @@ def test_a_peer_that_fails_is_told_and_ours_that_fails_ends_it(tmp_path: Path) -
     records, _ = measured(tmp_path, failing=("runai",))
     found = Found(SETTING, records)
     assert not found.usable("runai") and found.usable(OURS)
-    assert any("runai: 3 times runai does not start" in line for line in found.told())
+    assert any("runai: 3 times runai does not start … and says why" in line for line in found.told())
     measures = Measures(Simulated(failing=(OURS,)), records, [SETTING], lambda _: None)
     with pytest.raises(Failed, match="does not start"):
         measures.make(SETTING, turn_key(SETTING, 0))
