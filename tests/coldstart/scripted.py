@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from upriver.coldstart import layout
+from upriver.coldstart import layout, source
 from upriver.coldstart.source import Placed, Source
 from upriver.errors import UpriverError
 from upriver.store import Store
@@ -19,28 +19,7 @@ WAIT_S = 60.0
 
 def published(store: Store, path: str) -> Source:
     """What was published under that name."""
-    manifest = layout.read(store, path)
-    tensors = tuple(
-        Placed(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            path=path,
-            start=tensor.start,
-            stop=tensor.stop,
-            crc32c=tuple(tensor.crc32c),
-        )
-        for tensor in manifest.tensors
-    )
-    return Source(
-        store=store,
-        path=path,
-        tensors=tensors,
-        ties=manifest.ties,
-        etags={path: manifest.etag},
-        chunk_bytes=manifest.chunk_bytes,
-        ordered=True,
-    )
+    return source.published(store, path, layout.read(store, path))
 
 
 def lying(store: Any, places: Iterable[tuple[str, int, int]], **changed: Any) -> Source:

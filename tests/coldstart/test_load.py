@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,74 +18,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, answer
+from tests.coldstart.ordered import Ordered
 from upriver.coldstart import kept
 from upriver.coldstart import model_load as under_test
-from upriver.coldstart.flow import Link
 from upriver.coldstart.layout import publish
 from upriver.coldstart.model_load import load, loading
-from upriver.coldstart.source import Source, find, order_path
+from upriver.coldstart.source import find, order_path
 from upriver.errors import ConfigError, ModelError, ObjectNotFound, StoreError, UpriverError
 from upriver.store import Store
-
-
-class Ordered:
-    """A stream that brings tensors in an order of the test's, one whenever it is let.
-
-    Args:
-        order: Numbers of all tensors.
-        lets: Released once for each that may come; None: all may.
-        error: Comes in the place of the last ones, after so many.
-    """
-
-    def __init__(
-        self,
-        order: Sequence[int] = (),
-        *,
-        lets: threading.Semaphore | None = None,
-        error: tuple[int, UpriverError] | None = None,
-    ) -> None:
-        self.order, self.lets, self.error = order, lets, error
-        self.hurried: list[int] = []
-        self.events: list[Any] = []
-        self.measured = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9)
-
-    def of(self, source: Source, _groups: Any, sink: Any, **_: Any) -> Ordered:
-        """As `Stream` is made."""
-        self.source, self.sink, self.over = source, sink, False
-        self.order = self.order or range(len(source.tensors))
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        return self
-
-    def start(self) -> None:
-        """Begin."""
-        self.thread.start()
-
-    def hurry(self, index: int) -> None:
-        """Note it."""
-        self.hurried.append(index)
-
-    def cancel(self, error: UpriverError | None = None) -> None:
-        """End."""
-        self.over = True
-        if self.lets is not None:
-            self.lets.release()
-
-    def join(self) -> None:
-        """Until it is over."""
-        self.thread.join(60)
-
-    def _run(self) -> None:
-        for number, index in enumerate(self.order):
-            if self.lets is not None:
-                self.lets.acquire()
-            if self.over:
-                return self.sink.failed(StoreError("cancelled"))
-            if self.error is not None and number == self.error[0]:
-                return self.sink.failed(self.error[1])
-            placed = self.source.tensors[index]
-            data = self.source.store.get_range(placed.path, placed.start, placed.stop)
-            self.sink.room(index)[:] = data
-            self.sink.filled(index)
 
 
 def published(model: nn.Module, name: str) -> Store:

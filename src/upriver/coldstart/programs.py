@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import msgspec
 import torch
 
 from upriver.coldstart import kept, layout
@@ -26,7 +25,7 @@ from upriver.coldstart.incoming import Arriving, ArrivingFile, arriving
 from upriver.coldstart.layout import Manifest
 from upriver.coldstart.links import link_to
 from upriver.coldstart.model_load import Groupings, grouped
-from upriver.coldstart.source import Placed, Source
+from upriver.coldstart.source import Source, published
 from upriver.coldstart.stream import Stream, StreamLimits
 from upriver.errors import (
     ConfigError,
@@ -210,26 +209,10 @@ def _found(
     except (ObjectNotFound, ObjectChanged) as error:
         log.info("program %s is read whole before it runs: %s", digest, error)
         return None
-    source = _source(store, path, manifest)
+    source = published(store, path, manifest)
     known = beside.submit(kept.kept, source)
     link = link_to(store, graph_path(prefix, digest))  # nothing of the weights: the graph may be none
     return _Found(manifest=manifest, source=source, link=link, known=known.result(), at_s=time.monotonic())
-
-
-def _source(store: Store, path: str, manifest: Manifest) -> Source:
-    tensors = [msgspec.structs.asdict(tensor) for tensor in manifest.tensors]
-    return Source(
-        store=store,
-        path=path,
-        tensors=tuple(
-            Placed(**each | {"path": path, "shape": tuple(each["shape"]), "crc32c": tuple(each["crc32c"])})
-            for each in tensors
-        ),
-        ties={},
-        etags={path: manifest.etag},
-        chunk_bytes=manifest.chunk_bytes,
-        ordered=True,
-    )
 
 
 def _named(

@@ -165,13 +165,14 @@ def _file(store: Store, path: str, caps: GraphCaps) -> Source:
         ObjectNotFound: If there is no such object; and the others of :func:`find`.
     """
     try:
-        return _published(store, path, read(store, path, caps=caps))
+        return published(store, path, read(store, path, caps=caps))
     except ObjectNotFound:  # the manifest, or both
         info, tensors = _foreign(store, path, caps)
     return _unordered(store, path, {path: info.etag}, tensors)
 
 
-def _published(store: Store, path: str, manifest: Manifest) -> Source:
+def published(store: Store, path: str, manifest: Manifest) -> Source:
+    """What a manifest says of the object that it lies beside."""
     tensors = tuple(
         Placed(
             name=tensor.name,
