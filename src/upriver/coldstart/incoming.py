@@ -8,18 +8,15 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from upriver.coldstart.arrivals import Arrivals
 from upriver.coldstart.filling import Memory
-from upriver.coldstart.history import Moment, moments
+from upriver.coldstart.handle import Groupings, Handle, under_way
 from upriver.coldstart.layout import Manifest, StoredTensor
-from upriver.coldstart.model_load import Groupings, remember
 from upriver.coldstart.source import Source
-from upriver.coldstart.stream import Stream
+from upriver.coldstart.stream import Sink, Stream
 from upriver.errors import Cancelled, ProgramError, UpriverError
 from upriver.program.graph import DTYPES
 from upriver.program.program import BeforeStage, Program
@@ -97,20 +94,14 @@ def _empty(tensor: StoredTensor, device: torch.device) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
 
 
-class Arriving:
-    """What is on its way to a program, or has come.
-
-    Attributes:
-        nbytes: That are to come.
-        touched: Weights, by their numbers, in the order in which stages first asked for them, and when, in
-            seconds of ``time.monotonic``.
-    """
+class Arriving(Handle[Program]):
+    """What is on its way to a program, or has come."""
 
     def __init__(
         self,
         source: Source,
         file: ArrivingFile,
-        stream_of: Callable[[Arriving], Stream],
+        stream_of: Callable[[Sink], Stream],
         *,
         stop: int,
         digest: str | None,
@@ -120,48 +111,26 @@ class Arriving:
         """Prepare; nothing is asked for yet.
 
         Args:
-            source: Of the weights that are wanted.
-            file: What they come into.
-            stream_of: Makes what brings them.
+            source: See :class:`Handle`, as ``stream_of``, ``steps`` and ``groupings``.
+            file: What the weights come into.
+            stream_of: See there.
             stop: Stages before this position may run.
             digest: Of the whole file; None where not all of it is wanted.
-            steps: Moments that have been, ``began`` among them.
-            groupings: To be kept when everything is there.
+            steps: See there.
+            groupings: See there.
         """
-        self._source, self._stop, self._digest = source, stop, digest
+        super().__init__(
+            source,
+            [Memory(placed, file.targets(placed.name)) for placed in source.tensors],
+            stream_of,
+            steps=steps,
+            groupings=groupings,
+            also=int(digest is not None),  # that the file is what it is called
+        )
+        self._stop, self._digest = stop, digest
         self._file: ArrivingFile | None = file
-        self._steps, self._stream_s = dict(steps), 0.0
-        self._groupings = groupings
         self._numbers = {placed.name: number for number, placed in enumerate(source.tensors)}
-        self._memories = [Memory(placed, file.targets(placed.name)) for placed in source.tensors]
-        self._left = len(self._memories)
-        # That the file is what it is called is one more thing to come.
-        self._arrivals = Arrivals(self._left + (digest is not None))
         file.complete = self._arrivals.wait_for_all
-        self._over = threading.Event()
-        self._checking: threading.Thread | None = None
-        self.nbytes = sum(placed.stop - placed.start for placed in source.tensors)
-        self.touched: dict[int, float] = {}
-        self._stream = stream_of(self)
-
-    def start(self, program: Program) -> None:
-        """Begin.
-
-        Args:
-            program: That waits by :meth:`before_stage` until everything is there. Once nobody has it any
-                more the rest is not asked for.
-        """
-        self._program = weakref.ref(program)
-        self._dropped = weakref.finalize(program, self._stream.cancel)
-        self._dropped.atexit = False
-        _under_way[program] = self
-        self._stream_s = time.monotonic()
-        if self._memories:
-            self._stream.start()
-        else:
-            self._all_here()
-
-    # ------------------------------------------------------------------------------------- callers
 
     def before_stage(self, position: int, keys: Collection[str]) -> None:
         """See :data:`~upriver.program.program.BeforeStage`.
@@ -176,71 +145,17 @@ class Arriving:
             self.touched.setdefault(number, time.monotonic())
         self._arrivals.wait(numbers, self._stream.hurry)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Until everything is there and is what it should be; False where that takes longer.
-
-        Raises:
-            UpriverError: If something does not come, or is something else.
-        """
-        if not self._over.wait(timeout_s):
-            return False
-        self._stream.join()
-        if self._checking is not None:
-            self._checking.join()
-        if (error := self._arrivals.error) is not None:
-            raise error
-        return True
-
-    def cancel(self) -> None:
-        """Everybody who waits gets an error, and nothing more is read; nothing where all has come already."""
-        self._stream.cancel()
-        self._stream.join()
-
-    def history(self) -> list[Moment]:
-        """What has happened so far, in order."""
-        return moments(
-            self._source,
-            began_s=self._steps["began"],
-            steps={kind: at for kind, at in self._steps.items() if kind != "began"},
-            stream_s=self._stream_s,
-            events=tuple(self._stream.events),
-            touched=dict(self.touched),
-        )
-
-    # -------------------------------------------------------------------------- what the stream tells
-
-    def room(self, index: int) -> memoryview:
-        """See :class:`~upriver.coldstart.stream.Sink`."""
-        return self._memories[index].room()
-
-    def filled(self, index: int) -> None:
-        """See :class:`~upriver.coldstart.stream.Sink`."""
-        self._memories[index].settle()
-        self._arrivals.filled(index)
-        self._left -= 1
-        if not self._left:
-            self._all_here()
-
-    def failed(self, error: UpriverError) -> None:
-        """See :class:`~upriver.coldstart.stream.Sink`."""
-        if self._arrivals.failed(error):
-            self._steps["failed"] = time.monotonic()
-            self._let_go()
-            self._over.set()
-
-    # ---------------------------------------------------------------------------------------- inside
-
     def _all_here(self) -> None:
         if self._digest is None:
             self._finish()
             return
-        self._checking = threading.Thread(
+        self._beside = threading.Thread(
             target=self._check_digest,
             args=(self._file,),
             name="upriver-coldstart-digest",
             daemon=True,
         )
-        self._checking.start()
+        self._beside.start()
 
     def _check_digest(self, file: ArrivingFile) -> None:
         """Hold the whole file against its name, behind everybody who has stages to run."""
@@ -248,7 +163,7 @@ class Arriving:
             _step_back()
             folded = hashlib.sha256()
             for piece in file.pieces():
-                if self._program() is None:
+                if self._owner() is None:
                     raise Cancelled("nobody has the program any more")
                 folded.update(piece)
             if folded.hexdigest() != self._digest:
@@ -263,31 +178,19 @@ class Arriving:
             self._arrivals.filled(len(self._source.tensors))
             self._finish()
 
-    def _finish(self) -> None:
-        """Nothing waits any more, and nothing holds on to the program."""
-        if (program := self._program()) is not None:
-            # Whole, it is as any other; of a part of it, it stays known which.
-            program.before_stage = None if self._digest is not None else _only_before(self._stop)
-            _under_way.pop(program, None)
-        self._dropped.detach()
-        self._let_go()
-        self._steps["loaded"] = time.monotonic()
-        self._over.set()
-        if self._source.tensors:
-            remember(self._source, self._stream, self._groupings)
+    def _release(self, program: Program) -> None:
+        # Whole, it is as any other; of a part of it, it stays known which.
+        program.before_stage = None if self._digest is not None else _only_before(self._stop)
 
     def _let_go(self) -> None:
-        """Of all memory but what the program holds itself."""
         self._file = None
-        self._memories.clear()
-
-
-_under_way: weakref.WeakKeyDictionary[Program, Arriving] = weakref.WeakKeyDictionary()
+        super()._let_go()
 
 
 def arriving(program: Program) -> Arriving | None:
     """What is on its way to a program that :func:`upriver.coldstart.open` gave; None where all is there."""
-    return _under_way.get(program)
+    found = under_way.get(program)
+    return found if isinstance(found, Arriving) else None
 
 
 def _only_before(stop: int) -> BeforeStage:

@@ -10,28 +10,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from upriver.coldstart import kept, links
-from upriver.coldstart.arrivals import Arrivals
 from upriver.coldstart.barrier import Gate
 from upriver.coldstart.construct import construct
-from upriver.coldstart.filling import Match, Memory, held, match, memories, move
+from upriver.coldstart.filling import Match, held, match, memories, move
 from upriver.coldstart.grouping import choose
 from upriver.coldstart.guard import Guard
-from upriver.coldstart.history import FILLED, Moment, moments
+from upriver.coldstart.handle import Groupings, Handle, under_way
 from upriver.coldstart.source import Source, find, keep_order
-from upriver.coldstart.stream import Stream, StreamLimits
+from upriver.coldstart.stream import Sink, Stream, StreamLimits
 from upriver.coldstart.timeline import Timeline
 from upriver.coldstart.uris import opened
-from upriver.errors import StoreError, UpriverError
+from upriver.errors import StoreError
 from upriver.store import Store
 from upriver.types import Link
 
@@ -45,156 +42,62 @@ LAYER_BYTES = 1 << 18
 it is added to."""
 
 
-Groupings: TypeAlias = Mapping[str, list[range]]
-"""By what they are kept under."""
-
-
-class Loading:
-    """A load that is under way, or over.
-
-    Attributes:
-        nbytes: That are to come.
-    """
+class Loading(Handle[nn.Module]):
+    """A load of a model that is under way, or over."""
 
     def __init__(
         self,
         model: nn.Module,
         source: Source,
         matched: Match,
-        stream_of: Callable[[Loading], Stream],
+        stream_of: Callable[[Sink], Stream],
         *,
         steps: Mapping[str, float],
         groupings: Groupings,
     ) -> None:
-        self._all, self._source = source, matched.source
-        self._steps, self._stream_s = dict(steps), 0.0
-        self._groupings = groupings
-        self._keeping: threading.Thread | None = None
+        """Guard the model; nothing is asked for yet.
+
+        Args:
+            model: Whatever is asked of it from now on waits for what it needs.
+            source: Of all that is stored.
+            matched: Those of it that the model has.
+            stream_of: See :class:`Handle`, as what follows.
+            steps: See there.
+            groupings: See there; of all that is stored.
+        """
+        whole = len(matched.source.tensors) == len(source.tensors)
+        super().__init__(
+            matched.source, memories(matched), stream_of, steps=steps, groupings=groupings if whole else {}
+        )
+        self._all = source
         self._keeps = threading.Lock()
-        self._memories: list[Memory] = memories(matched)
-        self._arrivals = Arrivals(len(self._memories))
-        self._gate = Gate(self._arrivals, self._hurry)
+        self._gate = Gate(self._arrivals, self._stream.hurry)
+        self.touched = self._gate.touched
         for number, tensor in held(matched):
             self._gate.hold(tensor, number)
         self._guard: Guard | None = Guard(model, self._gate, after_call=self._answered)
-        self._over = threading.Event()
-        self.nbytes = sum(placed.stop - placed.start for placed in self._source.tensors)
-        self._stream = stream_of(self)
-        self._model = weakref.ref(model)
-        self._dropped = weakref.finalize(model, self._stream.cancel)
-        self._dropped.atexit = False
-
-    def start(self) -> None:
-        """Begin; whatever is asked of the model from now on waits for what it needs."""
-        self._stream_s = time.monotonic()
-        self._stream.start()
-        if not self._memories:
-            self._finish()
-
-    # ------------------------------------------------------------------------------------- callers
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Until everything is there; False where that takes longer.
-
-        Raises:
-            UpriverError: If something does not come.
-        """
-        if not self._over.wait(timeout_s):
-            return False
-        self._stream.join()
-        if self._keeping is not None:
-            self._keeping.join()
-        if (error := self._arrivals.error) is not None:
-            raise error
-        return True
-
-    def cancel(self) -> None:
-        """Everybody who waits gets an error, and nothing more is read; nothing where all is there already."""
-        self._stream.cancel()
-        self._stream.join()
-
-    def nbytes_here(self) -> int:
-        """Bytes of the weights that are there."""
-        events = tuple(self._stream.events)
-        return sum(event.nbytes for event in events if event.kind == FILLED)
-
-    def names_between(self, first: str, last: str | None = None) -> list[str]:
-        """Of the weights from one to another, as they lie in the file."""
-        names = [placed.name for placed in self._source.tensors]
-        return names[names.index(first) : names.index(last or first) + 1]
-
-    def history(self) -> list[Moment]:
-        """What has happened so far, in order."""
-        return moments(
-            self._source,
-            began_s=self._steps["began"],
-            steps={kind: at for kind, at in self._steps.items() if kind != "began"},
-            stream_s=self._stream_s,
-            events=tuple(self._stream.events),
-            touched=dict(self._gate.touched),
-        )
-
-    # -------------------------------------------------------------------------- what the stream tells
-
-    def room(self, index: int) -> memoryview:
-        """See :class:`~upriver.coldstart.stream.Sink`."""
-        return self._memories[index].room()
-
-    def filled(self, index: int) -> None:
-        """See :class:`~upriver.coldstart.stream.Sink`."""
-        self._memories[index].settle()
-        if self._arrivals.filled(index):
-            self._finish()
-
-    def failed(self, error: UpriverError) -> None:
-        """See :class:`~upriver.coldstart.stream.Sink`."""
-        if self._arrivals.failed(error):
-            self._steps["failed"] = time.monotonic()
-            self._memories.clear()
-            self._over.set()
-
-    # ---------------------------------------------------------------------------------------- inside
-
-    def _hurry(self, index: int) -> None:
-        self._stream.hurry(index)
 
     def _answered(self) -> None:
         """A call is over; the first one has shown the execution order, where nobody knew it."""
         with self._keeps:
-            if self._all.ordered or not self._gate.touched or self._keeping is not None:
+            if self._all.ordered or not self.touched or self._beside is not None:
                 return
-            self._keeping = threading.Thread(
-                target=_keep, args=(self._all, self._touched()), name="upriver-coldstart-order", daemon=True
+            names = [self._source.tensors[index].name for index in tuple(self.touched)]
+            self._beside = threading.Thread(
+                target=_keep, args=(self._all, names), name="upriver-coldstart-order", daemon=True
             )
-            self._keeping.start()
+            self._beside.start()
 
-    def _touched(self) -> list[str]:
-        return [self._source.tensors[index].name for index in tuple(self._gate.touched)]
-
-    def _finish(self) -> None:
-        """The model is as any other, and nothing holds on to it."""
+    def _release(self, model: nn.Module) -> None:
         if self._guard is not None:
             self._guard.release()
         self._guard = None
-        self._dropped.detach()
-        if (model := self._model()) is not None:
-            _under_way.pop(model, None)
-        self._memories.clear()
-        self._steps["loaded"] = time.monotonic()
-        self._over.set()
-        self._remember()
-
-    def _remember(self) -> None:
-        whole = len(self._source.tensors) == len(self._all.tensors)
-        remember(self._source, self._stream, self._groupings if whole else {})
-
-
-_under_way: weakref.WeakKeyDictionary[nn.Module, Loading] = weakref.WeakKeyDictionary()
 
 
 def loading(model: nn.Module) -> Loading | None:
     """The load of a model that :func:`load` gave; None where everything is there."""
-    return _under_way.get(model)
+    found = under_way.get(model)
+    return found if isinstance(found, Loading) else None
 
 
 def load(
@@ -282,8 +185,7 @@ def begin(
         steps=steps,
         groupings=news,
     )
-    _under_way[model] = loading
-    loading.start()
+    loading.start(model)
     return model, loading
 
 
@@ -338,23 +240,6 @@ def grouped(
     chosen = choose(policy, timeline)
     groups = [range(layers[group.start].start, layers[group.stop - 1].stop) for group in chosen]
     return groups, {**known, name: groups}
-
-
-def remember(source: Source, stream: Stream, groupings: Groupings) -> None:
-    """Keep what the next load can begin with.
-
-    Args:
-        source: What was loaded.
-        stream: What brought it.
-        groupings: All that are to be kept beside it; none where nothing is new.
-    """
-    nbytes = sum(placed.stop - placed.start for placed in source.tensors)
-    links.keep(source.store, nbytes=nbytes, bandwidth_bytes_per_s=stream.measured.bandwidth_bytes_per_s)
-    if groupings:
-        try:
-            kept.keep(source, groupings)
-        except StoreError as error:
-            logger.info("the grouping is not kept: %s", error)
 
 
 def _layers(sizes: Sequence[int]) -> list[range]:

@@ -21,12 +21,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from upriver.coldstart import kept, layout
+from upriver.coldstart.handle import Groupings
 from upriver.coldstart.incoming import Arriving, ArrivingFile, arriving
 from upriver.coldstart.layout import Manifest
 from upriver.coldstart.links import link_to
-from upriver.coldstart.model_load import Groupings, grouped
+from upriver.coldstart.model_load import grouped
 from upriver.coldstart.source import Source, published
 from upriver.coldstart.stream import Stream, StreamLimits
+from upriver.coldstart.uris import program_at
 from upriver.errors import (
     ConfigError,
     ObjectChanged,
@@ -48,7 +50,7 @@ from upriver.program.weights import WeightsFile
 from upriver.store import DEFAULT_PREFIX, Store
 from upriver.types import Link
 
-__all__ = ["Arriving", "arriving", "open", "publish"]
+__all__ = ["Arriving", "arriving", "begin", "open", "publish"]
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +137,37 @@ def open(
             Where weights turn out to be others than the graph names, every later run raises it.
         StoreError: If the store cannot be read. Where it breaks later, runs raise it.
     """
+    return begin(
+        uri,
+        store=store,
+        digest=digest,
+        prefix=prefix,
+        store_options=store_options,
+        stop=stop,
+        device=device,
+        grouping=grouping,
+        limits=limits,
+        caps=caps,
+    )[0]
+
+
+def begin(
+    uri: str | None = None,
+    *,
+    store: Store | None = None,
+    digest: str | None = None,
+    prefix: str = DEFAULT_PREFIX,
+    store_options: Mapping[str, str] | None = None,
+    stop: int | None = None,
+    device: str | torch.device = "cpu",
+    grouping: str = "upriver",
+    limits: StreamLimits | None = None,
+    caps: GraphCaps = DEFAULT_CAPS,
+) -> tuple[Program, Arriving | None]:
+    """:func:`open`, and what tells of its weights, also when all are there already.
+
+    That is None where they were read whole, for want of a manifest.
+    """
     steps, bounds, where = {"began": time.monotonic()}, limits or StreamLimits(), check_device(device)
     place, folder, name = _named(uri, store, prefix, digest, store_options)
     graph = decode(_graph_bytes(place, graph_path(folder, name), name, caps), caps)
@@ -145,7 +178,7 @@ def open(
         check(graph, device=where, caps=caps)
         found = finding.result()
     if found is None:
-        return files.load(place, name, prefix=folder, device=where, caps=caps)
+        return files.load(place, name, prefix=folder, device=where, caps=caps), None
     steps["found"] = found.at_s
     _check_weights(graph, found.manifest)
     wanted = None if stop is None else keys_read(graph, stop)
@@ -170,7 +203,7 @@ def open(
     )
     program = Program(graph, file, device=where, caps=caps, before_stage=coming.before_stage)
     coming.start(program)
-    return program
+    return program, coming
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,10 +267,7 @@ def _named(
         return store, prefix, digest
     if store is not None or digest is not None:
         raise ConfigError(f"a program is named by its URI or by a store and a digest, got both: {uri!r}")
-    folder, _, digest = uri.rstrip("/").removesuffix("/graph.json").rpartition("/")
-    root, _, prefix = folder.removesuffix("/programs").rpartition("/")
-    if not folder.endswith("/programs") or not prefix or "://" not in root or root.endswith(":/"):
-        raise ConfigError(f"a program is STORE/PREFIX/programs/DIGEST, as push says it, got {uri!r}")
+    root, prefix, digest = program_at(uri)
     return Store.open(root, options=options), prefix, digest
 
 

@@ -1,0 +1,187 @@
+"""Weights on their way to a model or a program: who waits for them, what has happened, how it ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from upriver.coldstart import kept, links
+from upriver.coldstart.arrivals import Arrivals
+from upriver.coldstart.filling import Memory
+from upriver.coldstart.history import FILLED, Moment, moments
+from upriver.coldstart.source import Source
+from upriver.coldstart.stream import Sink, Stream
+from upriver.errors import StoreError, UpriverError
+
+log = logging.getLogger(__name__)
+
+Groupings: TypeAlias = Mapping[str, list[range]]
+"""By what they are kept under."""
+
+Owner = TypeVar("Owner")
+
+
+class Handle(ABC, Generic[Owner]):
+    """A load that is under way, or over.
+
+    Attributes:
+        nbytes: That are to come.
+        touched: Weights, by their numbers, in the order in which something first read them, and when, in
+            seconds of ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        memories: Sequence[Memory],
+        stream_of: Callable[[Sink], Stream],
+        *,
+        steps: Mapping[str, float],
+        groupings: Groupings,
+        also: int = 0,
+    ) -> None:
+        """Prepare; nothing is asked for yet.
+
+        Args:
+            source: Of the weights that are wanted.
+            memories: What each of them comes into.
+            stream_of: Makes what brings them.
+            steps: Moments that have been, ``began`` among them.
+            groupings: To be kept when everything is there.
+            also: How many things there are to wait for beside the weights.
+        """
+        self._source, self._memories = source, list(memories)
+        self._steps, self._stream_s = dict(steps), 0.0
+        self._groupings = groupings
+        self._left = len(self._memories)
+        self._arrivals = Arrivals(self._left + also)
+        self._over = threading.Event()
+        self._beside: threading.Thread | None = None
+        self.nbytes = sum(placed.stop - placed.start for placed in source.tensors)
+        self.touched: dict[int, float] = {}
+        self._stream = stream_of(self)
+
+    def start(self, owner: Owner) -> None:
+        """Begin.
+
+        Args:
+            owner: Whose weights they are. Once nobody has it any more the rest is not asked for.
+        """
+        self._owner = weakref.ref(owner)
+        self._dropped = weakref.finalize(owner, self._stream.cancel)
+        self._dropped.atexit = False
+        under_way[owner] = self
+        self._stream_s = time.monotonic()
+        if self._memories:
+            self._stream.start()
+        else:
+            self._all_here()
+
+    # ------------------------------------------------------------------------------------- callers
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until everything is there and is what it should be; False where that takes longer.
+
+        Raises:
+            UpriverError: If something does not come, or is something else.
+        """
+        if not self._over.wait(timeout_s):
+            return False
+        self._stream.join()
+        if self._beside is not None:
+            self._beside.join()
+        if (error := self._arrivals.error) is not None:
+            raise error
+        return True
+
+    def cancel(self) -> None:
+        """Everybody who waits gets an error, and nothing more is read; nothing where all has come already."""
+        self._stream.cancel()
+        self._stream.join()
+
+    def nbytes_here(self) -> int:
+        """Bytes of the weights that are there."""
+        events = tuple(self._stream.events)
+        return sum(event.nbytes for event in events if event.kind == FILLED)
+
+    def names_between(self, first: str, last: str | None = None) -> list[str]:
+        """Of the weights from one to another, in the order of execution where it is known."""
+        names = [placed.name for placed in self._source.tensors]
+        return names[names.index(first) : names.index(last or first) + 1]
+
+    def history(self) -> list[Moment]:
+        """What has happened so far, in order."""
+        return moments(
+            self._source,
+            began_s=self._steps["began"],
+            steps={kind: at for kind, at in self._steps.items() if kind != "began"},
+            stream_s=self._stream_s,
+            events=tuple(self._stream.events),
+            touched=dict(self.touched),
+        )
+
+    # -------------------------------------------------------------------------- what the stream tells
+
+    def room(self, index: int) -> memoryview:
+        """See :class:`~upriver.coldstart.stream.Sink`."""
+        return self._memories[index].room()
+
+    def filled(self, index: int) -> None:
+        """See :class:`~upriver.coldstart.stream.Sink`."""
+        self._memories[index].settle()
+        self._arrivals.filled(index)
+        self._left -= 1
+        if not self._left:
+            self._all_here()
+
+    def failed(self, error: UpriverError) -> None:
+        """See :class:`~upriver.coldstart.stream.Sink`."""
+        if self._arrivals.failed(error):
+            self._steps["failed"] = time.monotonic()
+            self._let_go()
+            self._over.set()
+
+    # ---------------------------------------------------------------------------------------- inside
+
+    @abstractmethod
+    def _release(self, owner: Owner) -> None:
+        """Everything is there: the owner waits for nothing any more."""
+
+    def _all_here(self) -> None:
+        """The last weight is in."""
+        self._finish()
+
+    def _let_go(self) -> None:
+        """Of all memory but what the owner holds itself."""
+        self._memories.clear()
+
+    def _finish(self) -> None:
+        """Nothing waits any more, and nothing holds on to the owner."""
+        if (owner := self._owner()) is not None:
+            self._release(owner)
+            under_way.pop(owner, None)
+        self._dropped.detach()
+        self._let_go()
+        self._steps["loaded"] = time.monotonic()
+        self._over.set()
+        if self._source.tensors:
+            self._remember()
+
+    def _remember(self) -> None:
+        """Keep what the next load can begin with."""
+        bandwidth = self._stream.measured.bandwidth_bytes_per_s
+        links.keep(self._source.store, nbytes=self.nbytes, bandwidth_bytes_per_s=bandwidth)
+        if self._groupings:
+            try:
+                kept.keep(self._source, self._groupings)
+            except StoreError as error:
+                log.info("the grouping is not kept: %s", error)
+
+
+under_way: weakref.WeakKeyDictionary[object, Handle[Any]] = weakref.WeakKeyDictionary()
+"""Of models and programs some of whose weights are still to come."""
