@@ -1,9 +1,9 @@
-"""What a model takes: random inputs of the right form, for any number of samples."""
+"""What a model or a program takes: made-up inputs of the right form."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from upriver.errors import ConfigError
 from upriver.program.caps import DEFAULT_CAPS
 from upriver.program.example import Example
+from upriver.program.graph import DTYPES, Value
 
 _SPECIAL = 8
 """Token ids below this are left out of random text: models give them meanings (padding, begin, mask)."""
@@ -152,3 +153,24 @@ class ModelInputs:
             return None
         generator = torch.Generator().manual_seed(seed)
         return torch.randint((masks[0] + 1) // 2, masks[0] + 1, (batch,), generator=generator)
+
+
+def made_up(values: Iterable[Value], device: str | torch.device = "cpu") -> list[torch.Tensor]:
+    """Tensors that a program takes: random numbers, and zeros where whole ones are wanted.
+
+    Every table has a row 0, so zeros can be looked up in any; real numbers that are zero would go through
+    some kernels faster than others do.
+
+    Args:
+        values: The inputs of its graph.
+        device: Where they are to lie.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for value in values:
+        dtype = DTYPES[value.spec.dtype]
+        numbers = torch.zeros(value.spec.span, dtype=dtype)
+        if dtype.is_floating_point:
+            numbers.normal_(generator=generator)
+        found.append(numbers.to(device).as_strided(value.spec.shape, value.spec.stride))
+    return found

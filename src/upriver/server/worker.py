@@ -21,8 +21,8 @@ from upriver.errors import ConfigError, Overloaded, ProtocolError, TooLarge, Upr
 from upriver.pipeline import InputChain, image
 from upriver.program import Program
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.inputs import made_up
 from upriver.protocol import (
-    DTYPES,
     PREFIX_NBYTES,
     Layout,
     aligned_empty,
@@ -292,20 +292,12 @@ class Worker:
         )
 
     def _made_up(self, program: Program) -> list[torch.Tensor]:
-        """Inputs of the right form: random numbers, and zeros where whole ones are wanted."""
-        specs = [value.spec for value in program.graph.inputs]
-        nbytes, most = sum(spec.nbytes for spec in specs), self._setup.caps.payload_bytes
+        """Inputs of the right form, unless they are more than a job may bring."""
+        inputs = program.graph.inputs
+        nbytes, most = sum(value.spec.nbytes for value in inputs), self._setup.caps.payload_bytes
         if nbytes > most:
             raise TooLarge(f"the inputs of a micro-batch have {nbytes} bytes, and at most {most} are taken")
-        generator = torch.Generator().manual_seed(0)
-        made = []
-        for spec in specs:
-            dtype = DTYPES[spec.dtype]
-            values = torch.zeros(spec.span, dtype=dtype)
-            if dtype.is_floating_point:  # zeros would go through some kernels faster than real numbers do
-                values.normal_(generator=generator)
-            made.append(values.to(self._setup.device).as_strided(spec.shape, spec.stride))
-        return made
+        return made_up(inputs, self._setup.device)
 
     def _engine(self, run: Run) -> Engine:
         key = (run.program, run.chain, run.micro_batch)
