@@ -1,17 +1,19 @@
-"""``upriver push``: programs of several shapes beside one weights file."""
+"""``upriver push``: programs of several shapes beside one weights file, and weights alone."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from upriver.cli import main
-from upriver.coldstart import layout, programs
-from upriver.program.files import load
+from upriver.coldstart import layout, load, loading, programs
+from upriver.program import files
 from upriver.program.names import load_model
 from upriver.store import Store
 
@@ -68,7 +70,7 @@ def test_each_micro_batch_and_length_is_a_program_of_its_own(
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
     store = Store.open(tmp_path.as_uri())
     for each in programs:
-        program = load(store, each["digest"])
+        program = files.load(store, each["digest"])
         assert program.weights_digest == document["weights_digest"]
         model, inputs = load_model("push_models:sound", input_shape=(each["length"],))
         given = inputs.example(each["micro_batch"])
@@ -81,7 +83,7 @@ def test_one_program_without_lists(tmp_path: Path, capsys: pytest.CaptureFixture
     document = pushed(tmp_path, capsys, "--freeze-to", "first")
     assert [each["micro_batch"] for each in document["programs"]] == [16]
     assert document["programs"][0]["length"] is None
-    assert load(Store.open(tmp_path.as_uri()), document["digest"]).stages[-1].name == "first"
+    assert files.load(Store.open(tmp_path.as_uri()), document["digest"]).stages[-1].name == "first"
 
 
 def test_weights_have_their_manifest_beside_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,10 +94,89 @@ def test_weights_have_their_manifest_beside_them(tmp_path: Path, capsys: pytest.
     for each in document["programs"]:
         cold = programs.open(f"{tmp_path.as_uri()}/{each['graph']}")
         given = torch.randn(each["micro_batch"], 8)
-        expected = load(store, each["digest"]).run((given,), 0, cold.num_stages)
+        expected = files.load(store, each["digest"]).run((given,), 0, cold.num_stages)
         assert torch.equal(cold.run((given,), 0, cold.num_stages)[0], expected[0])
         coming = programs.arriving(cold)
         assert coming is None or coming.wait(60)
+
+
+def test_what_it_prints_is_what_a_cold_start_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = pushed(tmp_path, capsys, "--micro-batch", "1,4", "--prefix", "kept/here")
+    assert document["uri"] == document["programs"][0]["uri"]
+    for each in document["programs"]:
+        cold = programs.open(each["uri"])
+        assert (cold.digest, cold.micro_batch) == (each["digest"], each["micro_batch"])
+        coming = programs.arriving(cold)
+        assert coming is None or coming.wait(60)
+
+
+# --------------------------------------------------------------------------------------- weights alone
+
+
+@pytest.mark.parametrize("name", ["sounds", "models/sounds", "sounds.safetensors"])
+def test_weights_alone_are_published_in_the_order_of_execution(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = pushed(tmp_path, capsys, "--weights-to", name)
+    path = f"{name.removesuffix('.safetensors')}.safetensors"
+    assert (document["weights"], document["uri"]) == (path, f"{tmp_path.as_uri()}/{path}")
+    assert not (tmp_path / ".upriver").exists()
+    store = Store.open(tmp_path.as_uri())
+    assert store.exists(document["manifest"])
+    manifest = layout.read(store, path)
+    names = [tensor.name for tensor in manifest.tensors]
+    assert {each.partition(".")[0] for each in names[:2]} == {"first"}
+    assert {each.partition(".")[0] for each in names[2:]} == {"head"}
+    model, inputs = load_model("push_models:sound", input_shape=(8,))
+    state = model.state_dict()
+    assert document["num_weights"] == len(names) == len(state) and document["num_ties"] == 0
+    assert document["weight_bytes"] == sum(value.nbytes for value in state.values())
+    assert document["object_bytes"] == (tmp_path / path).stat().st_size
+    stored = load_file(tmp_path / path)
+    assert all(torch.equal(stored[key], value) for key, value in state.items())
+    given = inputs.example(2)
+    assert isinstance(given, torch.Tensor)
+    cold = load(lambda: load_model("push_models:sound", seed=1)[0], document["uri"]).eval()
+    with torch.no_grad():
+        assert torch.equal(cold(given), model.eval()(given))
+    handle = loading(cold)
+    assert handle is None or handle.wait(60)
+
+
+def test_the_command_that_loads_them_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    document = pushed(folder, capsys, "--weights-to", "sounds")
+    program, *arguments = shlex.split(document["load"])
+    assert program == "upriver"
+    assert main([*arguments, "--compare", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plain"]["same_answer"] is True
+    assert found["weight_bytes"] == document["weight_bytes"]
+
+
+def test_weights_alone_may_be_trained_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = load_model("push_models:sound", seed=3)
+    trained_file = tmp_path / "trained.safetensors"
+    save_file(model.state_dict(), trained_file)
+    pushed(tmp_path, capsys, "--weights-to", "sounds", "--weights", str(trained_file))
+    command = ["push", "push_models:sound", tmp_path.as_uri(), "--input-shape", "8", "--weights-to", "random"]
+    assert main(command) == 0
+    told = capsys.readouterr()
+    assert "random weights" in told.err and "random.safetensors" in told.out
+    trained, random = (load_file(tmp_path / f"{name}.safetensors") for name in ("sounds", "random"))
+    assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
+    assert not torch.equal(random["head.weight"], trained["head.weight"])
+
+
+def test_weights_alone_of_a_model_with_an_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["push", "push_models:given", tmp_path.as_uri(), "--weights-to", "given", "--json"]
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["load"] == f"upriver coldstart {document['uri']} push_models:given"
+    assert layout.read(Store.open(tmp_path.as_uri()), "given.safetensors").tensors
 
 
 def test_what_was_pushed_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +202,17 @@ def test_what_was_pushed_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["push_models:sound", "--length", "8"], "samples of shape (3, 224, 224)"),
         (["push_models:given", "--length", "8"], "an example of its own"),
         (["push_models:sound", "--autocast", "int8"], "int8"),
+        (["push_models:sound", "--weights-to", "w", "--micro-batch", "16"], "does not go with --micro-batch"),
+        (
+            ["push_models:sound", "--weights-to", "w", "--freeze-to", "first", "--prefix", "x"],
+            "--freeze-to, --prefix",
+        ),
+        (["push_models:sound", "--weights-to", "w", "--length", "8"], "does not go with --length"),
+        (["push_models:sound", "--weights-to", "w", "--granularity", "op"], "not go with --granularity"),
+        (["push_models:sound", "--weights-to", "w", "--autocast", "bfloat16"], "not go with --autocast"),
+        (["push_models:sound", "--weights-to", ""], "object name '' is empty"),
+        (["push_models:sound", "--weights-to", "../w"], "has the segment"),
+        (["push_models:nothing", "--weights-to", "w"], "no callable"),
     ],
 )
 def test_bad_input_is_one_line(

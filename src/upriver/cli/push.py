@@ -1,7 +1,10 @@
-"""``upriver push``: capture a model, or its frozen part, and publish it as programs."""
+"""``upriver push``: capture a model, or its frozen part, and publish it as programs; or its weights alone."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,21 +27,33 @@ from upriver.cli.options import (
 from upriver.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from upriver.program.inputs import ModelInputs
     from upriver.program.program import Program
+
+MICRO_BATCH = "16"
+"""Where nothing is said (decision 10)."""
 
 
 def push(
     model: ModelArgument,
     uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix.")],
+    weights_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Publish the weights alone, as NAME.safetensors, for upriver coldstart URI/NAME MODEL.",
+        ),
+    ] = None,
     freeze_to: Annotated[
         str | None, typer.Option(metavar="MODULE", help="Last frozen module; the whole model without it.")
     ] = None,
     micro_batch: Annotated[
-        str, typer.Option(metavar="N,...", help="Samples that a program takes at once; one program for each.")
-    ] = "16",
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help=f"Samples that a program takes at once, {MICRO_BATCH} without it; one program for each.",
+        ),
+    ] = None,
     length: Annotated[
         str | None,
         typer.Option(metavar="N,...", help="Tokens of a text or points of a sound; one program for each."),
@@ -48,8 +63,9 @@ def push(
     input_shape: InputShapeOption = None,
     autocast: AutocastOption = None,
     prefix: Annotated[
-        str, typer.Option(help="Folder of the store that programs are kept under.")
-    ] = ".upriver",
+        str | None,
+        typer.Option(help="Folder of the store that programs are kept under; .upriver without it."),
+    ] = None,
     option: StoreOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -57,16 +73,32 @@ def push(
     """Capture a model up to a module and publish it: graphs of operators and a weights file, no code.
 
     Programs for several micro-batches and lengths share one weights file. With --granularity op, the whole
-    model is the program that upriver infer asks for.
+    model is the program that upriver infer asks for. With --weights-to, no program is made: the weights are
+    published in the order in which the model reads them, for processes that construct it themselves.
     """
+    of_programs = {
+        "--freeze-to": freeze_to,
+        "--micro-batch": micro_batch,
+        "--length": length,
+        "--granularity": granularity,
+        "--autocast": autocast,
+        "--prefix": prefix,
+    }
+    if weights_to is not None:
+        _check_alone(of_programs)
+        found = _push_weights(model, uri, weights_to, weights, input_shape, store_options(option))
+        emit(found, as_json=as_json, text=lambda: print_fields(found))
+        return
     from upriver.coldstart.programs import publish
     from upriver.program.buckets import capture_buckets
     from upriver.program.names import load_model
     from upriver.program.precision import autocast_dtype
     from upriver.program.survey import answers_of
-    from upriver.store import Store
+    from upriver.store import DEFAULT_PREFIX, Store
 
-    counts = tuple(map(check_micro_batch, parse_counts(micro_batch, "--micro-batch")))
+    folder = DEFAULT_PREFIX if prefix is None else prefix
+    sizes = MICRO_BATCH if micro_batch is None else micro_batch
+    counts = tuple(map(check_micro_batch, parse_counts(sizes, "--micro-batch")))
     lengths = parse_counts(length, "--length") if length is not None else (None,)
     precision, ends = autocast_dtype(autocast), check_granularity(granularity)
     _check_lasting(uri)
@@ -75,15 +107,70 @@ def push(
     buckets = [(count, size, _of_length(inputs, size)) for size in lengths for count in counts]
     check_module(network, freeze_to)
     examples = [shaped.example(count) for count, _, shaped in buckets]
-    if weights is None:
-        note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
+    _note_random(model, weights)
     with working("capturing and publishing"):
         outputs = answers_of(network, examples[0], freeze_to, precision) if freeze_to is not None else None
         programs = capture_buckets(network, examples, outputs=outputs, autocast=precision, granularity=ends)
         for program in programs:
-            publish(program, store, prefix=prefix)
-    document = _document(model, programs, [size for _, size, _ in buckets], prefix)
+            publish(program, store, prefix=folder)
+    document = _document(model, programs, [size for _, size, _ in buckets], uri, folder)
     emit(document, as_json=as_json, text=lambda: _print(document))
+
+
+def _check_alone(of_programs: Mapping[str, str | None]) -> None:
+    """Weights that are published alone have nothing of a program.
+
+    Raises:
+        ConfigError: If an option asks for some.
+    """
+    asked = [name for name, value in of_programs.items() if value is not None]
+    if asked:
+        raise ConfigError(
+            f"--weights-to publishes weights and no program; it does not go with {', '.join(asked)}"
+        )
+
+
+def _push_weights(
+    model: str,
+    uri: str,
+    name: str,
+    weights: Path | None,
+    input_shape: str | None,
+    options: Mapping[str, str],
+) -> dict[str, object]:
+    """Publish a model's weights in the order in which it reads them; gives what is said of it."""
+    from upriver.coldstart import publish_model
+    from upriver.coldstart.layout import ENDING, manifest_path
+    from upriver.program.example import Example
+    from upriver.program.names import load_model
+    from upriver.store import Store, check_name
+
+    path = check_name(name).removesuffix(ENDING) + ENDING
+    _check_lasting(uri)
+    store = Store.open(uri, options=options)
+    network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
+    call = Example.of(inputs.example(1))
+    _note_random(model, weights)
+    with working("publishing the weights"):
+        manifest = publish_model(network, store, path, call.args, call.kwargs)
+    there = f"{uri.rstrip('/')}/{path}"
+    shape = () if input_shape is None else ("--input-shape", input_shape)
+    return {
+        "uri": there,
+        "model": model,
+        "weights": path,
+        "manifest": manifest_path(path),
+        "weight_bytes": sum(tensor.stop - tensor.start for tensor in manifest.tensors),
+        "object_bytes": manifest.nbytes,
+        "num_weights": len(manifest.tensors),
+        "num_ties": len(manifest.ties),
+        "load": shlex.join(("upriver", "coldstart", there, model, *shape)),
+    }
+
+
+def _note_random(model: str, weights: Path | None) -> None:
+    if weights is None:
+        note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
 
 
 def _check_lasting(uri: str) -> None:
@@ -114,14 +201,16 @@ def _of_length(inputs: ModelInputs, length: int | None) -> ModelInputs:
 
 
 def _document(
-    model: str, programs: Sequence[Program], lengths: Sequence[int | None], prefix: str
+    model: str, programs: Sequence[Program], lengths: Sequence[int | None], uri: str, prefix: str
 ) -> dict[str, object]:
+    from upriver.coldstart.uris import program_uri
     from upriver.program.files import graph_path, weights_path
 
     first = programs[0]
     buckets = [
         {
             "digest": program.digest,
+            "uri": program_uri(uri, prefix, program.digest),
             "micro_batch": program.micro_batch,
             "length": length,
             "stages": program.num_stages,
@@ -131,6 +220,7 @@ def _document(
     ]
     return {
         "digest": first.digest,
+        "uri": program_uri(uri, prefix, first.digest),
         "weights_digest": first.weights_digest,
         "model": model,
         "stages": first.num_stages,
