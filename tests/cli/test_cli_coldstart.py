@@ -1,18 +1,28 @@
-"""``upriver coldstart``: what it prints, draws and refuses."""
+"""``upriver coldstart``: what it prints, draws and refuses, for weights of a model and for programs."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from tests.program.nets import Small
 from upriver.cli import main
 from upriver.coldstart import publish_model
+from upriver.coldstart.programs import publish
+from upriver.program import files
+from upriver.program.capture import capture
+from upriver.program.constants import keys_read
 from upriver.program.names import load_model
+from upriver.program.program import Program
 from upriver.store import Store
 
 NET = ("torchvision:squeezenet1_1", "--input-shape", "3,48,48")
@@ -78,6 +88,8 @@ def test_for_people(stored: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("STORED", *NET, "--batch", "0"), "--batch must be at least 1"),
         (("STORED", *NET, "--grouping", "none"), "grouping must be one of"),
         (("STORED", *NET, "--plot", "x.txt"), "--plot takes a file name"),
+        (("STORED", *NET, "--stop", "1"), "--stop is for a program; leave MODEL out"),
+        (("STORED",), "without MODEL, URI is that of a program, STORE/PREFIX/programs/DIGEST"),
     ],
 )
 def test_what_cannot_be(
@@ -92,3 +104,190 @@ def test_a_pickled_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     torch.save({}, tmp_path / "model.pt")
     assert main(["coldstart", f"{tmp_path.as_uri()}/model.pt", *NET]) == 2
     assert "safetensors.torch.save_model" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------- programs
+
+
+class Words(nn.Module):
+    """Numbers of a table, and an answer that holds a NaN where all of them are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 6), nn.Linear(6, 2)
+
+    def forward(self, tokens: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, 3) of int64, (rows, 2)."""
+        total = tokens.sum(1)
+        return self.head(self.table(tokens).mean(1)) + shift, total / total
+
+
+MADE: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
+    "small": lambda: (Small(), (torch.randn(4, 3, 16, 16),)),
+    "words": lambda: (Words(), (torch.tensor([[1, 2, 3], [4, 0, 1]]), torch.randn(2, 2))),
+}
+
+
+@functools.cache
+def made(name: str) -> Program:
+    torch.manual_seed(8)
+    model, given = MADE[name]()
+    return capture(model.eval(), given)
+
+
+def pushed(name: str, tmp_path: Path) -> str:
+    """The URI of a program that was published."""
+    publish(made(name), Store.open(tmp_path.as_uri()))
+    return f"{tmp_path.as_uri()}/.upriver/programs/{made(name).digest}"
+
+
+@pytest.mark.parametrize("grouping", ["upriver", "pisel", "layer_by_layer"])
+@pytest.mark.parametrize("name", MADE)
+def test_a_program_answers_as_it_does_the_plain_way(
+    name: str, grouping: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = made(name)
+    found = asked(capsys, pushed(name, tmp_path), "--compare", "--grouping", grouping)
+    assert found["plain"]["same_answer"] is True and found["streamed"] is True
+    assert (found["digest"], found["micro_batch"]) == (program.digest, program.micro_batch)
+    assert found["stop"] == found["stages"] == program.num_stages
+    nbytes = sum(tensor.nbytes for tensor in program.weight_tensors.values())
+    assert found["weight_bytes"] == found["program_bytes"] == nbytes <= found["requested_bytes"]
+    kinds = [moment["kind"] for moment in found["moments"]]
+    filled = {moment["weights"][0] for moment in found["moments"] if moment["kind"] == "filled"}
+    touched = {moment["weights"][0] for moment in found["moments"] if moment["kind"] == "touched"}
+    assert filled == set(program.weight_tensors) and touched <= filled
+    assert kinds.count("found") == kinds.count("loaded") == 1 and "constructed" not in kinds
+    assert "constructed_s" not in found and found["found_s"] <= found["first_byte_s"] <= found["answer_s"]
+    assert found["requests"] == kinds.count("request") >= 1
+
+
+def test_only_the_stages_before_a_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, uri = made("small"), pushed("small", tmp_path)
+    sizes, weights = [], []
+    for stop in range(program.num_stages + 1):
+        found = asked(capsys, f"{uri}/graph.json", "--stop", str(stop), "--compare")
+        keys = keys_read(program.graph, stop)
+        assert found["weight_bytes"] == sum(program.weight_tensors[key].nbytes for key in keys)
+        assert found["requested_bytes"] >= found["weight_bytes"]
+        assert bool(found["requests"]) is bool(keys) is (found["first_byte_s"] is not None)
+        assert (found["stop"], found["stages"]) == (stop, program.num_stages)
+        assert found["plain"]["same_answer"] is True
+        sizes.append(found["requested_bytes"])
+        weights.append(found["weight_bytes"])
+    assert sizes == sorted(sizes) and sizes[0] == 0 and len(set(sizes)) > 3
+    assert weights[0] == 0 < weights[1] < weights[-1] == found["program_bytes"]
+
+
+def test_a_program_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, uri, picture = made("small"), pushed("small", tmp_path), tmp_path / "load.svg"
+    assert main(["coldstart", uri, "--stop", "2", "--compare", "--plot", str(picture)]) == 0
+    told = capsys.readouterr()
+    fields = dict(line.split("  ", 1) for line in told.out.splitlines())
+    assert fields["program"].strip() == program.digest
+    assert fields["stages"].strip() == f"2 of {program.num_stages}, for 4 samples"
+    assert "that all stages read" in fields["weights"] and "requests, at " in fields["asked for"]
+    assert "first answer" in fields and "constructed" not in fields
+    assert "the same to the bit" in fields["the plain way"]
+    assert "<svg" in picture.read_text(encoding="utf-8") and f"Picture: {picture}" in told.err
+
+
+def test_nothing_of_the_weights_for_no_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "load.png"
+    assert main(["coldstart", pushed("small", tmp_path), "--stop", "0", "--plot", str(picture)]) == 0
+    assert "0 B in 0 requests" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("samples", [1, 3, 7])
+def test_samples_of_a_file_are_repeated_or_cut(
+    samples: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = pushed("small", tmp_path)
+    rows = np.random.default_rng(0).standard_normal((samples, 3, 16, 16))  # float64, as numpy has it
+    np.save(tmp_path / "x.npy", rows[0] if samples == 1 else rows)
+    given = run_with(monkeypatch)
+    found = asked(capsys, uri, "--input", str(tmp_path / "x.npy"), "--compare")
+    expected = torch.from_numpy(rows).float().repeat(4, 1, 1, 1)[:4]
+    assert [torch.equal(tensor, expected) for tensor in given] == [True, True]
+    assert found["plain"]["same_answer"] is True
+
+
+def test_tensors_of_a_file_are_taken_in_the_order_of_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = pushed("words", tmp_path)
+    tokens, shift = torch.tensor([[1, 2, 3], [3, 0, 4]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    save_file({"2_shift": shift, "1_tokens": tokens}, tmp_path / "x.safetensors")
+    given = run_with(monkeypatch)
+    assert asked(capsys, uri, "--input", str(tmp_path / "x.safetensors"))["answer_s"] > 0
+    assert len(given) == 2 and torch.equal(given[0], tokens) and torch.equal(given[1], shift)
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What programs are run with from now on."""
+    given: list[torch.Tensor] = []
+    run = Program.run
+
+    def noted(self: Program, tensors: Any, start: int, stop: int) -> Any:
+        given.extend(tensors)
+        return run(self, tensors, start, stop)
+
+    monkeypatch.setattr(Program, "run", noted)
+    return given
+
+
+def test_a_program_without_a_manifest_is_read_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, store = made("small"), Store.open(tmp_path.as_uri())
+    files.publish(program, store)
+    uri = f"{tmp_path.as_uri()}/.upriver/programs/{program.digest}"
+    found = asked(capsys, uri, "--compare", "--stop", "1")
+    assert found["streamed"] is False and "moments" not in found
+    assert found["weight_bytes"] == program.weight_nbytes and found["plain"]["same_answer"] is True
+    assert main(["coldstart", uri]) == 0
+    assert "read whole before the first stage" in capsys.readouterr().out
+    assert main(["coldstart", uri, "--plot", str(tmp_path / "load.png")]) == 2
+    told = capsys.readouterr()
+    assert "--plot: the weights of" in told.err and "push the program again" in told.err and not told.out
+    assert not (tmp_path / "load.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("s3://bucket/models/birds",), "weights need the MODEL that they are of"),
+        (("PUSHED", "--batch", "2"), "--batch is for a MODEL; a program says itself what it takes"),
+        (("PUSHED", "--input-shape", "3,8,8"), "--input-shape is for a MODEL"),
+        (("PUSHED", "--stop", "-1"), "stop must lie in 0.."),
+        (("PUSHED", "--stop", "1000"), "stop must lie in 0.."),
+        (("PUSHED", "--grouping", "none"), "grouping must be one of"),
+        (("PUSHED", "--input", "WRONG"), "cut 0 takes float32 of shape (4, 3, 16, 16)"),
+        (("STORE/.upriver/programs/x",), "a digest is 64 hexadecimal characters"),
+        ((f"STORE/.upriver/programs/{'0' * 64}",), "no program 0000"),
+    ],
+)
+def test_what_no_program_can_be(
+    arguments: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "wrong.npy", np.zeros((4, 3, 8, 8), dtype=np.float32))
+    uri = pushed("small", tmp_path)
+    stands_for = {"PUSHED": uri, "WRONG": str(tmp_path / "wrong.npy")}
+    given = [stands_for.get(each, each).replace("STORE/", f"{tmp_path.as_uri()}/") for each in arguments]
+    assert main(["coldstart", *given]) == 2
+    said = capsys.readouterr()
+    assert told in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_weights_that_turn_out_to_be_damaged_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri = pushed("small", tmp_path)
+    [file] = tmp_path.rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-64] ^= 1
+    file.write_bytes(data)
+    assert main(["coldstart", uri]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ") and "Traceback" not in said.err and not said.out

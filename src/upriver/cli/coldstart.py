@@ -1,31 +1,31 @@
-"""``upriver coldstart``: load a model while it answers, and show what came when."""
+"""``upriver coldstart``: load a model or a program while it answers, and show what came when."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, progress_bar
+from upriver.cli.cold_report import picture, print_load, streamed
+from upriver.cli.common import DebugOption, JsonOption, emit, note, progress_bar
 from upriver.cli.inputs import read_inputs
-from upriver.cli.options import InputShapeOption, ModelArgument, StoreOption, parse_shape, store_options
+from upriver.cli.options import InputShapeOption, StoreOption, parse_shape, store_options
 from upriver.cli.output import check_picture, write_whole
 from upriver.errors import ConfigError
-from upriver.text import bytes_text, rate_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torch
     from torch import nn
 
-    from upriver.coldstart import Loading
-    from upriver.coldstart.history import Moment
+    from upriver.coldstart import Arriving, Loading
     from upriver.program.example import Example
+    from upriver.program.graph import Graph
     from upriver.program.inputs import ModelInputs
-    from upriver.report.cold_plot import Way
+    from upriver.program.program import Program
 
 LOOK_S = 0.1
 """How often the bar moves."""
@@ -34,18 +34,33 @@ LOOK_S = 0.1
 def coldstart(
     uri: Annotated[
         str,
-        typer.Argument(help="Weights: file:///path/NAME, s3://bucket/NAME (safetensors, or their index)."),
+        typer.Argument(
+            help="A program, as upriver push prints it (STORE/PREFIX/programs/DIGEST); with MODEL weights: "
+            "file:///path/NAME, s3://bucket/NAME (safetensors, or their index)."
+        ),
     ],
-    model: ModelArgument,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Whose weights these are: torchvision:NAME, timm:NAME, transformers:NAME or "
+            "package.module:callable."
+        ),
+    ] = None,
     file: Annotated[
         Path | None,
         typer.Option("--input", metavar="FILE", help="Image, .npy or .safetensors; made up without it."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples of a made-up input.")] = 1,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples of a made-up input of a MODEL; 1 without it.")
+    ] = None,
     grouping: Annotated[
         str,
         typer.Option(metavar="NAME", help="upriver, pisel or layer_by_layer: what is asked for together."),
     ] = "upriver",
+    stop: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of a program, run the stages before cut N, and load what they read."),
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Load it the plain way, too, and hold both answers together.")
     ] = False,
@@ -57,33 +72,86 @@ def coldstart(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Load a model from a store, ask it at once, and print what happened when.
+    """Load a program or a model from a store, ask it at once, and print what happened when.
 
-    The answer needs only the weights that it reads to be there, and is that of the loaded model to the bit.
+    The answer needs only the weights that it reads to be there, and is that of the loaded program or model to
+    the bit.
     """
-    if batch < 1:
+    _check_options(model, {"--batch": batch, "--input-shape": input_shape}, stop)
+    if batch is not None and batch < 1:
         raise ConfigError(f"--batch must be at least 1, got {batch}")
     check_picture(plot)
-    from upriver.coldstart import begin
-    from upriver.program.example import Example
-
-    builder = _Builder(model, parse_shape(input_shape))
-    options = store_options(option)
-    began = time.monotonic()
-    network, handle = begin(builder, uri, store_options=options, grouping=grouping)
-    network.eval()
-    call = Example.of(builder.inputs.example(batch)) if file is None else read_inputs(file, builder.inputs)
-    given = _asked(network, call)
-    answer_s = time.monotonic() - began
-    _until_there(handle)
-    moments = handle.history()
-    document = _document(uri, model, handle, moments, answer_s)
+    options, shape = store_options(option), parse_shape(input_shape)
+    if model is None:
+        begun = _program(uri, options, file, stop=stop, grouping=grouping)
+    else:
+        begun = _model(model, shape, uri, options, file, batch=batch or 1, grouping=grouping)
+    handle = begun.handle
+    if plot is not None and handle is None:
+        raise ConfigError(
+            f"--plot: the weights of {uri} have no manifest beside them and are read whole; push the program "
+            "again"
+        )
+    given = begun.ask()
+    answer_s = time.monotonic() - begun.began_s
+    document: dict[str, Any] = {
+        "uri": uri,
+        **begun.told,
+        "streamed": handle is not None,
+        "answer_s": answer_s,
+    }
+    if handle is not None:
+        _until_there(handle)
+        moments = handle.history()
+        document |= streamed(handle, moments, answer_s)
+        if plot is not None:
+            drawn = picture(handle, moments, answer_s=answer_s, title=begun.title, suffix=plot.suffix)
+            write_whole(plot, drawn)
+            note(f"Picture: {plot}")
     if compare:
-        document["plain"] = _plain(builder, uri, options, call, given)
-    if plot is not None:
-        write_whole(plot, _picture(handle, moments, answer_s, f"{model}: {uri}", plot.suffix))
-        note(f"Picture: {plot}")
-    emit(document, as_json=as_json, text=lambda: _print(document))
+        document["plain"] = _compared(begun.plainly, given)
+    emit(document, as_json=as_json, text=lambda: print_load(document))
+
+
+def _check_options(model: str | None, of_model: Mapping[str, object], stop: int | None) -> None:
+    """Options of the one kind do not go with the other.
+
+    Raises:
+        ConfigError: If one does.
+    """
+    if model is not None and stop is not None:
+        raise ConfigError("--stop is for a program; leave MODEL out")
+    for name, value in of_model.items():
+        if model is None and value is not None:
+            raise ConfigError(f"{name} is for a MODEL; a program says itself what it takes")
+
+
+Ask: TypeAlias = "Callable[[], list[torch.Tensor]]"
+"""Gives an answer; waits for what that takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """A load that is under way.
+
+    Attributes:
+        title: Of a picture.
+        began_s: When, by ``time.monotonic``.
+        handle: Tells of it; None where everything has been read already.
+        told: What is known of it, in JSON.
+        ask: It.
+        plainly: Loads the same one step after the other; gives what asks that.
+    """
+
+    title: str
+    began_s: float
+    handle: Arriving | Loading | None
+    told: Mapping[str, Any]
+    ask: Ask
+    plainly: Callable[[], Ask]
+
+
+# ------------------------------------------------------------------------------------------ a model
 
 
 class _Builder:
@@ -101,6 +169,40 @@ class _Builder:
         return model
 
 
+def _model(
+    name: str,
+    shape: tuple[int, ...] | None,
+    uri: str,
+    options: Mapping[str, str],
+    file: Path | None,
+    *,
+    batch: int,
+    grouping: str,
+) -> _Begun:
+    from upriver.coldstart import begin
+    from upriver.coldstart.plain import load_plainly
+    from upriver.program.example import Example
+
+    builder = _Builder(name, shape)
+    began_s = time.monotonic()
+    network, handle = begin(builder, uri, store_options=options, grouping=grouping)
+    network.eval()
+    call = Example.of(builder.inputs.example(batch)) if file is None else read_inputs(file, builder.inputs)
+
+    def plainly() -> Ask:
+        loaded = load_plainly(builder, uri, store_options=options).eval()
+        return lambda: _asked(loaded, call)
+
+    return _Begun(
+        title=f"{name}: {uri}",
+        began_s=began_s,
+        handle=handle,
+        told={"model": name},
+        ask=lambda: _asked(network, call),
+        plainly=plainly,
+    )
+
+
 def _asked(network: nn.Module, call: Example) -> list[torch.Tensor]:
     import torch
 
@@ -110,105 +212,87 @@ def _asked(network: nn.Module, call: Example) -> list[torch.Tensor]:
         return list(tensors_in(network(*call.args, **call.kwargs)))
 
 
-def _until_there(handle: Loading) -> None:
+# ---------------------------------------------------------------------------------------- a program
+
+
+def _program(
+    uri: str, options: Mapping[str, str], file: Path | None, *, stop: int | None, grouping: str
+) -> _Begun:
+    from upriver.coldstart.programs import begin
+    from upriver.coldstart.uris import program_at
+    from upriver.program import files
+    from upriver.program.inputs import made_up
+    from upriver.store import Store
+
+    try:
+        root, prefix, digest = program_at(uri)
+    except ConfigError:
+        raise ConfigError(
+            "without MODEL, URI is that of a program, STORE/PREFIX/programs/DIGEST as push prints it; "
+            f"weights need the MODEL that they are of; got {uri!r}"
+        ) from None
+    began_s = time.monotonic()
+    program, handle = begin(uri, store_options=options, stop=stop, grouping=grouping)
+    last = program.num_stages if stop is None else stop
+    tensors = made_up(program.graph.inputs) if file is None else _from_file(file, program)
+
+    def plainly() -> Ask:
+        loaded = files.load(Store.open(root, options=options), digest, prefix=prefix)
+        return lambda: list(loaded.run(tensors, 0, last))
+
+    told = {
+        "digest": program.digest,
+        "micro_batch": program.micro_batch,
+        "stages": program.num_stages,
+        "stop": last,
+        "program_bytes": _weight_bytes(program.graph),
+        "weight_bytes": program.weight_nbytes,
+    }
+    return _Begun(
+        title=f"program {program.digest[:12]}, stages [0, {last}) of {program.num_stages}",
+        began_s=began_s,
+        handle=handle,
+        told=told,
+        ask=lambda: list(program.run(tensors, 0, last)),
+        plainly=plainly,
+    )
+
+
+def _from_file(file: Path, program: Program) -> list[torch.Tensor]:
+    """What a program takes, from a file with any number of samples: they are repeated, or cut."""
+    from upriver.program.example import Example
+    from upriver.program.graph import DTYPES
+    from upriver.program.inputs import InputSpec, ModelInputs
+
+    forms = [value.spec for value in program.graph.inputs]
+    specs = tuple(InputSpec(shape=tuple(form.shape[1:]), dtype=DTYPES[form.dtype]) for form in forms)
+    call = Example.of(read_inputs(file, ModelInputs(positional=specs)))
+    return call.resized(program.micro_batch).tensors
+
+
+def _weight_bytes(graph: Graph) -> int:
+    """Of all weights that a program reads; one that has several names counts once."""
+    return sum({weight.key: weight.spec.nbytes for weight in graph.weights}.values())
+
+
+# --------------------------------------------------------------------------------------------- both
+
+
+def _until_there(handle: Arriving | Loading) -> None:
     with progress_bar(of_bytes=True) as bar:
         task = bar.add_task("loading", total=handle.nbytes)
         while not handle.wait(LOOK_S):
             bar.update(task, completed=handle.nbytes_here())
 
 
-def _document(
-    uri: str, model: str, handle: Loading, moments: Sequence[Moment], answer_s: float
-) -> dict[str, Any]:
-    at = {moment.kind: moment.at_s for moment in reversed(moments)}
-    requests = [moment for moment in moments if moment.kind == "request"]
-    before = [moment for moment in moments if moment.kind == "filled" and moment.at_s <= answer_s]
-    return {
-        "uri": uri,
-        "model": model,
-        "weight_bytes": handle.nbytes,
-        "constructed_s": at["constructed"],
-        "found_s": at["found"],
-        "first_byte_s": at.get("first_byte"),
-        "answer_s": answer_s,
-        "loaded_s": at["loaded"],
-        "bytes_before_answer": sum(moment.nbytes for moment in before),
-        "requests": len(requests),
-        "refetched": sum(moment.kind == "refetch" for moment in moments),
-        "bytes_per_s": handle.nbytes / max(1e-9, at["loaded"] - at.get("request", at["loaded"])),
-        "moments": [
-            {"at_s": moment.at_s, "kind": moment.kind, "weights": moment.weights, "bytes": moment.nbytes}
-            for moment in moments
-        ],
-    }
+def _compared(plainly: Callable[[], Ask], given: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Everything one after the other: what that took, and whether the answer is the same."""
+    from upriver.program.proof import same_bits
 
-
-def _plain(
-    builder: _Builder, uri: str, options: Mapping[str, str], call: Example, given: Sequence[torch.Tensor]
-) -> dict[str, Any]:
-    """Everything one after the other: construct, fetch, load, ask."""
-    import torch
-
-    from upriver.coldstart.plain import load_plainly
-
-    began = time.monotonic()
-    network = load_plainly(builder, uri, store_options=options).eval()
-    loaded_s = time.monotonic() - began
-    answer = _asked(network, call)
-    same = len(answer) == len(given) and all(map(torch.equal, answer, given))
-    return {"loaded_s": loaded_s, "answer_s": time.monotonic() - began, "same_answer": same}
-
-
-def _ways(handle: Loading, moments: Sequence[Moment]) -> list[Way]:
-    """Of each weight, in the order in which something read them, then in that of the file."""
-    from upriver.report.cold_plot import Way
-
-    asked: dict[str, float] = {}
-    filled: dict[str, float] = {}
-    touched: dict[str, float] = {}
-    nbytes: dict[str, int] = {}
-    for moment in moments:
-        if moment.kind == "request":
-            for name in handle.names_between(*moment.weights):
-                asked.setdefault(name, moment.at_s)
-        elif moment.kind == "filled":
-            filled[moment.weights[0]], nbytes[moment.weights[0]] = moment.at_s, moment.nbytes
-        elif moment.kind == "touched":
-            touched[moment.weights[0]] = moment.at_s
-    order = dict.fromkeys((*touched, *filled))
-    return [
-        Way(name, nbytes[name], asked.get(name, filled[name]), filled[name], touched.get(name))
-        for name in order
-        if nbytes[name]
-    ]
-
-
-def _picture(handle: Loading, moments: Sequence[Moment], answer_s: float, title: str, suffix: str) -> bytes:
-    import tempfile
-
-    from upriver.report.cold_plot import plot_ways
-
-    with tempfile.TemporaryDirectory() as folder:
-        drawn = Path(folder) / f"picture{suffix}"
-        plot_ways(_ways(handle, moments), answer_s=answer_s, title=title, path=drawn)
-        return drawn.read_bytes()
-
-
-def _print(document: dict[str, Any]) -> None:
-    share = document["bytes_before_answer"] / max(1, document["weight_bytes"])
-    fields = {
-        "model": document["model"],
-        "weights": bytes_text(document["weight_bytes"]),
-        "constructed": f"{document['constructed_s']:.3f} s",
-        "weights found": f"{document['found_s']:.3f} s",
-        "first byte": "none" if document["first_byte_s"] is None else f"{document['first_byte_s']:.3f} s",
-        "first answer": f"{document['answer_s']:.3f} s, with {share:.0%} of the weights there",
-        "everything there": f"{document['loaded_s']:.3f} s",
-        "link": f"{rate_text(document['bytes_per_s'])} in {document['requests']} requests",
-    }
-    if document["refetched"]:
-        fields["damaged on the way"] = f"{document['refetched']} pieces, read again"
-    if (plain := document.get("plain")) is not None:
-        same = "the same to the bit" if plain["same_answer"] else "ANOTHER ONE"
-        fields["the plain way"] = f"{plain['answer_s']:.3f} s to its answer, which is {same}"
-    print_fields(fields)
+    began_s = time.monotonic()
+    ask = plainly()
+    loaded_s = time.monotonic() - began_s
+    answer = ask()
+    answer_s = time.monotonic() - began_s
+    same = len(answer) == len(given) and all(map(same_bits, answer, given))
+    return {"loaded_s": loaded_s, "answer_s": answer_s, "same_answer": same}
