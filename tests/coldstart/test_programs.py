@@ -172,8 +172,7 @@ def opened(
     """A program whose weights a stream of the test's brings."""
     with monkeypatch.context() as patched:
         patched.setattr(under_test, "Stream", stream.of)
-        program = under_test.open(store=store, digest=digest, **options)
-    coming = arriving(program)
+        program, coming = under_test.begin(store=store, digest=digest, **options)
     assert coming is not None
     return program, coming
 
