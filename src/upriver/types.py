@@ -212,9 +212,10 @@ class Timings:
     """Seconds that one micro-batch spent, by phase and by stage.
 
     Attributes:
-        phases: ``receive``, ``queue``, ``read``, ``input``, ``forward``, ``encode`` to seconds. ``receive``,
-            from the first byte of a request to its last, is with its first micro-batch, where its inputs are
-            sent along; no worker is kept busy by it. Micro-batches that were computed together share theirs.
+        phases: ``receive``, ``queue``, ``read``, ``input``, ``weights``, ``forward``, ``encode`` to seconds.
+            ``weights`` is the wait of a stage for weights that were still to come. ``receive``, from the
+            first byte of a request to its last, is with its first micro-batch, where its inputs are sent
+            along; no worker is kept busy by it. Micro-batches that were computed together share theirs.
         stages: Position after a stage to the seconds of that stage (input stages have positions <= 0).
         expected_wait_s: What another micro-batch of the same tenant would wait there for others.
         k: How many times as long as at best stages take there now; at least 1.

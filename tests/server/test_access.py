@@ -14,7 +14,7 @@ from upriver.protocol import Caps
 from upriver.server import Server, ServerConfig
 from upriver.server.access import Access, given_token, tenant_of
 from upriver.server.audit import Audit
-from upriver.server.handle import worker_environment
+from upriver.server.environment import worker_environment
 from upriver.server.http import PEER_CERTIFICATE
 from upriver.server.tenants import ANYONE, Tenant, hash_token
 

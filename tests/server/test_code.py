@@ -55,7 +55,7 @@ from upriver.protocol import (
     read_frame,
 )
 from upriver.protocol.tree import build, flatten
-from upriver.server import ServerConfig, code, handle, offload
+from upriver.server import ServerConfig, code, environment, offload
 from upriver.server.allowed import check_code, check_found, require_allow
 from upriver.server.jobs import RunCode
 from upriver.server.needs import ANSWER_BYTES
@@ -628,7 +628,7 @@ def test_a_dataset_sees_what_the_user_does_but_for_secrets(tmp_path, monkeypatch
 
 def test_modules_are_found_in_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    seen = handle.code_environment({"PYTHONPATH": "/x", "HOME": "/me"}, threads=2)
+    seen = environment.code_environment({"PYTHONPATH": "/x", "HOME": "/me"}, threads=2)
     assert seen["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
     assert (seen["HOME"], seen["MKL_NUM_THREADS"]) == ("/me", "2")
     assert "PYTHONDONTWRITEBYTECODE" not in seen

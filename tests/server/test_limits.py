@@ -12,7 +12,7 @@ from tests.pipeline.making import encoded, pixels
 from tests.server.enclosed import SMALL, give_back, inner, large, payload, status, worker
 from upriver.errors import Overloaded
 from upriver.pipeline import image
-from upriver.server.handle import worker_environment
+from upriver.server.environment import worker_environment
 from upriver.server.limits import ALLOCATOR, MAX_FILES, OVERHEAD_BYTES, allowed_bytes, limits
 from upriver.server.sandbox import Enclosure
 from upriver.server.worker import _as_ours

@@ -19,7 +19,7 @@ from upriver.pipeline import InputChain, LoadTensor
 from upriver.protocol import DEFAULT_CAPS
 from upriver.server import boot
 from upriver.server.channel import Channel, ChannelClosed
-from upriver.server.handle import worker_environment
+from upriver.server.environment import worker_environment
 from upriver.server.jobs import Done, FromWorker, Hello, MapSlot, NeedSlot, Run, Setup, UseSlot
 from upriver.server.memory import SlotPool
 

@@ -132,6 +132,8 @@ class ServeFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     log_format: str | None = None
     trace_endpoint: str | None = None
     allow: list[str] | None = None
+    cold_start: str | None = None
+    cold_bytes_per_s: Size | None = None
     code_bytes: Size | None = None
 
 

@@ -51,7 +51,9 @@ def waiting(waits: Sequence[float], micro_batch_s: float, *, in_flight: int) -> 
 
 def busy_s(timings: Timings) -> float:
     """For how long a micro-batch kept a worker busy."""
-    return sum(seconds for phase, seconds in timings.phases.items() if phase not in ("receive", "queue"))
+    return sum(
+        seconds for phase, seconds in timings.phases.items() if phase not in ("receive", "queue", "weights")
+    )
 
 
 def expected_waits(server: ServerClient) -> list[float]:

@@ -65,31 +65,44 @@ class Arrivals:
         """Why the others will not come; a new one each time, as callers raise it in threads of their own."""
         return None if self._error is None else copy.copy(self._error)
 
-    def wait(self, indices: Collection[int], hurry: Callable[[int], object]) -> None:
-        """Until these are there.
+    def here(self, indices: Collection[int]) -> bool:
+        """Whether these are there.
+
+        Raises:
+            UpriverError: If one does not come, of these or of all others.
+        """
+        self._check()
+        return all(self._here[index] for index in indices)
+
+    def wait(
+        self, indices: Collection[int], hurry: Callable[[int], object], *, timeout_s: float | None = None
+    ) -> bool:
+        """Until these are there; False where that takes longer.
 
         Args:
             indices: Of those that something is about to read.
             hurry: Told of each that is not there yet.
+            timeout_s: How long it may take; None for as long as it does.
 
         Raises:
             UpriverError: If one does not come: a model that failed answers nothing at all, even where what
                 it would read is there.
         """
         if self._error is None and all(self._here[index] for index in indices):
-            return
+            return True
         missing = [index for index in indices if not self._here[index]]
         for index in missing:
             hurry(index)
         with self._changed:
             self._waited.update(missing)
             try:
-                self._changed.wait_for(
-                    lambda: self._error is not None or all(self._here[index] for index in missing)
+                in_time = self._changed.wait_for(
+                    lambda: self._error is not None or all(self._here[index] for index in missing), timeout_s
                 )
             finally:
                 self._waited -= Counter(missing)
             self._check()
+            return in_time
 
     def wait_for_all(self) -> None:
         """Until everything is there.

@@ -170,17 +170,24 @@ class Handle(ABC, Generic[Owner]):
         self._steps["loaded"] = time.monotonic()
         self._over.set()
         if self._source.tensors:
-            self._remember()
+            remember(self._source, self._stream, self._groupings)
 
-    def _remember(self) -> None:
-        """Keep what the next load can begin with."""
-        bandwidth = self._stream.measured.bandwidth_bytes_per_s
-        links.keep(self._source.store, nbytes=self.nbytes, bandwidth_bytes_per_s=bandwidth)
-        if self._groupings:
-            try:
-                kept.keep(self._source, self._groupings)
-            except StoreError as error:
-                log.info("the grouping is not kept: %s", error)
+
+def remember(source: Source, stream: Stream, groupings: Groupings) -> None:
+    """Keep what the next load can begin with.
+
+    Args:
+        source: What was loaded.
+        stream: What brought it.
+        groupings: All that are to be kept beside it; none where nothing is new.
+    """
+    nbytes = sum(placed.stop - placed.start for placed in source.tensors)
+    links.keep(source.store, nbytes=nbytes, bandwidth_bytes_per_s=stream.measured.bandwidth_bytes_per_s)
+    if groupings:
+        try:
+            kept.keep(source, groupings)
+        except StoreError as error:
+            log.info("the grouping is not kept: %s", error)
 
 
 under_way: weakref.WeakKeyDictionary[object, Handle[Any]] = weakref.WeakKeyDictionary()

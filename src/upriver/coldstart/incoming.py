@@ -160,7 +160,7 @@ class Arriving(Handle[Program]):
     def _check_digest(self, file: ArrivingFile) -> None:
         """Hold the whole file against its name, behind everybody who has stages to run."""
         try:
-            _step_back()
+            step_back()
             folded = hashlib.sha256()
             for piece in file.pieces():
                 if self._owner() is None:
@@ -202,7 +202,7 @@ def _check_wanted(position: int, stop: int) -> None:
         raise ProgramError(f"stage {position} was not asked for: of this program stages [0, {stop}) were")
 
 
-def _step_back() -> None:
+def step_back() -> None:
     """Let this thread have what others leave of the processor; its priority is its own on Linux alone."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

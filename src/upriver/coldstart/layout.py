@@ -13,6 +13,7 @@ it must be, byte for byte. Nothing of the size that a manifest claims is allocat
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
@@ -148,13 +149,43 @@ def publish(
             f"object {path!r} in store {store.name!r} has {info.size} bytes, not the {planned.nbytes} that "
             "were written: somebody else wrote it; publish again"
         )
-    checked = [
+    manifest = msgspec.structs.replace(_summed(planned, sums), etag=info.etag)
+    store.put(beside, manifest.encode())
+    return manifest
+
+
+def describe(
+    tensors: Mapping[str, torch.Tensor], digest: str, *, caps: GraphCaps = DEFAULT_CAPS
+) -> Manifest | None:
+    """The manifest of a weights file that is written already, but for its ETag.
+
+    Args:
+        tensors: What is in it, by name, in its order.
+        digest: The file's SHA-256.
+        caps: What a reader may be expected to take.
+
+    Returns:
+        None where the file is laid out otherwise than this module does it.
+
+    Raises:
+        ProgramError: If something in it is more than the caps allow.
+    """
+    planned = _planned(dict(tensors), {}, CHUNK_BYTES)
+    _check(planned, caps)
+    sums: list[list[int]] = []
+    folded = hashlib.sha256()
+    for piece in _pieces(planned, tensors, sums):
+        folded.update(piece)
+    return _summed(planned, sums) if folded.hexdigest() == digest else None
+
+
+def _summed(planned: Manifest, sums: Sequence[list[int]]) -> Manifest:
+    """The same with the checksums of its tensors."""
+    tensors = [
         msgspec.structs.replace(tensor, crc32c=crcs)
         for tensor, crcs in zip(planned.tensors, sums, strict=True)
     ]
-    manifest = msgspec.structs.replace(planned, etag=info.etag, tensors=checked)
-    store.put(beside, manifest.encode())
-    return manifest
+    return msgspec.structs.replace(planned, tensors=tensors)
 
 
 def _untied(

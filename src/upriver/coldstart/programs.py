@@ -174,7 +174,7 @@ def begin(
     if stop is not None and not 0 <= stop <= len(graph.stages):
         raise ProgramError(f"stop must lie in 0..{len(graph.stages)}, got {stop}")
     with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
-        finding = beside.submit(_found, place, folder, name, graph, beside, caps)
+        finding = beside.submit(find, place, folder, name, graph.weights_digest, beside=beside, caps=caps)
         check(graph, device=where, caps=caps)
         found = finding.result()
     if found is None:
@@ -207,7 +207,7 @@ def begin(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
+class Found:
     """What is known of a program's weights before they are asked for.
 
     Attributes:
@@ -232,11 +232,30 @@ class _Found:
         return replace(self.source, tensors=some), self.link, {}
 
 
-def _found(
-    store: Store, prefix: str, digest: str, graph: Graph, beside: Executor, caps: GraphCaps
-) -> _Found | None:
-    """None where the weights have no manifest of theirs."""
-    path = weights_path(prefix, graph.weights_digest)
+def find(
+    store: Store,
+    prefix: str,
+    digest: str,
+    weights_digest: str,
+    *,
+    beside: Executor,
+    caps: GraphCaps = DEFAULT_CAPS,
+) -> Found | None:
+    """What is known of a program's weights; None where these have no manifest of theirs.
+
+    Args:
+        store: Where the program is.
+        prefix: The folder that it is under.
+        digest: Its graph's.
+        weights_digest: Its weights'.
+        beside: Does what need not be waited for.
+        caps: What the weights may take, at most.
+
+    Raises:
+        ProgramError: If there is a manifest, and it is not what it should be.
+        StoreError: If the store cannot be read.
+    """
+    path = weights_path(prefix, weights_digest)
     try:
         manifest = layout.read(store, path, caps=caps)
     except (ObjectNotFound, ObjectChanged) as error:
@@ -245,7 +264,7 @@ def _found(
     source = published(store, path, manifest)
     known = beside.submit(kept.kept, source)
     link = link_to(store, graph_path(prefix, digest))  # nothing of the weights: the graph may be none
-    return _Found(manifest=manifest, source=source, link=link, known=known.result(), at_s=time.monotonic())
+    return Found(manifest=manifest, source=source, link=link, known=known.result(), at_s=time.monotonic())
 
 
 def _named(

@@ -45,8 +45,9 @@ MOST_SLOWED = 1000.0
 LEAST_S = 1e-9
 """A worker that took less for a micro-batch tells nothing of it."""
 
-APART = ("receive", "queue", "read")
-"""Phases in which a micro-batch keeps no other one from a server's workers: it comes, waits, or is read."""
+APART = ("receive", "queue", "read", "weights")
+"""Phases in which a micro-batch keeps no other one from a server's workers: it comes, waits, or is read. A
+worker may wait, too, for `weights` of a program that is still being read, but only once."""
 
 _Sums = deque[float]
 _Line = tuple[float, float]

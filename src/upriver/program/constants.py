@@ -77,11 +77,11 @@ def names_read(nodes: Iterable[Numbered]) -> set[str]:
     return {name for _, node in nodes for name in references([node.args, node.kwargs])}
 
 
-def keys_read(graph: Graph, stop: int) -> frozenset[str]:
-    """Keys of the weights that stages [0, stop) read, also by way of what is computed once."""
+def keys_read(graph: Graph, stop: int, *, start: int = 0) -> frozenset[str]:
+    """Keys of the weights that stages [start, stop) read, also by way of what is computed once."""
     plan = schedule(graph)
-    names = names_read(numbered for nodes in plan.stages[:stop] for numbered in nodes)
-    names.update(name for stage in graph.stages[:stop] for name in stage.live)
+    names = names_read(numbered for nodes in plan.stages[start:stop] for numbered in nodes)
+    names.update(name for stage in graph.stages[start:stop] for name in stage.live)
     names |= names_read(Constants(plan).before(names))
     return frozenset(weight.key for weight in graph.weights if weight.name in names)
 

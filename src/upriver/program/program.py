@@ -87,12 +87,15 @@ class Program:
         device: str | torch.device = "cpu",
         digest: str | None = None,
         caps: GraphCaps = DEFAULT_CAPS,
+        before_stage: BeforeStage | None = None,
     ) -> Program:
         """Read a program from anyone: caps, digests, operators and shapes are checked before it runs.
 
         Args:
             digest: What the graph's must be, if it is known.
             caps: What a program may take, at most.
+            before_stage: As for a program of one's own. The weights file is one that is still being filled
+                then, behind its header, and whoever fills it holds it against its digest.
 
         Raises:
             ConfigError: If torch cannot compute on the device.
@@ -103,16 +106,13 @@ class Program:
             raise ProgramError(f"graph.json has digest {digest_of(graph)}, not {digest}")
         parsed = decode(graph, caps)
         file = _as_tensor(weights, caps)
-        found = digest_of(file.numpy().data)
-        if found != parsed.weights_digest:
-            raise ProgramError(
-                f"the weights file has digest {found}, the graph names {parsed.weights_digest}"
-            )
+        if before_stage is None:
+            _check_digest(file, parsed)
         stored = FileInMemory(file, caps)
         for weight in parsed.weights:
             check_weight(weight, stored.tensors.get(weight.key))
         check(parsed, device=device, caps=caps)
-        return cls(parsed, stored, device=device, caps=caps)
+        return cls(parsed, stored, device=device, caps=caps, before_stage=before_stage)
 
     @property
     def weights_bytes(self) -> memoryview:
@@ -272,6 +272,12 @@ class Program:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _check_digest(file: torch.Tensor, graph: Graph) -> None:
+    found = digest_of(file.numpy().data)
+    if found != graph.weights_digest:
+        raise ProgramError(f"the weights file has digest {found}, the graph names {graph.weights_digest}")
 
 
 def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torch.Tensor:

@@ -254,8 +254,8 @@ class Front:
                 weighed = await unit.pool.weigh(program.graph, whole, use)
             unit.programs.weighed(program, weighed, hold)
             async with unit.runner.turn(tenant, "check"):
-                await unit.pool.check(program, use)
-            await unit.programs.put(tenant, program, hold)
+                manifest = await unit.pool.check(program, use)
+            await unit.programs.put(tenant, program, hold, manifest)
 
     @contextmanager
     def _written_down(self, tenant: Tenant, digest: str) -> Iterator[Came]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args, runtime_checkable
 from urllib.parse import urlsplit
 
+from upriver.coldstart.stream import StreamLimits
 from upriver.errors import ConfigError
 from upriver.pipeline.image import PIXEL_CEILING
 from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
@@ -22,6 +23,7 @@ from upriver.store.names import check_prefix
 from upriver.types import require_finite
 
 Admission = Literal["static", "adaptive"]
+ColdStart = Literal["stream", "whole"]
 Sandbox = Literal["auto", "bubblewrap", "none"]
 LogFormat = Literal["text", "json"]
 
@@ -58,7 +60,12 @@ ANYWAY = 64
 """So many are taken on any machine: trainers may have more cores, and equal bits need as many threads. Their
 stacks are a quarter of what a worker may take beside its work (`upriver.server.limits`)."""
 
-_CHOICES = {"admission": Admission, "sandbox": Sandbox, "log_format": LogFormat}
+_CHOICES = {
+    "admission": Admission,
+    "cold_start": ColdStart,
+    "sandbox": Sandbox,
+    "log_format": LogFormat,
+}
 
 
 @runtime_checkable
@@ -130,6 +137,10 @@ class ServerConfig:
             half of what LoADPart takes, so that a device that has gone local is back the sooner; a look takes
             0.05 ms of a CPU with two cores to look at, 1.5 ms with 256.
         load_free_below: Utilisation below which load factors from before are forgotten; 0.9 as in LoADPart.
+        cold_start: Whether a program's stages run as soon as their own weights are there (``stream``), or
+            when all are, and are known to be those that its graph names (``whole``).
+        cold_bytes_per_s: At most so much of the link is taken for one program's weights that come so; all
+            that it gives if None.
         sandbox: How workers are shut in: by bubblewrap, by it where it works, or by namespaces alone.
         log_format: Lines for people, or JSON for machines.
         trace_endpoint: Where traces are sent (OpenTelemetry over HTTP); none are made if None.
@@ -175,6 +186,8 @@ class ServerConfig:
     load_window_s: float = WINDOW_S
     load_watch_s: float = 5.0
     load_free_below: float = FREE_BELOW
+    cold_start: ColdStart = "stream"
+    cold_bytes_per_s: float | None = None
     sandbox: Sandbox = "auto"
     log_format: LogFormat = "text"
     trace_endpoint: str | None = None
@@ -228,6 +241,15 @@ class ServerConfig:
         """Most pixels of a stored image."""
         return self.caps.pixels
 
+    @property
+    def stream_limits(self) -> StreamLimits | None:
+        """What weights may take of a link that come while their program runs; None where none does."""
+        if self.cold_start == "whole":
+            return None
+        if self.cold_bytes_per_s is None:
+            return StreamLimits()
+        return StreamLimits(bandwidth_bytes_per_s=self.cold_bytes_per_s)
+
     def open_stores(self) -> dict[str, Store]:
         """Every store, opened; the one programs are put into comes first: ``default``, else the first.
 
@@ -263,6 +285,8 @@ class ServerConfig:
             raise ConfigError(
                 f"memory_reserve is a share below 1 of what is available, got {self.memory_reserve}"
             )
+        if self.cold_bytes_per_s is not None:
+            require_finite("cold_bytes_per_s", self.cold_bytes_per_s, at_most=1e15, positive=True)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must lie in 0..65535, got {self.port}")
 

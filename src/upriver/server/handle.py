@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,18 +20,22 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from upriver.engine.fingerprint import ENVIRONMENT as KERNEL_VARIABLES
-from upriver.errors import Overloaded
-from upriver.protocol import error_from
+from upriver.errors import Overloaded, UpriverError
+from upriver.protocol import error_body, error_from
 from upriver.server.channel import Channel, ChannelClosed
+from upriver.server.cold import ColdFile
+from upriver.server.environment import environment_of
 from upriver.server.groups import Group
 from upriver.server.jobs import (
     NO_SLOT,
+    Describe,
+    Described,
     Done,
     Failed,
     Forget,
     FromWorker,
     Hello,
+    Here,
     Loaded,
     LoadProgram,
     MapSlot,
@@ -38,19 +43,21 @@ from upriver.server.jobs import (
     Measured,
     NeedRoom,
     NeedSlot,
+    NeedWeights,
     Room,
     Run,
     RunCode,
+    Runs,
     Setup,
     UseSlot,
     Weigh,
     Weighed,
 )
-from upriver.server.limits import ALLOCATOR, limits
+from upriver.server.limits import limits
 from upriver.server.memory import SealedFile, Slot, SlotPool
 from upriver.server.needs import Stretch
 from upriver.server.output import Output
-from upriver.server.sandbox import NOT_SHUT_IN, Enclosure, import_path
+from upriver.server.sandbox import NOT_SHUT_IN, Enclosure
 from upriver.types import Timings
 
 START_TIMEOUT_S = 120.0
@@ -70,46 +77,45 @@ file system keeps may stay for ever; the front's loop does not wait for that."""
 BROKE_OFF = "broke off"
 """How a worker ended whose process is still there."""
 
-TOKEN_VARIABLE = "UPRIVER_TOKEN"
-"""Where a server may have been given its token."""
-
 _FATAL_EXIT = 128
 """A shell, and bubblewrap, tell a process that a signal ended by this and the signal's number."""
 
 _T = TypeVar("_T")
 
-_KEPT_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "LD_LIBRARY_PATH",
-    "PATH",
-    "TMPDIR",
-    "VIRTUAL_ENV",
-    *KERNEL_VARIABLES,
-    *ALLOCATOR,
-)
-"""All that a worker sees of the front's environment, where a store's credentials may stand."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramFiles:
-    """A program as the front holds it: two sealed files.
+    """A program as the front holds it: two files, sealed but for weights that are still to come.
 
     Attributes:
         key: What workers know it by; a tenant's own.
+        numbers: By the numbers of the graph's weights, their places in a file that is still to come.
     """
 
     key: str
     digest: str
     graph: SealedFile
-    weights: SealedFile
+    weights: SealedFile | ColdFile
+    numbers: Sequence[int] = ()
 
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
         return self.graph.nbytes + self.weights.nbytes
+
+    @property
+    def cold(self) -> ColdFile | None:
+        """Its weights, where some may still have to come."""
+        return self.weights if isinstance(self.weights, ColdFile) and not self.weights.whole else None
+
+    @property
+    def broken(self) -> bool:
+        """Whether its weights will not come."""
+        return self.cold is not None and self.cold.error is not None
+
+    def places(self, runs: Runs) -> list[int]:
+        """Of some of the graph's weights in a file that is still to come."""
+        return [number for start, stop in runs for number in self.numbers[start:stop]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +181,7 @@ class WorkerHandle:
         """When it began with the job it is at, by the monotonic clock; None where it is at none."""
         self.restarts = 0
         """How many were started in its place before."""
+        self._patience_s = START_TIMEOUT_S
         self.program = ""
         """Digest of the program that it works with; empty where it works with none."""
         self.out_of_memory = False
@@ -205,7 +212,7 @@ class WorkerHandle:
                 stderr=subprocess.STDOUT,
                 close_fds=True,
                 pass_fds=[theirs.fileno(), *([] if entry is None else [entry])],
-                env=_environment(enclosure, threads=threads),
+                env=environment_of(enclosure, threads=threads),
                 start_new_session=True,  # signals from a terminal are for the front: it lets what runs finish
             )
             assert process.stdout is not None  # it is a pipe
@@ -240,6 +247,7 @@ class WorkerHandle:
         match answer:
             case Hello():
                 self._channel.set_timeout(job_timeout_s)
+                self._patience_s = job_timeout_s
                 if self._output is not None:
                     self._output.pass_on()
                 return answer
@@ -264,6 +272,7 @@ class WorkerHandle:
             digest=program.digest,
             graph_nbytes=program.graph.nbytes,
             weights_nbytes=program.weights.nbytes,
+            coming=program.cold is not None,
         )
         self._send(message, [program.graph.fd, program.weights.fd])
         self._answered(Loaded)
@@ -300,7 +309,18 @@ class WorkerHandle:
         """
         self.load(program)
         self._send(Measure(program=program.key, stop=stop))
-        return self._answered(Measured)
+        return self._answered(Measured, program)
+
+    def check(self, program: ProgramFiles) -> bytes:
+        """Have a program in the worker, which checks all of it; what is to lie beside its weights.
+
+        Raises:
+            UpriverError: If the worker refuses it.
+            OSError: If the worker died, or took too long.
+        """
+        self.load(program)
+        self._send(Describe(program=program.key))
+        return self._answered(Described).manifest
 
     def weigh(self, graph: SealedFile, stretch: Stretch) -> Weighed:
         """Work out what a stretch of a program takes, from its graph.
@@ -389,7 +409,11 @@ class WorkerHandle:
         most = job.run.frames
         payloads: list[memoryview] = []
         asked = nbytes = beside = 0
-        while isinstance(answer := self._receive(), NeedSlot | NeedRoom):
+        waited_s = 0.0
+        while isinstance(answer := self._receive(), NeedSlot | NeedRoom | NeedWeights):
+            if isinstance(answer, NeedWeights):
+                waited_s += self._bring(job.program, answer)
+                continue
             if isinstance(answer, NeedRoom):
                 if answer.nbytes <= beside:
                     raise ChannelClosed("a worker asks for more room each time")
@@ -409,16 +433,35 @@ class WorkerHandle:
                 self._send(UseSlot(slot=NO_SLOT))
         match answer:
             case Done() if len(answer.heads) == len(payloads):
-                timings = Timings(phases=answer.phases, stages=answer.stages)
+                timings = Timings(phases=_without(answer.phases, waited_s), stages=answer.stages)
                 return Result(frames=list(zip(answer.heads, payloads, strict=True)), timings=timings)
             case Failed():
                 raise error_from(answer.body)
             case _:
                 raise ChannelClosed(f"a worker answers Done or Failed, got {type(answer).__name__}")
 
-    def _answered(self, kind: type[_T]) -> _T:
-        """The answer to a message that has one of this kind, or `Failed`."""
-        answer = self._receive()
+    def _bring(self, program: ProgramFiles | None, asked: NeedWeights) -> float:
+        """Tell a worker when weights are there that it waits for; seconds that it took."""
+        if program is None or not isinstance(program.weights, ColdFile):
+            raise ChannelClosed("a worker waits for weights that it has")
+        began = time.perf_counter()
+        try:
+            places = [program.numbers[number] for number in asked.weights]
+        except IndexError:
+            raise ChannelClosed("a worker waits for weights that there are not") from None
+        try:
+            if not program.weights.wait(places, timeout_s=self._patience_s):
+                raise Overloaded("its weights take too long to come; ask again")
+        except UpriverError as error:
+            self._send(Here(whole=False, error=error_body(error)))
+        else:
+            self._send(Here(whole=program.weights.whole))
+        return time.perf_counter() - began
+
+    def _answered(self, kind: type[_T], program: ProgramFiles | None = None) -> _T:
+        """The answer to a message that has one of this kind, or `Failed`; weights that it waits for come."""
+        while isinstance(answer := self._receive(), NeedWeights):
+            self._bring(program, answer)
         if isinstance(answer, kind):
             return answer
         if isinstance(answer, Failed):
@@ -454,6 +497,13 @@ class WorkerHandle:
             slot.close_fd()
 
 
+def _without(phases: Mapping[str, float], waited_s: float) -> Mapping[str, float]:
+    """A worker's phases, with its wait for weights apart from its stages."""
+    if not waited_s:
+        return phases
+    return {**phases, "forward": phases.get("forward", 0.0) - waited_s, "weights": waited_s}
+
+
 def how_it_ended(code: int, *, boxed: bool) -> str:
     """A process's exit status in words.
 
@@ -486,59 +536,6 @@ def _command(fd: int, entry: int | None, enclosure: Enclosure) -> list[str]:
     }
     boot = str(Path(__file__).with_name("boot.py"))
     return [sys.executable, "-P", boot, str(fd), str(os.getpid()), json.dumps(options)]
-
-
-def _environment(enclosure: Enclosure, *, threads: int) -> dict[str, str]:
-    if enclosure.own_code:
-        return code_environment(os.environ, threads=threads, hidden=enclosure.hidden)
-    return worker_environment(os.environ, threads=threads, boxed=enclosure.boxed)
-
-
-def code_environment(
-    environment: Mapping[str, str], *, threads: int, hidden: Sequence[str] = ()
-) -> dict[str, str]:
-    """What a worker sees that runs the user's own code: all that the front does, but for its secrets.
-
-    It finds modules where the front does, and in the working directory before that, as ``python -m`` would.
-
-    Args:
-        environment: The front's.
-        threads: Of each worker.
-        hidden: Variables that hold credentials of stores.
-    """
-    secret = (TOKEN_VARIABLE, *hidden)
-    return {
-        **ALLOCATOR,
-        **{name: value for name, value in environment.items() if name not in secret},
-        "PYTHONPATH": os.pathsep.join((os.getcwd(), import_path())),
-        **_threads(threads),
-    }
-
-
-def worker_environment(
-    environment: Mapping[str, str], *, threads: int, boxed: bool = False
-) -> dict[str, str]:
-    """What a worker may see, how many threads its libraries start, and how they hold memory.
-
-    Args:
-        environment: The front's.
-        threads: Of each worker.
-        boxed: Whether it has a file system of its own, without anybody's home folder.
-    """
-    kept = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}
-    return {
-        **ALLOCATOR,
-        **kept,  # among them the operator's own settings of the allocator
-        **({"HOME": "/tmp", "TMPDIR": "/tmp", "LOGNAME": "upriver"} if boxed else {}),
-        "PYTHONPATH": import_path(),
-        "PYTHONDONTWRITEBYTECODE": "1",  # it may write no files
-        **_threads(threads),
-    }
-
-
-def _threads(threads: int) -> dict[str, str]:
-    """How many threads libraries start."""
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
 
 
 def _fill(slot: Slot, parts: Sequence[memoryview]) -> list[tuple[int, int]]:

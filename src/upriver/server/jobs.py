@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from upriver.protocol import Caps
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class _Message(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -49,12 +51,16 @@ class LoadProgram(_Message):
     """Load the graph and the weights that come with this message; answered by `Loaded` or `Failed`.
 
     It is ``key`` from then on: whoever has another key has another program, be it of the same digest.
+
+    Attributes:
+        coming: Whether weights are still being filled in behind their header: `NeedWeights` asks for some.
     """
 
     key: str
     digest: str
     graph_nbytes: int
     weights_nbytes: int
+    coming: bool = False
 
 
 class Run(_Message):
@@ -129,6 +135,12 @@ class Measure(_Message):
     stop: int | None
 
 
+class Describe(_Message):
+    """Say what is to lie beside a loaded program's weights; answered by `Described` or `Failed`."""
+
+    program: str
+
+
 class Weigh(_Message):
     """Work out what stages [start, stop) take, from the graph that comes with this message alone.
 
@@ -157,7 +169,32 @@ class Room(_Message):
     granted: bool
 
 
-FromFront = Setup | MapSlot | Forget | LoadProgram | Run | RunCode | Measure | Weigh | UseSlot | Room
+class Here(_Message):
+    """What `NeedWeights` named is there, or will not be.
+
+    Attributes:
+        whole: Whether all of the program's weights are there.
+        error: An `upriver.protocol.error_body`; empty where there is none.
+    """
+
+    whole: bool
+    error: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+FromFront = (
+    Setup
+    | MapSlot
+    | Forget
+    | LoadProgram
+    | Run
+    | RunCode
+    | Measure
+    | Describe
+    | Weigh
+    | UseSlot
+    | Room
+    | Here
+)
 
 # ----------------------------------------------------------------------------------- from a worker
 
@@ -193,12 +230,27 @@ class NeedRoom(_Message):
     nbytes: int
 
 
+class NeedWeights(_Message):
+    """The next stage reads these of its program's weights, by their numbers in the graph: are they there?
+
+    Asked while a `Run` or a `Measure` is under way.
+    """
+
+    weights: tuple[int, ...]
+
+
 class Done(_Message):
     """The answer is data frames: a head each, and where there is a payload, that in the next slot."""
 
     heads: tuple[bytes, ...]
     phases: dict[str, float]
     stages: dict[int, float]
+
+
+class Described(_Message):
+    """A manifest of `upriver.coldstart.layout`, but for its ETag; empty where the weights can have none."""
+
+    manifest: bytes
 
 
 class Measured(_Message):
@@ -218,12 +270,18 @@ class Weighed(_Message):
         out_bytes: What it gives.
         constant_bytes: What loading the program makes, in each worker, beside its weights.
         rows: Whether everything that crosses at its end has a row for each sample.
+        weights: That it reads, by their numbers in the graph: runs, each from the first to the one behind it.
+        first: Those that its first stage reads.
+        to_end: Whether it goes to the program's end.
     """
 
     peak_bytes: int
     out_bytes: int
     constant_bytes: int
     rows: bool
+    weights: Runs = ()
+    first: Runs = ()
+    to_end: bool = False
 
 
 class Failed(_Message):
@@ -232,4 +290,6 @@ class Failed(_Message):
     body: dict[str, Any]
 
 
-FromWorker = Hello | Loaded | NeedSlot | NeedRoom | Done | Measured | Weighed | Failed
+FromWorker = (
+    Hello | Loaded | NeedSlot | NeedRoom | NeedWeights | Done | Measured | Described | Weighed | Failed
+)

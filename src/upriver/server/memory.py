@@ -26,6 +26,9 @@ KEPT_BYTES = 8 << 20
 """A larger free slot gives its memory back: four of them in each worker could hold more than all requests. To
 take it again costs page faults, which are little beside computing as much."""
 
+F_SEAL_FUTURE_WRITE = 0x10
+"""Of Linux 5.1, which `fcntl` has no name for."""
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -137,8 +140,39 @@ class SealedFile:
         return map_privately(self.fd, self.nbytes)
 
 
+class FillingFile:
+    """Bytes that come in any order while workers map them already; only this object can write them.
+
+    Its pages are there once something was written to them, or has read them, so what never comes takes none.
+
+    Raises:
+        OSError: If there is no such memory: Linux has it since 5.1.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("upriver-program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.nbytes = nbytes
+        self._finalizer = weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, nbytes)
+        self._map: mmap.mmap | None = mmap.mmap(self.fd, nbytes)
+        seals = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)  # whatever is mapped from here on cannot be written
+
+    def room(self, start: int, stop: int) -> memoryview:
+        """Some of its bytes, to write or to read; the mapping is there as long as such a view is."""
+        assert self._map is not None, "it is whole"
+        return memoryview(self._map)[start:stop]
+
+    def close(self) -> None:
+        """Nothing more comes: from here on nobody can change a byte, not even this process."""
+        self._map = None
+
+
 def map_privately(fd: int, nbytes: int) -> memoryview:
-    """Map a sealed file: its pages are everyone's, a write would change this process's copy alone."""
+    """Map a file of the front's: its pages are everyone's, a write would change this process's copy alone.
+
+    What the front writes to one that is being filled shows here, in all pages that were not written here.
+    """
     if nbytes == 0:
         return memoryview(b"")
     return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY))

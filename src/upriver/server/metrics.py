@@ -53,7 +53,7 @@ RESTARTS = ("crash", "memory", "timeout")
 Found = Literal["kept", "read", "stored"]
 """Where a program came from: kept from before, read from a store, or just sent by its client."""
 
-PHASES = ("receive", "queue", "read", "input", "forward", "encode", "send")
+PHASES = ("receive", "queue", "read", "input", "weights", "forward", "encode", "send")
 """Of a micro-batch, in order. Workers name most of them, and a worker may have been taken over."""
 
 STORE_ERRORS = ("store", "not_found", "object_changed")

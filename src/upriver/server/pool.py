@@ -179,8 +179,8 @@ class WorkerPool:
         self.load.saw(pid, (program.digest, measured.micro_batch), dict(enumerate(measured.seconds, start=1)))
         return measured
 
-    async def check(self, program: ProgramFiles, use: Use | None = None) -> None:
-        """Have a worker load a program, which checks everything about it.
+    async def check(self, program: ProgramFiles, use: Use | None = None) -> bytes:
+        """Have a worker load a program, which checks everything about it; what is to lie beside its weights.
 
         Args:
             use: As for `run`.
@@ -188,7 +188,7 @@ class WorkerPool:
         Raises:
             UpriverError: If it is not sound.
         """
-        await self._on_worker(lambda worker: worker.load(program), Clock(), use)
+        return await self._on_worker(lambda worker: worker.check(program), Clock(), use)
 
     def rows(self) -> tuple[WorkerRow, ...]:
         """Each worker at this moment, those that are being started last."""

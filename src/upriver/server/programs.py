@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
+import msgspec
+
+from upriver.coldstart import layout
+from upriver.coldstart.programs import Found, find
+from upriver.coldstart.stream import StreamLimits
 from upriver.errors import (
     Forbidden,
     ObjectNotFound,
@@ -21,6 +28,7 @@ from upriver.errors import (
 from upriver.program import graph_path, weights_digest_of, weights_path
 from upriver.protocol import MAX_GRAPH_BYTES, PROGRAM_HEAD_NBYTES, Caps, split_program_head
 from upriver.server.budget import Hold
+from upriver.server.cold import ColdFile
 from upriver.server.handle import ProgramFiles
 from upriver.server.holding import Use
 from upriver.server.jobs import Weighed
@@ -32,8 +40,13 @@ from upriver.server.shelf import Shelf
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
 
+log = logging.getLogger(__name__)
+
 PIECE_BYTES = 16 << 20
 """One ranged GET of a weights file: long enough to reach a store's rate, short enough to repeat."""
+
+SMALL_BYTES = 1 << 20
+"""Weights that are here as soon as anybody could have looked up what is in them: one request, not four."""
 
 MAX_KNOWN, MAX_KNOWN_BYTES = 64, 32 << 20
 """Graphs of programs that may not be loaded, kept for the next request: some hundred kB each, as a rule."""
@@ -59,6 +72,7 @@ class Known:
         nbytes: What it takes when it is loaded, in the front and in workers.
         graph: ``graph.json``, sealed.
         weights: Where its weights file lies.
+        weights_nbytes: What that has.
     """
 
     key: str
@@ -66,6 +80,7 @@ class Known:
     nbytes: int
     graph: SealedFile
     weights: Place
+    weights_nbytes: int
 
     def need(self, weighed: Weighed, *, workers: int) -> Program:
         """The same for the line, with what loading it makes in each worker."""
@@ -84,6 +99,8 @@ class Programs:
         shelf: Keeps what was loaded.
         workers: That may load a program.
         copies: Of its weights; see `upriver.server.needs.program_bytes`.
+        limits: Of what weights take of a link that come while a program runs; none runs before all of its
+            weights are there if None.
     """
 
     def __init__(
@@ -97,13 +114,17 @@ class Programs:
         workers: int,
         metrics: Metrics,
         copies: int = 1,
+        limits: StreamLimits | None = None,
     ) -> None:
         self._stores, self._prefix = stores, prefix
         self._shelf, self._caps, self._most_bytes = shelf, caps, most_bytes
         self._workers, self._copies, self._metrics = workers, copies, metrics
+        self._limits = limits
+        self._forged: set[tuple[str, str, str]] = set()
         self._known: OrderedDict[str, Known] = OrderedDict()
         # Programs of one network at several sizes have the same weights: one copy serves them all.
-        self._weights: WeakValueDictionary[tuple[str, str], SealedFile] = WeakValueDictionary()
+        self._weights: WeakValueDictionary[tuple[str, str], SealedFile | ColdFile] = WeakValueDictionary()
+        self._cold: WeakSet[ColdFile] = WeakSet()
 
     async def exists(self, tenant: Tenant, digest: str) -> bool:
         """Whether a run request may name it. The graph is put last, so its weights are there too."""
@@ -126,15 +147,27 @@ class Programs:
         self._known.move_to_end(key)
         return self._known[key]
 
-    async def load(self, tenant: Tenant, known: Known) -> ProgramFiles:
-        """The whole program; the shelf must be holding on to it.
+    async def load(self, tenant: Tenant, known: Known, weighed: Weighed) -> ProgramFiles:
+        """The program, with what a stretch of it reads on its way; the shelf must be holding on to it.
 
         Raises:
             ProgramError: If it is damaged.
             StoreError: If it cannot be read.
         """
         self._metrics.program("kept" if self._shelf.files(known.key) is not None else "read", tenant.name)
-        return await self._shelf.load(known.key, lambda: self._read(tenant, known))
+        files = await self._shelf.load(known.key, lambda: self._read(tenant, known))
+        if (cold := files.cold) is not None:
+            cold.ask(files.places(weighed.weights), to_end=weighed.to_end)
+            self._shelf.come(known.key, files)
+        return files
+
+    async def close(self) -> None:
+        """Read nothing more."""
+        files = list(self._cold)
+        for file in files:
+            file.cancel()
+        for file in files:
+            await asyncio.to_thread(file.join)
 
     def make_room(self, nbytes: int) -> bool:
         """Let go of programs that nobody uses until so many bytes are free, if that can be."""
@@ -187,8 +220,8 @@ class Programs:
         await _fill(builder, chunks, body_nbytes, room)
         if builder.weights_nbytes:
             return builder.finish()
-        shared = self._weights.get((tenant.name, builder.weights_digest))
-        if shared is not None:
+        shared = self._weights_here(tenant, builder.weights_digest)
+        if isinstance(shared, SealedFile):
             return builder.finish_with(shared)
         await self._add_weights_of_another(tenant, builder, hold)
         return builder.finish()
@@ -203,11 +236,21 @@ class Programs:
         nbytes = self._takes(program.nbytes, program.graph.nbytes)
         self._shelf.grow(hold, nbytes + self._workers * weighed.constant_bytes)
 
-    async def put(self, tenant: Tenant, program: ProgramFiles, hold: Hold) -> None:
-        """Store a program that a worker has loaded: weights first, so that whoever finds a graph has both."""
+    async def put(self, tenant: Tenant, program: ProgramFiles, hold: Hold, manifest: bytes) -> None:
+        """Store a program that a worker has loaded: weights first, so that whoever finds a graph has both.
+
+        Args:
+            manifest: To lie beside the weights, but for their ETag; empty where there is to be none.
+        """
         place = self._own(tenant)
         weights = weights_path(place.prefix, weights_digest_of(program.graph.view()))
+        assert isinstance(program.weights, SealedFile)  # as it was received
         await place.store.put_async(weights, program.weights.view())
+        if manifest:
+            described = layout.decode(manifest)
+            info = await place.store.head_async(weights)
+            sealed = msgspec.structs.replace(described, etag=info.etag)
+            await place.store.put_async(layout.manifest_path(weights), sealed.encode())
         await place.store.put_async(graph_path(place.prefix, program.digest), program.graph.view())
         self._shelf.put(program, hold)
         self._weights[tenant.name, weights_digest_of(program.graph.view())] = program.weights
@@ -260,18 +303,62 @@ class Programs:
         file = SealedFile()
         file.append(graph)
         file.seal()
-        return Known(key=builder.key, digest=digest, nbytes=nbytes, graph=file, weights=place)
+        return Known(
+            key=builder.key,
+            digest=digest,
+            nbytes=nbytes,
+            graph=file,
+            weights=place,
+            weights_nbytes=info.size,
+        )
 
     async def _read(self, tenant: Tenant, known: Known) -> ProgramFiles:
         builder = ProgramBuilder(known.key, known.digest)
         builder.add_graph(bytes(known.graph.view()))
-        shared = self._weights.get((tenant.name, builder.weights_digest))
-        if shared is not None:
-            return builder.finish_with(shared)
-        await self._add_stored_weights(known.weights, builder)
-        files = builder.finish()
+        shared = self._weights_here(tenant, builder.weights_digest)
+        weights = shared or await self._coming(known, builder.weights_digest)
+        if isinstance(weights, ColdFile):
+            files = builder.finish_with(weights, numbers=_numbers(known.graph.view(), weights))
+        elif weights is not None:
+            return builder.finish_with(weights)
+        else:
+            await self._add_stored_weights(known.weights, builder)
+            files = builder.finish()
         self._weights[tenant.name, builder.weights_digest] = files.weights
         return files
+
+    def _weights_here(self, tenant: Tenant, digest: str) -> SealedFile | ColdFile | None:
+        """Weights that another program brought, or is bringing."""
+        shared = self._weights.get((tenant.name, digest))
+        return None if isinstance(shared, ColdFile) and shared.error is not None else shared
+
+    async def _coming(self, known: Known, weights_digest: str) -> ColdFile | None:
+        """A weights file of which nothing is asked for yet; None where it has to be read whole.
+
+        So it is where nothing says what is in it, and where what said so turned out to be wrong.
+
+        Raises:
+            StoreError: If the store cannot be read.
+        """
+        place = known.weights
+        name = (place.store.name, place.prefix, weights_digest)
+        if self._limits is None or known.weights_nbytes < SMALL_BYTES or name in self._forged:
+            return None
+
+        def look() -> Found | None:
+            with ThreadPoolExecutor(1, thread_name_prefix="upriver-cold-find") as beside:
+                return find(place.store, place.prefix, known.digest, weights_digest, beside=beside)
+
+        try:
+            found = await asyncio.to_thread(look)
+            if found is None or found.manifest.nbytes != known.weights_nbytes:
+                return None
+            file = ColdFile(found, weights_digest, self._limits, on_forged=lambda: self._forged.add(name))
+        except (ProgramError, OSError) as error:  # of the manifest, or of this kind of memory
+            log.warning("program %s is read whole before it runs: %s", known.digest, error)
+            return None
+        self._cold.add(file)
+        return file
 
     async def _add_stored_weights(self, place: Place, builder: ProgramBuilder) -> None:
         info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
@@ -348,6 +435,30 @@ async def _fill(
         raise ProtocolError(f"the body has {got} bytes, {body_nbytes} were announced")
 
 
+class _Weight(msgspec.Struct):
+    key: str
+
+
+class _Weights(msgspec.Struct):
+    weights: list[_Weight]
+
+
+def _numbers(graph: memoryview, file: ColdFile) -> list[int]:
+    """Of a graph's weights in a file.
+
+    Raises:
+        ProgramError: If one is not in it.
+    """
+    try:
+        keys = [weight.key for weight in msgspec.json.decode(graph, type=_Weights).weights]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProgramError(f"graph.json: {error}") from None
+    missing = [key for key in keys if key not in file.numbers]
+    if missing:
+        raise ProgramError(f"weight {missing[0][:80]!r} is not in the weights file that the graph names")
+    return [file.numbers[key] for key in keys]
+
+
 class ProgramBuilder:
     """Puts a program together and hashes it on the way.
 
@@ -398,7 +509,13 @@ class ProgramBuilder:
         self._weights.seal()
         return self.finish_with(self._weights)
 
-    def finish_with(self, weights: SealedFile) -> ProgramFiles:
-        """The program with a weights file of the digest that the graph names."""
+    def finish_with(self, weights: SealedFile | ColdFile, *, numbers: Sequence[int] = ()) -> ProgramFiles:
+        """The program with a weights file of the digest that the graph names.
+
+        Args:
+            numbers: Of its weights in a file that is still to come.
+        """
         self._graph.seal()
-        return ProgramFiles(key=self.key, digest=self._digest, graph=self._graph, weights=weights)
+        return ProgramFiles(
+            key=self.key, digest=self._digest, graph=self._graph, weights=weights, numbers=numbers
+        )

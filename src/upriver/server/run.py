@@ -190,9 +190,11 @@ class Runner:
             use = self._used(admitted, asked.tenant, stack, body=asked.body)
             tracing.admitted(waited_s)
             known = asked.known.get(admitted.size)
-            program = None if known is None else await self._programs.load(asked.tenant, known)
+            stretch, program = weighed.get(admitted.size), None
+            if known is not None and stretch is not None:
+                work = _kind(known.key, asked.request, admitted.size)
+                program = await self._come(asked.tenant, known, stretch, self._costs.of(work))
         self._metrics.admitted(asked.tenant.name)
-        stretch = weighed.get(admitted.size)
         return Order(
             asked=asked,
             admitted=admitted,
@@ -202,6 +204,14 @@ class Runner:
             ahead=stretch is not None and works_ahead(stretch),
             waited_s=waited_s,
         )
+
+    async def _come(self, tenant: Tenant, known: Known, weighed: Weighed, seconds: float) -> ProgramFiles:
+        """A program with so much of its weights that a stretch of it, which takes so long, can begin."""
+        program = await self._programs.load(tenant, known, weighed)
+        if (cold := program.cold) is not None:
+            first, all_read = program.places(weighed.first), program.places(weighed.weights)
+            await cold.ready(first, all_read, within_s=seconds)
+        return program
 
     def _used(
         self, admitted: Admitted, tenant: Tenant, stack: AsyncExitStack, *, body: Use | None = None
@@ -292,7 +302,7 @@ class Runner:
                 Wanted(tenant=tenant, nbytes={1: weighed.peak_bytes}, programs={1: program})
             )
             use = self._used(admitted, tenant, stack)
-            file = await self._programs.load(tenant, known)
+            file = await self._come(tenant, known, weighed, self._costs.of(stretch))
             async with self.turn(tenant, stretch):
                 yield file, use
 
@@ -351,6 +361,7 @@ class Runner:
                 async for buffer in frames:
                     yield buffer
                     del buffer  # the slot is free as soon as the socket has the last byte
+            await self._checked(order)
             for buffer in encode(End()):
                 yield buffer
         except UpriverError as error:
@@ -361,6 +372,16 @@ class Runner:
             unexpected = UpriverError("internal error; the server's log says more")
             for buffer in self._told(unexpected, on_error):
                 yield buffer
+
+    async def _checked(self, order: Order) -> None:
+        """An answer ends well only if all weights are those that its program names, where all were asked for.
+
+        Raises:
+            UpriverError: If they are not, or that is not known in time.
+        """
+        if order.program is not None and (cold := order.program.cold) is not None:
+            async with until(order.asked.deadline):
+                await cold.checked()
 
     def _told(
         self, error: UpriverError, on_error: Callable[[UpriverError], None]
@@ -409,7 +430,7 @@ class Runner:
             with self._charged(asked.tenant, expected, clock):
                 result = await self._pool.run(job, clock, order.use)
             tracing.computed(result.timings, index)
-        self._costs.saw(work, sum(result.timings.phases.values()))
+        self._costs.saw(work, _seconds_of(result.timings))
         if isinstance(job.run, RunCode):
             self._answers.saw(Kind.of(job.run), result.nbytes)
         self._metrics.batch(asked.tenant.name, len(job.run.ids))
@@ -480,7 +501,17 @@ def _work_of(order: Order, run: Run | RunCode) -> Hashable:
     request = order.asked.request
     if isinstance(run, RunCode):
         return Kind.of(run), request.start, request.micro_batch
-    return run.program, request.start, request.stop, run.micro_batch
+    return _kind(run.program, request, run.micro_batch)
+
+
+def _kind(program: str | None, request: RunRequest, size: int) -> Hashable:
+    """The same of a program's stages, as far as they are known before there is a job."""
+    return program, request.start, request.stop, size
+
+
+def _seconds_of(timings: Timings) -> float:
+    """What it would have taken with all its weights there."""
+    return sum(seconds for phase, seconds in timings.phases.items() if phase != "weights")
 
 
 def _since(began: float, clock: Clock, waited: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
@@ -10,14 +11,18 @@ from upriver.errors import ProtocolError, UpriverError
 from upriver.profile.memory import StretchPeaks
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.check import check
+from upriver.program.constants import keys_read
 from upriver.program.graph import Graph, Value
 from upriver.program.program import live_values
 from upriver.program.reading import decode
 from upriver.program.steps import schedule
-from upriver.server.jobs import Weighed
+from upriver.server.jobs import Runs, Weighed
 from upriver.server.needs import END
 
 log = logging.getLogger(__name__)
+
+MOST_RUNS = 64
+"""Of the weights of a stretch, which are one where no weight is read twice."""
 
 
 class Scale:
@@ -65,7 +70,15 @@ class Scale:
             out_bytes=sum(value.spec.nbytes for value in self._live[stop]),
             constant_bytes=self._constant_bytes,
             rows=all(value.spec.shape[:1] == [self._graph.micro_batch] for value in self._live[stop]),
+            weights=self._weights_of(start, stop),
+            first=self._weights_of(start, min(start + 1, stop)),
+            to_end=stop == last,
         )
+
+    def _weights_of(self, start: int, stop: int) -> Runs:
+        """What some stages read, by numbers of the graph's weights."""
+        keys = keys_read(self._graph, stop, start=start)
+        return runs_of(number for number, weight in enumerate(self._graph.weights) if weight.key in keys)
 
     def _peak(self, start: int, stop: int) -> int:
         if self._peaks is not None:
@@ -83,6 +96,21 @@ class Scale:
         ]
         given: list[Value] = self._live[start]
         return 2 * sum(value.spec.nbytes for value in [*given, *made])
+
+
+def runs_of(numbers: Iterable[int]) -> Runs:
+    """Rising numbers as runs: the first of each and the one behind its last.
+
+    Where there would be too many, the last one holds numbers that are none of these.
+    """
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        start, stop = runs[-1] if runs else (number, number)
+        if stop == number or len(runs) == MOST_RUNS:
+            runs[-1:] = [(start, number + 1)]
+        else:
+            runs.append((number, number + 1))
+    return tuple(runs)
 
 
 def _peaks(graph: Graph, device: torch.device) -> StretchPeaks | None:

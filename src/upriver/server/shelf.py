@@ -27,7 +27,7 @@ class _Entry:
     hold: Hold
     users: int = 0
     files: ProgramFiles | None = None
-    loading: asyncio.Task[ProgramFiles] | None = field(default=None, repr=False)
+    loading: asyncio.Future[ProgramFiles] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Kept:
     Attributes:
         owner: The tenant's name.
         users: Requests that hold on to it.
-        loaded: Whether it is there; it is being read otherwise.
+        loaded: Whether all of it is there that was asked for; it is being read otherwise.
     """
 
     key: str
@@ -79,7 +79,7 @@ class Shelf:
                 owner=entry.owner,
                 nbytes=entry.hold.nbytes,
                 users=entry.users,
-                loaded=entry.files is not None,
+                loaded=entry.files is not None and entry.loading is None,
             )
 
     @property
@@ -139,10 +139,15 @@ class Shelf:
     async def load(self, key: str, read: Callable[[], Awaitable[ProgramFiles]]) -> ProgramFiles:
         """A program that is held on to; read by the first who asks, while the others wait.
 
+        Its weights may still have to come: see `come`.
+
         Raises:
             UpriverError: If it cannot be read.
         """
         entry = self._entries[key]
+        if entry.files is not None and entry.loading is None and entry.files.broken:
+            entry.files = None
+            self._on_evict(key)
         if entry.files is None and entry.loading is None:
             entry.loading = asyncio.ensure_future(read())
             entry.loading.add_done_callback(lambda done: self._settle(key, entry, done))
@@ -151,6 +156,21 @@ class Shelf:
         assert entry.loading is not None
         # Shielded: others may wait for the same program when this request is given up.
         return await asyncio.shield(entry.loading)
+
+    def come(self, key: str, files: ProgramFiles) -> None:
+        """More of its weights was asked for: it stays until that is there; if it does not come, it goes."""
+        entry, cold = self._entries[key], files.cold
+        if cold is None or entry.files is not files or entry.loading is not None:
+            return
+        if not cold.coming and cold.error is None:
+            return
+
+        async def come() -> ProgramFiles:
+            await cold.over()
+            return files
+
+        entry.loading = asyncio.ensure_future(come())
+        entry.loading.add_done_callback(lambda done: self._settle(key, entry, done))
 
     def coming(self, *, owner: str) -> Hold:
         """Memory for a program that is being sent: none yet, and more with `grow`; `over` ends it."""
@@ -195,8 +215,10 @@ class Shelf:
 
     def _settle(self, key: str, entry: _Entry, task: asyncio.Future[ProgramFiles]) -> None:
         entry.loading = None
-        if not task.cancelled() and task.exception() is None:
-            entry.files = task.result()
+        broken = task.cancelled() or task.exception() is not None
+        if broken and entry.files is not None:  # workers may have begun with it
+            self._on_evict(key)
+        entry.files = None if broken else task.result()
         if entry.users:
             return
         if entry.files is None:

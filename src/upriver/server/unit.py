@@ -107,6 +107,7 @@ class Unit:
             most_bytes=config.program_budget_bytes,
             workers=config.workers,
             copies=1 if on_cpu(device) else config.workers,
+            limits=config.stream_limits,
             metrics=metrics,
         )
         by_memory = config.admission == "adaptive"
@@ -240,6 +241,7 @@ class Units:
         if self._holding is not None:
             self._holding.cancel()
             await asyncio.gather(self._holding, return_exceptions=True)
+        await asyncio.gather(*(unit.programs.close() for unit in self._units))
         await asyncio.gather(*(unit.pool.close() for unit in self._units))
 
     def deal(self, tenant: Tenant) -> Unit:

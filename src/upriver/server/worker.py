@@ -6,14 +6,16 @@ import errno
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 import psutil
 import torch
 
+from upriver.coldstart.layout import describe
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.engine.fingerprint import fingerprint
@@ -29,6 +31,7 @@ from upriver.protocol import (
     build_batch,
     data_head,
     error_body,
+    error_from,
     lay_out,
     parse_data_header,
 )
@@ -37,11 +40,14 @@ from upriver.server.channel import Channel, ChannelClosed
 from upriver.server.code import Code, take_apart
 from upriver.server.jobs import (
     NO_SLOT,
+    Describe,
+    Described,
     Done,
     Failed,
     Forget,
     FromFront,
     Hello,
+    Here,
     Loaded,
     LoadProgram,
     MapSlot,
@@ -49,6 +55,7 @@ from upriver.server.jobs import (
     Measured,
     NeedRoom,
     NeedSlot,
+    NeedWeights,
     Room,
     Run,
     RunCode,
@@ -63,7 +70,7 @@ from upriver.server.scale import Scale
 from upriver.text import error_text
 from upriver.types import MicroBatch
 
-_T = TypeVar("_T", UseSlot, Room)
+_T = TypeVar("_T", UseSlot, Room, Here)
 
 MAX_ENGINES = 32
 """Joined chains and programs kept; they hold no memory of their own."""
@@ -194,9 +201,11 @@ class Worker:
                 self._run_code(message)
             case Measure():
                 self._channel.send(self._measure(message))
+            case Describe():
+                self._channel.send(self._describe(message))
             case Weigh():
                 self._channel.send(self._weigh(message, fds))
-            case Setup() | UseSlot() | Room():
+            case Setup() | UseSlot() | Room() | Here():
                 raise SystemExit(f"unexpected {type(message).__name__}")
 
     def _keep_up(self, message: MapSlot | Forget, fds: Sequence[int]) -> None:
@@ -227,8 +236,30 @@ class Worker:
         graph = map_privately(fds[0], message.graph_nbytes)
         weights = map_privately(fds[1], message.weights_nbytes)
         self._programs[message.key] = Program.from_bytes(
-            graph, weights, device=self._setup.device, digest=message.digest, caps=self._caps
+            graph,
+            weights,
+            device=self._setup.device,
+            digest=message.digest,
+            caps=self._caps,
+            before_stage=partial(self._before_stage, message.key) if message.coming else None,
         )
+
+    def _before_stage(self, key: str, position: int, keys: Collection[str]) -> None:
+        """Wait until the front has what a stage is the first to read; see `Program.before_stage`.
+
+        Raises:
+            UpriverError: If it does not come.
+        """
+        if not keys:
+            return
+        program = self._programs[key]
+        numbers = (number for number, weight in enumerate(program.graph.weights) if weight.key in keys)
+        self._channel.send(NeedWeights(weights=tuple(numbers)))
+        here = self._answer(Here)
+        if here.error:
+            raise error_from(here.error)
+        if here.whole:
+            program.before_stage = None
 
     def _weigh(self, message: Weigh, fds: Sequence[int]) -> Weighed:
         """What a stretch takes; tensors that run without data do, so the weights need not be there."""
@@ -290,6 +321,11 @@ class Worker:
             seconds=tuple(clock.stages[position] for position in range(1, stop + 1)),
             peak_bytes=tuple(stage.peak_bytes for stage in stages),
         )
+
+    def _describe(self, message: Describe) -> Described:
+        program = self._programs[message.program]
+        manifest = describe(program.weight_tensors, program.weights_digest, caps=self._caps)
+        return Described(manifest=b"" if manifest is None else manifest.encode())
 
     def _made_up(self, program: Program) -> list[torch.Tensor]:
         """Inputs of the right form, unless they are more than a job may bring."""

@@ -1,0 +1,319 @@
+"""Weights that are still on their way into the memory that workers map: what is asked for, and who waits.
+
+A program runs before all of its weights are there, stage by stage, as in PISeL (CIKM 2024); see
+:mod:`upriver.coldstart.programs`. Here the front reads, as workers have no network: each tensor goes straight
+to where the file has it, and a worker asks before a stage whose weights it has not seen.
+
+Chunks are checked against the manifest before anyone reads them, and the whole file against the digest that
+the graph names as it comes. Where only stages before a cut are asked for, that is never known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from upriver.coldstart.arrivals import Arrivals
+from upriver.coldstart.handle import Groupings, remember
+from upriver.coldstart.incoming import step_back
+from upriver.coldstart.model_load import grouped
+from upriver.coldstart.programs import Found
+from upriver.coldstart.stream import Stream, StreamLimits
+from upriver.errors import Cancelled, ProgramError, UpriverError
+from upriver.server.memory import FillingFile
+from upriver.text import error_text
+
+log = logging.getLogger(__name__)
+
+
+class ColdFile:
+    """A weights file of which some is here, and some asked for.
+
+    It belongs to the event loop's thread, but for what says otherwise.
+
+    Args:
+        found: What is known of the file.
+        digest: The file's.
+        limits: Of what it takes of a link.
+        on_forged: Told where all of it came, each chunk as the manifest has it, and it is another file.
+
+    Attributes:
+        fd: Of the memory, which has the file's header from the start.
+        nbytes: Of the file.
+        numbers: Of its tensors, by key: their places in it.
+
+    Raises:
+        OSError: If there is no memory of the kind.
+    """
+
+    def __init__(
+        self, found: Found, digest: str, limits: StreamLimits, *, on_forged: Callable[[], object]
+    ) -> None:
+        self._found, self._digest, self._limits = found, digest, limits
+        self._tensors = found.manifest.tensors
+        self._memory = FillingFile(found.manifest.nbytes)
+        head = found.manifest.head()
+        self._memory.room(0, len(head))[:] = head
+        self.fd, self.nbytes = self._memory.fd, self._memory.nbytes
+        self.numbers = {tensor.name: number for number, tensor in enumerate(self._tensors)}
+        self._on_forged = on_forged
+        # That the file is what it is called is one more thing to come.
+        self._arrivals = Arrivals(len(self._tensors) + 1)
+        self._asked: set[int] = set()
+        self._wanted: deque[Collection[int]] = deque()
+        self._to_end = False
+        self._part: _Part | None = None
+        self._checking: threading.Thread | None = None
+        self._groupings: Groupings = {}
+        self._at_once: Stream | None = None
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+
+    # --------------------------------------------------------------------------- from any thread
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is here, and is what it is called."""
+        return self._arrivals.complete
+
+    @property
+    def error(self) -> UpriverError | None:
+        """Why what is not here will not come; a new one each time."""
+        return self._arrivals.error
+
+    def wait(self, numbers: Collection[int], *, timeout_s: float) -> bool:
+        """Until these tensors are here, in a thread other than the loop's; False where that takes longer.
+
+        Raises:
+            UpriverError: If they do not come.
+        """
+        if not self._asked.issuperset(numbers):
+            self._tell(lambda: self.ask(numbers))
+        return self._arrivals.wait(numbers, self._hurry, timeout_s=timeout_s)
+
+    # ------------------------------------------------------------------------- in the loop's thread
+
+    @property
+    def coming(self) -> bool:
+        """Whether something is under way that was asked for, or is being checked."""
+        return not self._arrivals.over and (self._part is not None or self._checking is not None)
+
+    def ask(self, numbers: Iterable[int], *, to_end: bool = False) -> None:
+        """Have these tensors come.
+
+        Args:
+            numbers: By their places in the file.
+            to_end: Whether all others are to come behind them, so that the file can be held against its
+                digest.
+        """
+        self._wanted.append(set(numbers) - self._asked)
+        self._to_end |= to_end
+        if self._part is None:
+            self._next()
+        if self._to_end and self._checking is None:
+            self._checking = threading.Thread(target=self._check, name="upriver-cold-digest", daemon=True)
+            self._checking.start()
+
+    async def ready(self, first: Collection[int], others: Collection[int], *, within_s: float) -> None:
+        """Wait until the first are here, and the others will be in so many seconds, as the link is.
+
+        Who begins now and works for so long is not through later than who would have begun before, and waits
+        less in between: a worker that waits for weights is one that nobody else has.
+
+        Raises:
+            UpriverError: If they do not come.
+        """
+        for number in first:
+            self._hurry(number)
+        missing = list(others)
+        while True:
+            news = self._news
+            missing = [number for number in missing if not self._arrivals.here([number])]
+            left = sum(self._tensors[number].stop - self._tensors[number].start for number in missing)
+            if self._arrivals.here(first) and left <= within_s * self._bytes_per_s():
+                return
+            await news.wait()
+
+    async def over(self) -> None:
+        """Wait while something is under way.
+
+        Raises:
+            UpriverError: If it does not come, or the file is another one.
+        """
+        while self.coming:
+            await self._news.wait()
+        self._raise()
+
+    async def checked(self) -> None:
+        """Wait until the file is known to be what it is called, where all of it is asked for.
+
+        Raises:
+            UpriverError: If it is not, or does not come.
+        """
+        while self._to_end and not self._arrivals.over:
+            await self._news.wait()
+        self._raise()
+
+    def cancel(self) -> None:
+        """Nothing more is read; who waits gets an error."""
+        self.failed(Cancelled(f"the load of {self._found.source.path!r} was cancelled"))
+        if self._part is not None:
+            self._part.stream.cancel()
+
+    def join(self) -> None:
+        """Wait until nothing of it runs any more, after a cancel."""
+        if self._part is not None:
+            self._part.stream.join()
+        if self._checking is not None:
+            self._checking.join()
+
+    def stream_of(self, numbers: Sequence[int], sink: _Part) -> Stream:
+        """What brings these tensors."""
+        some, known = self._found.source, self._found.known
+        if len(numbers) < len(self._tensors):
+            some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}
+        groups, news = grouped(some, self._found.link, "upriver", self._limits, known)
+        stream = Stream(
+            some,
+            groups,
+            sink,
+            limits=self._limits,
+            latency_s=self._found.link.rtt_s,
+            bandwidth_bytes_per_s=self._found.link.bandwidth_bytes_per_s,
+        )
+        if some is self._found.source:
+            self._at_once, self._groupings = stream, news
+        return stream
+
+    def _next(self) -> None:
+        """Begin with what is wanted next, if anything is."""
+        self._part = None
+        numbers: set[int] = set()
+        while self._wanted and not numbers:
+            numbers = set(self._wanted.popleft()) - self._asked
+        if not numbers and self._to_end:
+            numbers = set(range(len(self._tensors))) - self._asked
+        if numbers and not self._arrivals.over:
+            self._asked |= numbers
+            self._part = _Part(self, sorted(numbers))
+            self._part.stream.start()
+
+    def _part_is_here(self) -> None:
+        self._next()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have all who wait look again."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _raise(self) -> None:
+        if (error := self.error) is not None:
+            raise error
+
+    def _bytes_per_s(self) -> float:
+        if self._part is None:
+            return self._found.link.bandwidth_bytes_per_s
+        return self._part.stream.measured.bandwidth_bytes_per_s
+
+    # -------------------------------------------------------------------- in threads of its own
+
+    def room(self, number: int) -> memoryview:
+        """Where a tensor belongs."""
+        return self._memory.room(self._tensors[number].start, self._tensors[number].stop)
+
+    def came(self, number: int, *, last: bool) -> None:
+        """A tensor is here; whether it is the last of those that are under way."""
+        self._arrivals.filled(number)
+        self._tell(self._part_is_here if last else self._wake)
+
+    def failed(self, error: UpriverError) -> None:
+        """What is not here will not come."""
+        self._arrivals.failed(error)
+        self._tell(self._wake)
+
+    def _hurry(self, number: int) -> None:
+        if (part := self._part) is not None:
+            part.hurry(number)
+
+    def _tell(self, what: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(what)
+
+    def _check(self) -> None:
+        """Hold the file against its digest as it comes, behind everybody who has stages to run."""
+        path = self._found.source.path
+        try:
+            step_back()
+            found = self._folded()
+            if found != self._digest:
+                self._tell(self._on_forged)
+                raise ProgramError(f"{path} has digest {found}, the graph names {self._digest}")
+        except UpriverError as error:
+            self.failed(error.with_traceback(None))
+        except Exception as raised:
+            log.exception("a weights file was not compared with its digest")
+            self.failed(UpriverError(f"{path} was not compared with its digest: {error_text(raised)}"))
+        else:
+            self._memory.close()
+            self._arrivals.filled(len(self._tensors))
+            self._tell(self._wake)
+            if self._at_once is not None:
+                remember(self._found.source, self._at_once, self._groupings)
+
+    def _folded(self) -> str:
+        """The digest of what is here, once all is.
+
+        Raises:
+            UpriverError: If it does not come.
+        """
+        folded, end = hashlib.sha256(), 0
+        with self._memory.room(0, self.nbytes) as data:
+            for number, tensor in enumerate(self._tensors):
+                self._arrivals.wait([number], _no_hurry)
+                folded.update(data[end : tensor.stop])
+                end = tensor.stop
+            folded.update(data[end:])
+        return folded.hexdigest()
+
+
+class _Part:
+    """Tensors that come with one stream, whose sink this is.
+
+    Args:
+        file: Whose they are.
+        numbers: Their places in it, in order.
+    """
+
+    def __init__(self, file: ColdFile, numbers: Sequence[int]) -> None:
+        self._file, self._numbers, self._left = file, numbers, len(numbers)
+        self._indices = {number: index for index, number in enumerate(numbers)}
+        self.stream = file.stream_of(numbers, self)
+
+    def hurry(self, number: int) -> None:
+        """Somebody waits for this tensor, if it is one of these."""
+        if number in self._indices:
+            self.stream.hurry(self._indices[number])
+
+    def room(self, index: int) -> memoryview:
+        """See :class:`~upriver.coldstart.stream.Sink`."""
+        return self._file.room(self._numbers[index])
+
+    def filled(self, index: int) -> None:
+        """See :class:`~upriver.coldstart.stream.Sink`."""
+        self._left -= 1
+        self._file.came(self._numbers[index], last=not self._left)
+
+    def failed(self, error: UpriverError) -> None:
+        """See :class:`~upriver.coldstart.stream.Sink`."""
+        self._file.failed(error)
+
+
+def _no_hurry(number: int) -> None:
+    """What is hashed behind everybody is in no hurry."""

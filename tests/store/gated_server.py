@@ -1,0 +1,69 @@
+"""The S3 double with a gate: what lies behind it in a weights file waits until it is opened."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+from .s3_server import S3Server, _Handler, _path
+
+PIECE_BYTES = 1 << 16
+WAIT_S = 180.0
+
+
+class GatedServer(S3Server):
+    """As the double; of weights files it gives only what lies before ``gate``.
+
+    Attributes:
+        gate: How many bytes of a weights file may be had; no bound if None.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.RequestHandlerClass = _Gated
+        self.gate: int | None = None
+        self.moved = threading.Condition()
+
+    def open_to(self, gate: int | None) -> None:
+        """Let more through."""
+        with self.moved:
+            self.gate = gate
+            self.moved.notify_all()
+
+    def weights_asked(self) -> int:
+        """Bytes of weights files that were asked for."""
+        with self.lock:
+            asked = [
+                re.fullmatch(r"bytes=(\d+)-(\d+)", each)
+                for method, path, each in self.requests
+                if method == "GET" and _path(path).endswith(".safetensors")
+            ]
+        return sum(int(each[2]) + 1 - int(each[1]) for each in asked if each is not None)
+
+    def __exit__(self, *_: object) -> None:
+        self.open_to(None)
+        super().__exit__()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that went away in mid-answer: clients may."""
+
+
+class _Gated(_Handler):
+    server: GatedServer
+
+    def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        place = re.fullmatch(r"bytes (\d+)-\d+/\d+", (headers or {}).get("Content-Range", ""))
+        if place is None or self.command != "GET" or not _path(self.path).endswith(".safetensors"):
+            return super()._answer(status, body, headers)
+        super()._answer(status, b"", headers)
+        for at in range(0, len(body), PIECE_BYTES):
+            piece = body[at : at + PIECE_BYTES]
+            self._wait(int(place[1]) + at + len(piece))
+            self.wfile.write(piece)
+
+    def _wait(self, stop: int) -> None:
+        with self.server.moved:
+            self.server.moved.wait_for(
+                lambda: self.server.gate is None or stop <= self.server.gate, timeout=WAIT_S
+            )
