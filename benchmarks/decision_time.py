@@ -1,0 +1,149 @@
+"""How long it takes to decide where a request is cut, in a chain of a thousand stages, once sums are ready.
+
+Run with ``python benchmarks/decision_time.py``; ``--write`` writes ``benchmarks/results/decision_time.md``.
+What does not change from request to request is added up before (`upriver.latency.Sums`). What does, the link
+and the server's load, is another one at each decision, so that nothing is remembered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from _common import RESULTS, Spread, commit, interleave, machine, table, versions
+from plan_time import STAGES, question
+from upriver.client.inference.decide import ESTIMATES, Choice, Now, Rule, choose
+from upriver.latency import LatencyModel, Sums
+from upriver.policies import loadpart
+
+NAME = "decision_time.md"
+CHAINS = 20
+DECISIONS = 2001
+GOAL_US = 100.0
+USUALLY = 99
+"""Percent of the decisions that took no longer than the page says: of thousands, some are interrupted."""
+
+ALGORITHM = "Algorithm 1 alone"
+"""``loadpart.decide``: the sums at every cut, and where they are the least."""
+
+CHOOSING = tuple(name for name in ESTIMATES if Rule(policy=name).cut_of(STAGES) is None)
+"""Policies that have a choice."""
+
+Decision = Callable[[Sums, float, float], object]
+"""From the bytes per second of the link, and the server's load factor."""
+
+
+def algorithm(sums: Sums, upload: float, load: float) -> int:
+    """What LoADPart calls the partition decision."""
+    return loadpart.decide(sums, upload=upload, load=load)
+
+
+def choice(rule: Rule, sums: Sums, upload: float, load: float) -> Choice:
+    """What `upriver.offload` does: the same, against the device alone, with what is known at this moment."""
+    now = Now(upload_bytes_per_s=upload, download_bytes_per_s=upload, rtt_s=1e-3, load=load, wait_s=1e-3)
+    return choose(rule, float(sums.device_s[-1]), len(sums.device_s) - 1, [(sums, now)])
+
+
+def decisions() -> dict[str, Decision]:
+    """Everything that decides, by its name."""
+    policies = {f"`{name}`": partial(choice, Rule(policy=name)) for name in CHOOSING}
+    return {ALGORITHM: algorithm, **policies}
+
+
+def chain(seed: int) -> Sums:
+    """The sums of a random one, made once, before anybody decides."""
+    profile, cluster, _ = question(seed)
+    return LatencyModel(profile, cluster).sums
+
+
+def measure(chains: Sequence[Sums], repeats: int) -> dict[str, list[float]]:
+    """Microseconds of each decision, by who decides.
+
+    Args:
+        chains: Whose cuts are chosen, one after another.
+        repeats: Decisions of each that count, after one for each chain to warm up.
+    """
+    draw = random.Random(0)
+    nows = [(10 ** draw.uniform(4, 9), draw.uniform(1, 32)) for _ in range(repeats + len(chains))]
+
+    def timed(decide: Decision) -> Callable[[int], float]:
+        def run(repeat: int) -> float:
+            sums, (upload, load) = chains[repeat % len(chains)], nows[repeat]
+            began = time.perf_counter()
+            decide(sums, upload, load)
+            return 1e6 * (time.perf_counter() - began)
+
+        return run
+
+    taken = interleave({name: timed(decide) for name, decide in decisions().items()}, len(nows))
+    return {name: times[len(chains) :] for name, times in taken.items()}
+
+
+def rows(taken: Mapping[str, Sequence[float]]) -> list[Sequence[object]]:
+    """Each one's microseconds, and whether the median of them is below the goal."""
+    found: list[Sequence[object]] = []
+    for name, times in taken.items():
+        spread = Spread.of(times)
+        usually = float(np.percentile(times, USUALLY))
+        found.append((name, spread.text(1), f"{usually:.1f}", "met" if spread.median < GOAL_US else "missed"))
+    return found
+
+
+def report(taken: Mapping[str, Sequence[float]], stages: int) -> str:
+    """The page.
+
+    Args:
+        taken: Microseconds, by who decides.
+        stages: Of each chain.
+    """
+    header = (
+        "who decides",
+        "us, median (lowest to highest)",
+        f"{USUALLY} % within, us",
+        f"< {GOAL_US:.0f} us",
+    )
+    found = rows(taken)
+    missed = [str(name) for name, *_, judged in found if judged != "met"]
+    verdict = f"**missed** for {', '.join(missed)}" if missed else "**met**"
+    count = min(map(len, taken.values()))
+    return f"""# Deciding where a request is cut, in a chain of {stages} stages
+
+**Goal.** The median decision takes less than {GOAL_US:.0f} us, sums being ready: {verdict}.
+
+{table(header, found)}
+
+- {ALGORITHM} is `loadpart.decide`. Policies are by `choose`, as `upriver.offload` asks it for every request:
+  with what is known of one server and its link, and against the device alone.
+- {count} decisions each, in turns over {CHAINS} random chains, each with another rate of the link and another
+  load. The sums of a chain are made once, before. Looking up what is known of a server is not part of it;
+  `load_aware.md` has decisions of its networks with all of that.
+- Commit {commit()}; {machine()}; {versions("numpy")}.
+
+Run it again: `python benchmarks/decision_time.py --write`.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--decisions", type=int, default=DECISIONS, help="of each, at least 1")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the report lies")
+    parser.add_argument("--write", action="store_true", help=f"write {NAME} there")
+    options = parser.parse_args(arguments)
+    if options.decisions < 1:
+        parser.error(f"--decisions must be at least 1, got {options.decisions}")
+    chains = [chain(seed) for seed in range(CHAINS)]
+    text = report(measure(chains, options.decisions), STAGES)
+    print(text)
+    if options.write:
+        (options.out / NAME).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
