@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from _hosts import Side
 from load_schedule import LEVELS, MOST_PROCESSES, Phase, Setting
 from testbed import Testbed, burst_for
+from upriver.server.config import ServerConfig
 
 DEVICE_CORE, SERVER_CORE = 0, 1
 MBIT = 1e6 / 8
@@ -23,8 +25,9 @@ START_LIMIT_S, REQUEST_LIMIT_S = 600.0, 300.0
 BACKGROUND_LIMIT_S = 1800.0
 """Longest life of a background process: some times what a part takes."""
 
-LOAD_WINDOW_S, LOAD_WATCH_S = 5.0, 5.0
-"""Of the server: LoADPart's period (section V-A), and as often as the server looks by itself."""
+_DEFAULTS = {each.name: each.default for each in fields(ServerConfig)}
+LOAD_WINDOW_S, LOAD_WATCH_S = _DEFAULTS["load_window_s"], _DEFAULTS["load_watch_s"]
+"""Of the server, its defaults: LoADPart's period (section V-A), and as often as it looks by itself."""
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -122,11 +125,7 @@ class Bed(Testbed):
         super().__enter__()
         try:
             (self.folder / "store").mkdir()
-            settings = self.folder / "server.toml"
-            settings.write_text(
-                f"load_window_s = {LOAD_WINDOW_S}\nload_watch_s = {LOAD_WATCH_S}\n", encoding="utf-8"
-            )
-            options = ("--threads", 1, "--workers", 1, "--config", settings)
+            options = ("--threads", 1, "--workers", 1)
             self.url = self.run_server({"default": self.store}, *options, env=ONE_THREAD).url
             program = [_here / "load_background.py", BACKGROUND_LIMIT_S]
             self._background += [Worker(self, "storage", program) for _ in range(MOST_PROCESSES)]

@@ -311,7 +311,7 @@ them the device finished by itself what a server was to.
   same; in the paper it does not. While the link changes and the server is idle the two are the same, and it
   does not run.
 - The server's factor k looks back {window_s:g} s, and is forgotten when its core, looked at every
-  {watch_s:g} s, is less than 90 % busy.
+  {watch_s:g} s, is less than 90 % busy. Both are the defaults.
 - Networks have random weights; inputs are random and of the paper's sizes. Programs lie in the server's store
   beforehand. Batch 1, float32, one thread on either side.
 - Commits {commits}; {machine}.

@@ -183,6 +183,22 @@ def test_what_is_measured_while_the_machine_is_free_stays(meter, clock):
     assert meter.k == 1
 
 
+def test_by_default_a_load_that_comes_is_known_after_some_micro_batches_of_one_a_second(clock):
+    meter = LoadMeter(1, now=clock)
+    meter.came(1)
+    meter.looked(1.0)
+    for _ in range(60):
+        clock.now += 1
+        meter.saw(1, "a", {1: 0.1})
+    seen = []
+    for _ in range(6):
+        clock.now += 1
+        meter.saw(1, "a", {1: 0.3})
+        seen.append(meter.k)
+    assert seen[0] == 1, "an odd one does not show"
+    assert seen[3:] == pytest.approx([3.0] * 3)
+
+
 def test_where_nobody_can_tell_the_window_alone_forgets(meter, clock):
     slowed(meter)
     for _ in range(2):

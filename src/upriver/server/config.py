@@ -133,6 +133,7 @@ class ServerConfig:
         grace_s: What is running may finish for so long after a request to stop. 25 s: with what ending takes
             a server is gone within the 30 s that Kubernetes waits.
         load_window_s: Micro-batches of so many seconds count in the load factor that clients are told.
+            5 s as in LoADPart: with 60 s clients would learn half a minute late of a load that has come.
         load_watch_s: How often the server looks how busy everybody keeps its cores, or its accelerators. 5 s:
             half of what LoADPart takes, so that a device that has gone local is back the sooner; a look takes
             0.05 ms of a CPU with two cores to look at, 1.5 ms with 256.

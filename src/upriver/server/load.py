@@ -27,8 +27,10 @@ from typing import Any, NamedTuple
 
 from upriver.protocol import Load
 
-WINDOW_S = 60.0
-"""What is recent: some micro-batches of the slowest network, and a load that is over is soon forgotten."""
+WINDOW_S = 5.0
+"""What is recent: LoADPart's monitoring period (sections III-C and V-A), so that a device knows of a load
+some seconds after it has come. The median of a longer window turns only when half of it is new. On a busy
+machine a window ends with the last micro-batch, so that a slow network has one in it, however short it is."""
 
 FREE_BELOW = 0.9
 """Utilisation below which a machine is free: LoADPart's threshold, above which it saw latency rise."""

@@ -92,7 +92,7 @@ class Snapshot(_Row, frozen=True, kw_only=True):
         used_bytes: What workers take of the machine's memory, each page once.
         queue_requests: Requests that wait to be admitted.
         queue_bytes: What those ask for together.
-        utilisation: Share of the last minute that the workers were busy.
+        utilisation: Share of the load window, the last seconds, that the workers were busy.
         k: How many times longer stages take now than at best.
         machine: Share of the last seconds for which everybody kept its cores or accelerators busy.
         expected_wait_s: How long a new micro-batch would wait for a worker.
