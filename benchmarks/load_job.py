@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,8 +57,8 @@ NEVER_S = 1e6
 """How often a way that chooses nothing probes its link: that would be in the others' way."""
 
 DEADLINE_S = 200.0
-"""The server's share of the slowest request is awaited, so that full offload is that: by itself upriver would
-have the device go on after 10 s."""
+"""Longer than the slowest request takes, so that full offload is that: by itself upriver would have the
+device go on after 10 s. So no way gives up for want of time, and what a deadline costs is not shown."""
 
 OPEN_LIMIT_S = 120.0
 
@@ -141,26 +141,48 @@ def stage_seconds(program: Program, example: torch.Tensor) -> list[float]:
     return min(runs, key=sum)
 
 
+class OneWay:
+    """Has the link used by one way at a time, by all that belongs to it: a device with one way has no others.
+
+    A way's own probe and request may be under way together, as they are anywhere else.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._way, self._users = "", 0
+
+    @contextmanager
+    def of(self, way: str) -> Iterator[None]:
+        """Wait until no other way uses the link, and keep them from it while the block runs."""
+        with self._free:
+            self._free.wait_for(lambda: not self._users or self._way == way)
+            self._way = way
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._users -= 1
+                self._free.notify_all()
+
+
 class Client(ServerClient):
-    """Probes the link only while no other way uses it: a device that has one way has none of their traffic.
+    """Probes the link only while no other way uses it.
 
     Args:
         url: Of the server.
         token: For it.
-        link: Held by whoever has a request under way, or is let in.
-
-    Attributes:
-        waits: Whether it looks at that; not before its own way has been let in.
+        link: What its requests take, too.
+        way: Whose client it is.
     """
 
-    def __init__(self, url: str, *, token: str, link: threading.Lock) -> None:
+    def __init__(self, url: str, *, token: str, link: OneWay, way: str) -> None:
         super().__init__(url, token=token)
-        self.waits = False
-        self._link = link
+        self._link, self._way = link, way
 
     def probe_upload(self, num_bytes: int) -> Probe:
-        """As of any client, in its turn."""
-        with self._link if self.waits else nullcontext():
+        """As of any client, in its way's turn."""
+        with self._link.of(self._way):
             return super().probe_upload(num_bytes)
 
 
@@ -189,7 +211,7 @@ class Device:
         self._slowness.begin()
         self._ways: dict[str, Offload] = {}
         self._fars: dict[str, Far] = {}
-        self._link = threading.Lock()
+        self._link = OneWay()
 
     # ---------------------------------------------------------------------------------------- orders
 
@@ -200,7 +222,7 @@ class Device:
         rule = RULES.get(way) or Rule(cut=cut_of(way))
         chooses = rule.cut_of(self.program.num_stages) is None
         terms = Terms(push=False) if chooses else Terms(push=False, probe_s=NEVER_S, load_s=NEVER_S)
-        client = Client(self._url, token=self._token, link=self._link)
+        client = Client(self._url, token=self._token, link=self._link, way=way)
         fars = [] if way == LOCAL else [Far(client, terms)]
 
         def make(_: Example) -> Network:
@@ -209,7 +231,7 @@ class Device:
                 far.serve(self._captured, stages_s)
             return Network(captured=self._captured, device_s=stages_s, total_s=sum(stages_s))
 
-        with self._link, self._slowness.away():
+        with self._link.of(way), self._slowness.away():
             self._ways[way] = Offload(
                 Forms(self._captured.example, make),
                 fars,
@@ -222,7 +244,6 @@ class Device:
                 if far.costs(self._captured) is None:
                     raise RuntimeError(far.why_not or f"{way}: the server is not ready")
                 self._fars[way] = far
-        client.waits = True
         return {"new": True}
 
     def close(self, way: str) -> dict[str, Any]:
@@ -281,7 +302,7 @@ class Device:
             number: Says which input.
         """
         answer, wanted = self._ways[way], self._answers[number % INPUTS]
-        with self._link:
+        with self._link.of(way):
             began = time.perf_counter()
             given = answer(self._inputs[number % INPUTS])
             seconds = time.perf_counter() - began

@@ -9,7 +9,7 @@ from pathlib import Path
 from _common import machine, table, versions
 from load_bed import LOAD_WATCH_S, LOAD_WINDOW_S
 from load_found import GOALS, OVER_ENDS, REUSED, Found
-from load_job import RUNS
+from load_job import DEADLINE_S, RUNS
 from load_plots import draw_over_time, draw_rates
 from load_schedule import (
     COMPARED,
@@ -24,6 +24,7 @@ from load_schedule import (
     OURS,
     PARTS,
 )
+from upriver.client.inference.offload import DEADLINE_S as USUAL_DEADLINE_S
 
 PAPER_SPEEDUPS = {
     ("alexnet", FULL): (6.96, 21.98),
@@ -78,6 +79,8 @@ def page(found: Sequence[Found], name: str) -> str:
         factor=FACTOR,
         mbit=LOAD_MBIT,
         runs=RUNS,
+        deadline_s=DEADLINE_S,
+        usual_deadline_s=USUAL_DEADLINE_S,
         over_ends=OVER_ENDS,
         reused=REUSED,
         window_s=LOAD_WINDOW_S,
@@ -300,10 +303,14 @@ them the device finished by itself what a server was to.
 - Background load runs on the server's core and ends by itself. Each process multiplies matrices, in memory
   larger than the first caches, and is scheduled as a group of its own:
 {levels}
+- A server is waited for as long as {deadline_s:g} s (`deadline_s`), so that full offload is that, however
+  slow it is. By itself upriver would have the device go on after {usual_deadline_s:g} s; what a deadline
+  costs is not shown.
 - All ways take turns request by request, in another order each round. Each has a link profiler and a view of
   the server's load of its own, fed by its own requests and, where it has sent none of late, by its own
-  probes every 5 s and questions every 10 s. Probes wait for the end of another way's request, and so does
-  the next request for that of a probe, untimed: a device with one way has no others to share its link with.
+  probes every 5 s and questions every 10 s. One way uses the link at a time, as a device with one way has no
+  others to share it with: its probes wait for the end of another way's request, and so does the next request
+  for that of another's probe, untimed. Its own probes and requests share the link as they would anywhere.
   The server is shared, so that its k is measured by everybody's requests. Local, full and fixed cuts come as
   often as their time is no more than ours.
 - Neurosurgeon knows what LoADPart knows but for the load: its k is 1, and it expects no wait. A busy server

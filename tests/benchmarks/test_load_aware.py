@@ -411,6 +411,7 @@ def test_the_page_and_its_pictures_say_what_there_is(tmp_path: Path) -> None:
         assert f"page_{name}.png" in text
     assert f"Not run yet: {SETTINGS[-1].key}" in text and "p = 19" in text
     assert f"{every[0].wrong} differed" in text and all(goal in text for goal in GOALS.values())
+    assert "A server is waited for as long as 200 s" in text and "go on after 10 s" in text
     assert "6.96 x, at most 21.98 x" in text and "31 processes in a loop" in text
 
 

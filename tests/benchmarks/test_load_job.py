@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import load_job
-from load_job import RULES, Device, Slowness
+from load_job import RULES, Device, OneWay, Slowness
 from load_networks import NAMED, model_of, paper_numbers
-from load_schedule import OURS, steady_cut
+from load_schedule import FULL, OURS, steady_cut
 from upriver.client.embedded import EmbeddedServer
 from upriver.program.capture import capture
 from upriver.program.paper_nodes import paper_nodes
@@ -191,12 +191,38 @@ def test_an_answer_that_differs_is_noticed(device: Device, monkeypatch: pytest.M
 
 def test_no_probe_runs_into_another_ways_request(device: Device) -> None:
     probing = threading.Thread(target=device._fars[OURS]._client.probe_upload, args=(1,))
-    with device._link:
+    with device._link.of(FULL):
         probing.start()
         probing.join(0.2)
         assert probing.is_alive(), "it waits"
     probing.join(60)
     assert not probing.is_alive()
+
+
+def test_a_probe_shares_the_link_with_its_own_ways_request(device: Device) -> None:
+    with device._link.of(OURS):
+        probing = threading.Thread(target=device._fars[OURS]._client.probe_upload, args=(1,))
+        probing.start()
+        probing.join(60)
+        assert not probing.is_alive(), "it does not wait"
+
+
+def test_a_way_has_the_link_until_all_that_belongs_to_it_is_over() -> None:
+    link, others = OneWay(), threading.Event()
+
+    def other() -> None:
+        with link.of(FULL):
+            others.set()
+
+    waiting = threading.Thread(target=other)
+    with link.of(OURS):
+        with link.of(OURS):
+            waiting.start()
+        assert not others.wait(0.2)
+    waiting.join(60)
+    assert others.is_set()
+    with link.of(OURS):
+        pass
 
 
 def test_a_way_that_was_closed_can_be_opened_again(device: Device) -> None:
