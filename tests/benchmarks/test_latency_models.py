@@ -12,7 +12,7 @@ import torch
 import latency_models
 from _common import Spread
 from _planned import Deadline, Records, TimeIsUp
-from latency_models import Network, fitted, judged, measure, predicted, report
+from latency_models import Network, fitted, judged, kinds_within, measure, predicted, report
 from upriver.profile.calibrate import OCCASIONS, TABLE_III
 from upriver.profile.calls import Call
 from upriver.profile.kinds import works_of
@@ -70,24 +70,38 @@ def run(records: Records, deadline: Deadline | None = None) -> None:
 
 def test_ours_is_judged_by_the_papers_device_where_operators_are_long() -> None:
     device = TABLE_III[KIND]["device"][1]
-    assert judged([error(KIND, "ours", device), error(KIND, "edge", 99.0)]) == ([KIND], [])
-    assert judged([error(KIND, "ours", device + 1)]) == ([], [KIND])
-    assert judged([error(KIND, "ours", None), error("softmax", "ours", 99.0)]) == ([], [])
+    assert kinds_within([error(KIND, "ours", device), error(KIND, "edge", 99.0)]) == {KIND: True}
+    assert kinds_within([error(KIND, "ours", device + 1)]) == {KIND: False}
+    assert kinds_within([error(KIND, "ours", None), error("softmax", "ours", 99.0)]) == {}
+
+
+def test_what_was_not_measured_is_not_judged() -> None:
+    assert judged({}, ["a", "b"]).text == "not judged"
+    assert judged({"a": True}, ["a", "b"]).text == "met for a; not judged for b"
+    assert (
+        judged({"a": True, "b": False}, ["a", "b", "c"]).text == "missed for b; met for a; not judged for c"
+    )
+    assert judged({"b": True, "a": True}, ["a", "b"]).text == "met for a, b"
+    text = report([error(KIND, "ours", None)], [], [])
+    assert "kind by kind: not judged." in text and "lower quartiles:\nnot judged." in text
 
 
 def test_a_report_says_what_is_met_and_what_is_missed() -> None:
     rows: Callable[[float], list[KindError]] = lambda ours: [  # noqa: E731
         error(KIND, model, ours if model == "ours" else 50.0) for model in ("ours", "edge", "device")
     ]
+    others = ", ".join(kind for kind in TABLE_III if kind != KIND)
     good = report(rows(1.0), [network("alexnet", 11.0)], [{"load": 0.5, "commit": "abc"}])
-    assert "kind by kind: met." in good and "by at most 15%: met." in good
+    assert f"kind by kind: met for {KIND}; not judged for {others}." in good
+    assert "lower quartiles:\nmet for alexnet; not judged for vgg16, resnet18," in good
     assert f"| {KIND} | 20 | 12.3 / 11.0 | 12.3 / 11.0 | 12.3 / 11.0 | 7 | 50.0 | 1.0 |" in good
     assert "| 4.5 / 12.6 | 1451.5 / 17.7 |" in good
     assert (
         "| alexnet | 10 | 10.0 | 10.0 (9.0 to 30.0) | 11.0 | +10.0% | 20.0 | +100.0% | 5.0 | -50.0% |" in good
     )
     bad = report(rows(99.0), [network("alexnet", 5.0), network("vgg16", 10.0)], [])
-    assert f"missed for {KIND}; met for none" in bad and "missed for alexnet." in bad
+    assert f"kind by kind: missed for {KIND}; not judged for {others}." in bad
+    assert "lower quartiles:\nmissed for alexnet; met for vgg16; not judged for" in bad
 
 
 def test_what_was_measured_stands_in_records_and_is_not_measured_again(
