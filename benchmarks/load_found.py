@@ -14,7 +14,8 @@ from typing import Any
 
 from _common import Spread
 from _planned import Records
-from load_schedule import DECIDING, FULL, LOCAL, NEUROSURGEON, OURS, STEADY, Phase, Setting, steady_cut
+from load_measure import LATER
+from load_schedule import CHOOSING, FULL, LOCAL, NEUROSURGEON, OURS, STEADY, Phase, Setting, steady_cut
 
 MEAN_GAIN: Mapping[str, float] = {"squeezenet1_0": 0.142, "alexnet": 0.0495}
 BEST_GAIN: Mapping[str, float] = {"squeezenet1_0": 0.323, "alexnet": 0.394}
@@ -60,7 +61,7 @@ class Found:
     @property
     def ways(self) -> Sequence[str]:
         """That choose, then those that do not."""
-        return (*DECIDING[self.setting.part], *STEADY)
+        return (*CHOOSING, *STEADY)
 
     # -------------------------------------------------------------------------------------- requests
 
@@ -152,22 +153,27 @@ class Found:
             each["seconds"] if each["why"] else self.typical_s(phase, each["cut"]) for each in requests
         )
 
-    def over_ends(self, phase: int, *, measured: bool = False) -> float:
-        """How much longer ours takes than the better one of local and full, once it has settled.
+    def better_end_s(self, phase: int) -> float:
+        """What the better one of local and full takes in a phase."""
+        return min(self.typical_s(phase, cut) for cut in (0, self.stages))
+
+    def over_ends(self, phase: int, how: str) -> float:
+        """How much longer ours takes than the better one of local and full.
 
         Args:
             phase: In which.
-            measured: By the median of ours' own requests, instead of what its cuts typically take.
+            how: One of `OVER_ENDS_BY`.
         """
-        best_s = min(self.typical_s(phase, cut) for cut in (0, self.stages))
-        own = [each["seconds"] for each in self.requests(phase, OURS, settled=True)]
-        ours_s = statistics.median(own) if measured else self.chosen_s(phase, settled=True)
-        return ours_s / best_s - 1
+        if how == "measured":
+            own = [each["seconds"] for each in self.requests(phase, OURS, settled=True)]
+            ours_s = statistics.median(own)
+        else:
+            ours_s = self.chosen_s(phase, settled=how == "settled")
+        return ours_s / self.better_end_s(phase) - 1
 
-    @property
-    def worst_over_ends(self) -> tuple[float, int]:
+    def worst_over_ends(self, how: str) -> tuple[float, int]:
         """The most of it, and in which phase."""
-        return max((self.over_ends(phase), phase) for phase in range(len(self.phases)))
+        return max((self.over_ends(phase, how), phase) for phase in range(len(self.phases)))
 
     @property
     def fixed_s(self) -> dict[int, float]:
@@ -195,7 +201,7 @@ class Found:
     @property
     def untried(self) -> Sequence[int]:
         """Cuts that somebody chose, but that not every phase has."""
-        chosen = {each["cut"] for each in self.row["requests"] if each["way"] in DECIDING[self.setting.part]}
+        chosen = {each["cut"] for each in self.row["requests"] if each["way"] in CHOOSING}
         return sorted(chosen - self.fixed_s.keys())
 
     # -------------------------------------------------------------------------------------- over rates
@@ -250,35 +256,51 @@ class Found:
     # ------------------------------------------------------------------------------------------- goals
 
     @property
+    def asked(self) -> frozenset[str]:
+        """Goals that say something of this setting, whether it has been run or not."""
+        if self.setting.part != "load":
+            return frozenset(GOALS) - {"mean", "best"}
+        return frozenset(GOALS) - (set() if self.setting.network in BEST_GAIN else {"best"})
+
+    @property
     def goals(self) -> dict[str, bool]:
-        """Each goal that says something of this setting, and whether it is met."""
-        network = self.setting.network
+        """Each of these that something was measured for, and whether it is met."""
         found = {
-            "ends": self.worst_over_ends[0] <= OVER_ENDS,
+            **{how: self.worst_over_ends(how)[0] <= OVER_ENDS for how in OVER_ENDS_BY},
             "fixed": self.over_fixed <= OVER_FIXED,
             "equal": self.wrong == 0,
         }
         if self.cutting is not None:
             found["cutting"] = self.cutting[0] <= CUTTING
-        if self.setting.part == "load":
-            found["mean"] = self.mean_gain(NEUROSURGEON) >= MEAN_GAIN.get(network, WORSE)
-            if network in BEST_GAIN:
-                found["best"] = self.best_gain(NEUROSURGEON)[0] >= BEST_GAIN[network]
+        if "mean" in self.asked:
+            found["mean"] = self.mean_gain(NEUROSURGEON) >= MEAN_GAIN.get(self.setting.network, WORSE)
+        if "best" in self.asked:
+            found["best"] = self.best_gain(NEUROSURGEON)[0] >= BEST_GAIN[self.setting.network]
         return found
 
 
-def _percent(shares: Mapping[str, float]) -> dict[str, float]:
-    return {name: 100 * share for name, share in shares.items()}
+def _listed(shares: Mapping[str, float]) -> str:
+    return " and ".join(f"{100 * share:.3g} % with {name}" for name, share in shares.items())
 
+
+_ENDS = f"in no phase more than {OVER_ENDS:.0%} above the better one of local and full offload"
+_AT_CUTS = "each request as long as the median of everybody's at its cut in its phase"
 
 GOALS: Mapping[str, str] = {
-    "mean": "against Neurosurgeon while the load changes, shorter on average by "
-    + " and ".join(f"{gain:.3g} % with {name}" for name, gain in _percent(MEAN_GAIN).items())
-    + f", and at most {-WORSE:.0%} longer with the others",
-    "best": "the same in the phase in which it is the most by "
-    + " and ".join(f"{gain:.3g} % with {name}" for name, gain in _percent(BEST_GAIN).items()),
-    "ends": f"in no phase more than {OVER_ENDS:.0%} above the best of local and full offload",
-    "fixed": f"within {OVER_FIXED:.0%} of the best fixed cut in hindsight",
-    "cutting": f"cutting costs at most {CUTTING:.0%} of the time of {REUSED} requests",
+    "mean": "while the load changes, the mean seconds of all of ours' requests, phases alike, are less "
+    f"than Neurosurgeon's by {_listed(MEAN_GAIN)}, and at most {-WORSE:.0%} more with the others",
+    "best": f"the same in the one phase in which it is the most: less by {_listed(BEST_GAIN)}",
+    "settled": f"{_ENDS}, by the cuts that ours chose in the later half of its requests, {_AT_CUTS}",
+    "measured": f"{_ENDS}, by the median seconds of the later half of ours' own requests, a few",
+    "throughout": f"{_ENDS}, by the cuts that ours chose in all of its requests, those before it knew of a "
+    f"change too, {_AT_CUTS}",
+    "fixed": f"over all phases at most {OVER_FIXED:.0%} longer than the best of the fixed cuts that were "
+    f"tried in every phase, by the cuts that ours chose in all of its requests, {_AT_CUTS}",
+    "cutting": f"what the first request at a cut takes beyond the next {LATER}, and {REUSED} decisions, are "
+    f"at most {CUTTING:.0%} of {REUSED} requests, at every cut that nobody had used before",
     "equal": "every answer is the local model's, bit for bit",
 }
+"""What each verdict is about, in full."""
+
+OVER_ENDS_BY = ("settled", "measured", "throughout")
+"""Goals that hold ours against local and full."""

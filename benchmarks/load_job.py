@@ -246,13 +246,6 @@ class Device:
                 self._fars[way] = far
         return {"new": True}
 
-    def close(self, way: str) -> dict[str, Any]:
-        """Let go of a way, if it is there."""
-        if way in self._ways:
-            self._ways.pop(way).close()
-            self._fars.pop(way, None)
-        return {}
-
     def facts(self) -> dict[str, Any]:
         """What a row says of the network and its two machines; with `ours` open."""
         costs = self._fars[OURS].costs(self._captured)
@@ -325,8 +318,8 @@ class Device:
 
     def end(self) -> None:
         """Let go of all of them."""
-        for way in list(self._ways):
-            self.close(way)
+        for answer in self._ways.values():
+            answer.close()
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from load_schedule import CHOOSING, DECIDING, LOCAL, OURS, STEADY, Phase, Setting, Turns, way_of
+from load_schedule import CHOOSING, LOCAL, OURS, STEADY, Phase, Setting, Turns, way_of
 
 LIKELY_LOADS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Load factors at which it is asked which cut would win, to find those that are worth trying throughout."""
@@ -62,9 +62,9 @@ def measure(
         clock: Seconds.
     """
     bed.begin(setting.phases[0])
-    ways = (*DECIDING[setting.part], *STEADY)
-    for way in (*CHOOSING, *STEADY):  # who has no part in this must not probe the link
-        device.ask(do="open" if way in ways else "close", way=way)
+    ways = (*CHOOSING, *STEADY)
+    for way in ways:
+        device.ask(do="open", way=way)
     cuts = fixed_cuts(device, setting)
     cutting = {str(cut): costs for cut in cuts if (costs := cutting_of(device, cut)) is not None}
     for way in (each for each in ways if each != LOCAL):
@@ -127,7 +127,6 @@ class Phases:
         clock: Callable[[], float],
     ) -> None:
         self._device, self._bed, self._cuts, self._clock = device, bed, cuts, clock
-        self._choosing = DECIDING[setting.part]
         self._began, self._rounds = clock(), 0
         self.requests: list[Told] = []
         self.told: list[Told] = []
@@ -135,7 +134,7 @@ class Phases:
     def run(self, phase: Phase) -> None:
         """One phase: rounds until its time is over and everybody has had a turn."""
         self._bed.begin(phase)
-        began, turns = self._clock(), Turns(self._choosing, self._cuts, self._rounds)
+        began, turns = self._clock(), Turns(self._cuts, self._rounds)
         while self._clock() - began < phase.seconds or not turns.complete:
             for way in turns.round():
                 turns.took(way, self._request(way))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from load_found import Found
-from load_schedule import DECIDING, FULL, LEVELS, LOADPART, LOCAL, NEUROSURGEON, OURS
+from load_schedule import CHOOSING, FULL, LEVELS, LOADPART, LOCAL, NEUROSURGEON, OURS
 
 PANEL = (4.2, 2.8)
 """Of one network, in inches."""
@@ -88,7 +88,7 @@ def over_time(axes: Any, found: Found) -> None:
         for way in (LOCAL, FULL):
             style = {"color": STYLES[way]["color"], "lw": 0.8, "ls": "--" if way == LOCAL else ":"}
             axes.hlines(found.spread(number, way).median, begin, end, label=None if number else way, **style)
-    for way in DECIDING[found.setting.part]:
+    for way in CHOOSING:
         rows = [each for each in found.row["requests"] if each["way"] == way]
         axes.plot(
             [each["at_s"] for each in rows],

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from _common import machine, table, versions
 from load_bed import LOAD_WATCH_S, LOAD_WINDOW_S
-from load_found import GOALS, OVER_ENDS, REUSED, Found
+from load_found import GOALS, OVER_ENDS_BY, REUSED, Found
 from load_job import DEADLINE_S, RUNS
 from load_plots import draw_over_time, draw_rates
 from load_schedule import (
+    CHOOSING,
     COMPARED,
-    DECIDING,
     FACTOR,
     FULL,
     LEVELS,
@@ -55,13 +55,19 @@ def of_part(found: Sequence[Found], part: str) -> list[Found]:
     return [each for each in found if each.complete and each.setting.part == part]
 
 
+def lasting(found: Sequence[Found], part: str) -> str:
+    """For how long phases of a part last at least."""
+    every = {phase.seconds for each in found if each.setting.part == part for phase in each.setting.phases}
+    return " or ".join(f"{seconds:g} s" for seconds in sorted(every)) or "none"
+
+
 def page(found: Sequence[Found], name: str) -> str:
     """The same as text alone."""
     complete = [each for each in found if each.complete]
     left = [each.setting.key for each in found if not each.complete]
     load, link = of_part(found, "load"), of_part(found, "link")
     return TEMPLATE.format(
-        verdicts="\n".join(f"- {verdict(goal, complete)}" for goal in GOALS),
+        verdicts="\n".join(f"- {verdict(goal, found)}" for goal in GOALS),
         left=f"\nNot run yet: {', '.join(left)}.\n" if left else "",
         gains=gains_table(load),
         loads=phases_table(load),
@@ -78,10 +84,10 @@ def page(found: Sequence[Found], name: str) -> str:
         name=name,
         factor=FACTOR,
         mbit=LOAD_MBIT,
+        lasts="; ".join(f"{part}, {lasting(found, part)}" for part in PARTS),
         runs=RUNS,
         deadline_s=DEADLINE_S,
         usual_deadline_s=USUAL_DEADLINE_S,
-        over_ends=OVER_ENDS,
         reused=REUSED,
         window_s=LOAD_WINDOW_S,
         watch_s=LOAD_WATCH_S,
@@ -93,14 +99,18 @@ def page(found: Sequence[Found], name: str) -> str:
 
 
 def verdict(goal: str, found: Sequence[Found]) -> str:
-    """A goal, and where it is missed."""
-    judged = {each.setting.key: each.goals[goal] for each in found if goal in each.goals}
+    """A goal: met if every setting that it speaks of has met it; where it is missed, and what is left."""
+    about = [each for each in found if goal in each.asked]
+    judged = {each.setting.key: each.goals[goal] for each in about if each.complete and goal in each.goals}
     if not judged:
         return f"{GOALS[goal]}: not judged"
     missed = [key for key, met in judged.items() if not met]
+    left = [each.setting.key for each in about if not each.complete]
+    said = "**missed**" if missed else "met so far" if left else "**met**"
     return (
-        f"{GOALS[goal]}: **{'missed' if missed else 'met'}**, met in {len(judged) - len(missed)} of "
-        f"{len(judged)}" + (f"; not in {', '.join(missed)}" if missed else "")
+        f"{GOALS[goal]}: {said}, met in {len(judged) - len(missed)} of {len(judged)}"
+        + (f"; not in {', '.join(missed)}" if missed else "")
+        + (f"; not run: {', '.join(left)}" if left else "")
     )
 
 
@@ -130,19 +140,24 @@ def phases_table(found: Sequence[Found]) -> str:
     """Every phase: what was known, what was chosen, and what it took."""
     if not found:
         return "Not run yet."
-    deciding = DECIDING[found[0].setting.part]
-    header = ["network", "load", "Mbit/s", "k", "known, Mbit/s", *(f"{way}, s (cut)" for way in deciding)]
-    header += [f"{LOCAL}, s", f"{FULL}, s", "ours over the better one", "as measured"]
+    header = ["network", "load", "Mbit/s", "k", "known, Mbit/s", *(f"{way}, s (cut)" for way in CHOOSING)]
+    header += [
+        f"{LOCAL}, s",
+        f"{FULL}, s",
+        "ours over the better one",
+        "by its own requests",
+        "before it settled, too",
+    ]
     rows = []
     for each in found:
         for number, phase in enumerate(each.phases):
             cells = [phase.level, f"{phase.mbit:g}", f"{each.known(number, 'k'):.1f}"]
             cells.append(f"{each.known(number, 'upload_bytes_per_s') * 8 / 1e6:.2g}")
-            for way in deciding:
+            for way in CHOOSING:
                 cut = each.label(each.usual_cut(number, way))
                 cells.append(f"{each.spread(number, way).text(3)} ({cut})")
             cells += [each.spread(number, way).text(3) for way in (LOCAL, FULL)]
-            cells += [f"{each.over_ends(number):+.1%}", f"{each.over_ends(number, measured=True):+.1%}"]
+            cells += [f"{each.over_ends(number, how):+.1%}" for how in OVER_ENDS_BY]
             rows.append([each.setting.network, *cells])
     return table(header, rows)
 
@@ -204,11 +219,13 @@ def steady_table(found: Sequence[Found]) -> str:
         cut, seconds = each.best_fixed
         tried = ", ".join(f"{each.label(at)} {sum_s:.2f}" for at, sum_s in each.fixed_s.items())
         cells = [f"{each.label(cut)}, {seconds:.2f} s", f"{each.over_fixed:+.1%}", tried]
-        worst, phase = each.worst_over_ends
-        cells.append(f"{worst:+.1%} at {each.phases[phase].level}, {each.phases[phase].mbit:g} Mbit/s")
+        for how in OVER_ENDS_BY:
+            worst, phase = each.worst_over_ends(how)
+            cells.append(f"{worst:+.1%} at {each.phases[phase].level}, {each.phases[phase].mbit:g} Mbit/s")
         rows.append([each.setting.key, *cells, ", ".join(map(each.label, each.untried)) or "none"])
     header = ["setting", "best fixed cut", "ours over it", "all that were tried, s"]
-    header += ["most over local and full", "chosen but not tried throughout"]
+    header += ["most over local and full", "by its own requests", "before it settled, too"]
+    header.append("chosen but not tried throughout")
     return table(header, rows) if rows else "Not run yet."
 
 
@@ -251,7 +268,8 @@ of the two its own figures are.
 
 k and the rate are what ours knew when it chose. "Ours over the better one" is over the better one of local
 and full once it has settled, which is the later half of a phase: its cuts, each as long as requests at that
-cut took in that phase, whoever sent them; "as measured" is by its own requests alone, a few.
+cut took in that phase, whoever sent them. "By its own requests" is the median of ours' alone then, a few.
+"Before it settled, too" is by its cuts in all of the phase, those before it knew of a change among them.
 
 ## The link changes (Figure 6)
 
@@ -315,8 +333,10 @@ them the device finished by itself what a server was to.
   often as their time is no more than ours.
 - Neurosurgeon knows what LoADPart knows but for the load: its k is 1, and it expects no wait. A busy server
   is also slow to read what is sent, which makes its link seem thinner, so that it may move its cut all the
-  same; in the paper it does not. While the link changes and the server is idle the two are the same, and it
-  does not run.
+  same; in the paper it does not. While the link changes the two differ by what LoADPart's k of an idle server
+  is beyond 1: a median of what stages took over the least that they ever did.
+- A phase lasts as long as this, or until everybody has had a turn: {lasts}. It is as short
+  as it has to be for all of the benchmark to end within an hour.
 - The server's factor k looks back {window_s:g} s, and is forgotten when its core, looked at every
   {watch_s:g} s, is less than 90 % busy. Both are the defaults.
 - Networks have random weights; inputs are random and of the paper's sizes. Programs lie in the server's store

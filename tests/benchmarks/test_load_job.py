@@ -223,8 +223,3 @@ def test_a_way_has_the_link_until_all_that_belongs_to_it_is_over() -> None:
     assert others.is_set()
     with link.of(OURS):
         pass
-
-
-def test_a_way_that_was_closed_can_be_opened_again(device: Device) -> None:
-    assert device.close("cut 2") == {} == device.close("cut 2")
-    assert device.open("cut 2") == {"new": True} and device.request("cut 2", 0)["equal"]
