@@ -12,11 +12,30 @@ import torch
 
 from tests.pipeline.making import write
 from tests.server.conftest import MICRO_BATCH, images, make_program
-from tests.server.running import answering, ask, body_of, changed, connect, messages, refused, run, wait_for
+from tests.server.running import (
+    answering,
+    ask,
+    body_of,
+    changed,
+    connect,
+    in_thread,
+    messages,
+    refused,
+    run,
+    wait_for,
+)
 from upriver.errors import BadSample, ObjectChanged, StoreError
 from upriver.pipeline import CenterCrop, Decode, Normalize, Resize, index
 from upriver.program import capture, graph_path
-from upriver.protocol import VERSION, DatasetRef, End, RunRequest, decode_info, program_head
+from upriver.protocol import (
+    PROCESS_HEADER,
+    VERSION,
+    DatasetRef,
+    End,
+    RunRequest,
+    decode_info,
+    program_head,
+)
 from upriver.server.status import Wording
 from upriver.store import Store
 from upriver.types import MicroBatch, Timings
@@ -60,6 +79,18 @@ def test_info(server):
     assert info.stores == ("default",)
     assert info.fingerprint["torch"] == torch.__version__
     assert (info.workers, info.threads, info.micro_batch, info.caps.samples) == (2, 1, 16, 64)
+
+
+def test_every_answer_names_the_process_that_gives_it(server, uploaded, world):
+    request = RunRequest(micro_batches=(), start=0, stop=1, micro_batch=1)
+    asked = [("GET", "/livez"), ("GET", "/v1/info"), ("GET", "/v1/load"), ("GET", "/nothing")]
+    named = {ask(server, *each)[1][PROCESS_HEADER] for each in asked}
+    named.add(ask(server, "POST", "/v1/run", body_of(request))[1][PROCESS_HEADER])
+    assert len(named) == 1 and len(named.pop()) == 32
+    with in_thread(world.store.uri, threads=1) as other:
+        assert (
+            ask(other, "GET", "/livez")[1][PROCESS_HEADER] != ask(server, "GET", "/livez")[1][PROCESS_HEADER]
+        )
 
 
 def test_no_answer_says_where_a_store_is(server, world):

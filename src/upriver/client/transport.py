@@ -36,6 +36,7 @@ from upriver.client.reading import Crossing, FrameReader, Source
 from upriver.errors import ProgramNotFound, ProtocolError, ServerUnavailable, UpriverError
 from upriver.protocol import (
     DEFAULT_CAPS,
+    PROCESS_HEADER,
     Caps,
     Info,
     Load,
@@ -183,24 +184,42 @@ class ServerClient:
         """
         return self._status("GET", "/readyz", timeout_s=timeout_s) == 200
 
-    def info(self) -> Info:
+    def process(self) -> str:
+        """Names the process that answers at this address now; empty where it does not say, as older ones.
+
+        Raises:
+            UpriverError: As for `info`.
+        """
+        with self._question("GET", "/livez") as response:
+            self._expect_ok(response)
+            return _process_of(response)
+
+    def info(self, *, process: str | None = None) -> Info:
         """What the server says of itself.
+
+        Args:
+            process: That is to answer, as `process` names it; None takes any.
 
         Raises:
             ProtocolError: If it speaks another version of the protocol, or is no such server.
             NotAuthorized: If the token is not accepted.
-            ServerUnavailable: If it cannot be reached.
+            ServerUnavailable: If it cannot be reached, or another process answers.
         """
         with self._question("GET", "/v1/info") as response:
+            self._expect_ok(response, process)
             return self._decoded(response, INFO_BYTES, decode_info)
 
-    def load(self) -> Load:
+    def load(self, *, process: str | None = None) -> Load:
         """How busy the server is.
+
+        Args:
+            process: As for `info`.
 
         Raises:
             UpriverError: As for `info`.
         """
         with self._question("GET", "/v1/load") as response:
+            self._expect_ok(response, process)
             return self._decoded(response, INFO_BYTES, lambda data: decode_versioned(data, Load, "load"))
 
     def profile(self, programs: Sequence[str], *, stop: int | None = None, repeats: int = 5) -> StageCosts:
@@ -314,7 +333,9 @@ class ServerClient:
 
     # ---------------------------------------------------------------------------------------- work
 
-    def run(self, request: RunRequest, batches: Sequence[MicroBatch] = ()) -> RunAnswer:
+    def run(
+        self, request: RunRequest, batches: Sequence[MicroBatch] = (), *, process: str | None = None
+    ) -> RunAnswer:
         """Run stages on the server; an iterator of micro-batches with their timings, in the order asked.
 
         Nothing is sent before the first one is asked for. Closing it early closes the connection, upon which
@@ -323,13 +344,15 @@ class ServerClient:
         Args:
             request: What to run on what.
             batches: The inputs, where the request names no dataset.
+            process: As for `info`.
 
         Raises:
-            ServerUnavailable: While iterating: if the server cannot be reached, stops, or breaks off.
+            ServerUnavailable: While iterating: if the server cannot be reached, stops, or breaks off, or if
+                another process answers.
             ProtocolError: While iterating: if the answer is not what was asked for.
             UpriverError: While iterating: whatever went wrong there.
         """
-        return RunAnswer(self, request, batches)
+        return RunAnswer(self, request, batches, process=process)
 
     def abort(self) -> None:
         """Break all connections off: whoever reads gets ServerUnavailable. Further requests work."""
@@ -481,17 +504,30 @@ class ServerClient:
         except ProtocolError as error:
             raise ProtocolError(f"{self.url}: {said(str(error))}") from None
 
-    def _expect_ok(self, response: http.client.HTTPResponse) -> None:
+    def _expect_ok(self, response: http.client.HTTPResponse, process: str | None = None) -> None:
         if not 200 <= response.status < 300:
             raise error_of(response, self.url)
+        if process is not None and _process_of(response) != process:
+            raise ServerUnavailable(f"{self.url}: another process answers there than the one that was let in")
+
+
+def _process_of(response: http.client.HTTPResponse) -> str:
+    return response.getheader(PROCESS_HEADER) or ""
 
 
 class RunAnswer:
     """The answer to one run request: an iterator; `close` may be called from any thread, at any time."""
 
-    def __init__(self, client: ServerClient, request: RunRequest, batches: Sequence[MicroBatch] = ()) -> None:
+    def __init__(
+        self,
+        client: ServerClient,
+        request: RunRequest,
+        batches: Sequence[MicroBatch] = (),
+        *,
+        process: str | None = None,
+    ) -> None:
         self._holder = Holder()
-        self._frames = self._read(client, request, batches)
+        self._frames = self._read(client, request, batches, process)
         self._reading = threading.Lock()  # held by a thread inside the generator
 
     def __iter__(self) -> RunAnswer:
@@ -528,7 +564,7 @@ class RunAnswer:
         self.close()
 
     def _read(
-        self, client: ServerClient, request: RunRequest, batches: Sequence[MicroBatch]
+        self, client: ServerClient, request: RunRequest, batches: Sequence[MicroBatch], process: str | None
     ) -> Generator[tuple[MicroBatch, Timings], None, None]:
         messages: list[Message] = [request, *batches]
         body = [part for message in messages for part in encode(message)]
@@ -539,7 +575,7 @@ class RunAnswer:
                 "POST", "/v1/run", body, on_connection=self._holder, headers=headers
             ) as response,
         ):
-            client._expect_ok(response)
+            client._expect_ok(response, process)
             reader = FrameReader(response, url=client.url, meter=client.meter, caps=client._caps)
             for ids in request.micro_batches:
                 yield reader.micro_batch(ids, request)

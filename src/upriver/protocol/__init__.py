@@ -21,6 +21,7 @@ from upriver.protocol.frames import (
 from upriver.protocol.messages import (
     BY_DEFAULT,
     MAX_LARGER,
+    PROCESS_HEADER,
     CodeRef,
     Collate,
     DatasetRef,
@@ -53,6 +54,7 @@ __all__ = [
     "MAX_LARGER",
     "MAX_MICRO_BATCH",
     "PREFIX_NBYTES",
+    "PROCESS_HEADER",
     "PROGRAM_HEAD_NBYTES",
     "VERSION",
     "Caps",

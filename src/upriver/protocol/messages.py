@@ -16,6 +16,10 @@ from upriver.store.names import MAX_NAME_BYTES
 from upriver.text import printable, said
 from upriver.types import Timings
 
+PROCESS_HEADER = "Upriver-Process"
+"""Header of every answer: names the process that gives it, by a word that it drew when it began. Another one
+may answer at the same address next time, with other low bits."""
+
 DIGEST_PATTERN = r"^[0-9a-f]{64}$"
 """A sha256 in hex: the only way to name a program or a dataset."""
 

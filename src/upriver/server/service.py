@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -23,6 +24,7 @@ import uvicorn
 
 from upriver import tracing
 from upriver.errors import ConfigError
+from upriver.protocol import PROCESS_HEADER
 from upriver.server.app import Front, create_app
 from upriver.server.config import ServerConfig
 from upriver.server.http import Held, HttpLimits, bounded_http
@@ -142,6 +144,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            headers=[(PROCESS_HEADER, secrets.token_hex(16))],
             proxy_headers=False,
             timeout_keep_alive=math.ceil(config.idle_timeout_s),
             timeout_graceful_shutdown=max(1, math.ceil(config.grace_s)),

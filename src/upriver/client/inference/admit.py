@@ -78,20 +78,21 @@ def admit(
         ProgramNotFound: If it has not the program and is not to be sent it.
         UpriverError: If it cannot be used now.
     """
-    info, program = client.info(), captured.program
+    process, program = client.process(), captured.program
+    info = client.info(process=process)
     check_fingerprint(client.url, info.fingerprint, program.device, exact=exact == "bitwise")
     _bring(client, program, push=push)
     probe(client, link, small=ROUND_TRIPS, large=PROBES)
     allowed = allowed_by(exact, captured)
-    whole = canary(client, captured, 0, allowed)
+    whole = canary(client, captured, 0, allowed, process=process)
     narrowest = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
-    overhead_s = _overhead_s(client, captured, link, narrowest, allowed)
+    overhead_s = _overhead_s(client, captured, link, narrowest, allowed, process)
     seconds = _server_seconds(client, captured, info, device_s, whole)
     return Admitted(
-        costs=Costs(program=program, device_s=device_s, server_s=seconds),
+        costs=Costs(program=program, device_s=device_s, server_s=seconds, process=process),
         overhead_s=overhead_s,
         cuts=(0, narrowest),
-        load=client.load(),
+        load=client.load(process=process),  # the same to the end, whatever has failed in between
     )
 
 
@@ -129,15 +130,24 @@ def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, eve
         link.saw(found.num_bytes, found.first_byte_s + found.seconds)
 
 
-def canary(client: ServerClient, captured: Captured, cut: int, allowed: Tolerance | None) -> Finished:
+def canary(
+    client: ServerClient, captured: Captured, cut: int, allowed: Tolerance | None, *, process: str
+) -> Finished:
     """Have a server finish the example from a cut on, and compare.
+
+    Args:
+        client: The server.
+        captured: The network.
+        cut: Where the device stops.
+        allowed: How far the answer may be from the device's; None asks for equal bits.
+        process: That is to answer.
 
     Raises:
         NotExact: If it gives something else.
         UpriverError: If it cannot be asked now.
     """
     crossing = captured.program.run(captured.example.tensors, 0, cut)
-    finished = Exchange(client, captured, cut, crossing).finish(MEASURE_S)
+    finished = Exchange(client, captured, cut, crossing, process=process).finish(MEASURE_S)
     found = difference(captured.reference, finished.tensors, allowed)
     if found and allowed is None:
         raise NotExact(f"{client.url} gives {found} for the example at cut {cut}{threads_hint(client)}")
@@ -149,10 +159,15 @@ def canary(client: ServerClient, captured: Captured, cut: int, allowed: Toleranc
 
 
 def _overhead_s(
-    client: ServerClient, captured: Captured, link: LinkWindow, cut: int, allowed: Tolerance | None
+    client: ServerClient,
+    captured: Captured,
+    link: LinkWindow,
+    cut: int,
+    allowed: Tolerance | None,
+    process: str,
 ) -> float:
     """By requests of which the least crosses: what they took on the way beyond what the link explains."""
-    took = min(canary(client, captured, cut, allowed).link_s for _ in range(CANARIES))
+    took = min(canary(client, captured, cut, allowed, process=process).link_s for _ in range(CANARIES))
     bandwidth = link.bandwidth_bytes_per_s
     crossing_s = crossing_bytes(captured.program, cut) / bandwidth if bandwidth is not None else 0.0
     return max(0.0, took - link.rtt_s - crossing_s)

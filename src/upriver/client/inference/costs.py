@@ -73,11 +73,13 @@ class Costs:
         program: The network.
         device_s: Seconds of each stage on the device.
         server_s: Of each stage on the server when nothing else keeps it busy.
+        process: Of the server, which has shown that it gives what the device gives.
     """
 
     program: Program
     device_s: Sequence[float]
     server_s: Sequence[float]
+    process: str = ""
 
     def __post_init__(self) -> None:
         counts = {len(self.device_s), len(self.server_s)}

@@ -54,13 +54,20 @@ class Exchange:
         captured: The network.
         cut: Where the device has stopped.
         tensors: What crosses there.
+        process: That is to answer: the one that was let in.
 
     Attributes:
         sent_bytes: Of these.
     """
 
     def __init__(
-        self, client: ServerClient, captured: Captured, cut: int, tensors: Sequence[torch.Tensor]
+        self,
+        client: ServerClient,
+        captured: Captured,
+        cut: int,
+        tensors: Sequence[torch.Tensor],
+        *,
+        process: str,
     ) -> None:
         program = captured.program
         ids = tuple(range(program.micro_batch))
@@ -74,13 +81,13 @@ class Exchange:
         sent = MicroBatch(ids=ids, position=cut, tensors=tuple(tensor.cpu() for tensor in tensors))
         self.sent_bytes = crossing_bytes(program, cut)
         self._program, self._url = program, client.url
-        self._answer = client.run(request, [sent])
+        self._answer = client.run(request, [sent], process=process)
 
     def finish(self, seconds: float) -> Finished:
         """Send it and wait for the answer.
 
         Raises:
-            ServerUnavailable: If it is not there after so many seconds.
+            ServerUnavailable: If it is not there after so many seconds, or another process answers.
             ProtocolError: If it is not of the form that the network gives.
             UpriverError: Whatever else went wrong.
         """

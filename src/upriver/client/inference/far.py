@@ -140,9 +140,9 @@ class Far:
             wait_s=self._wait_s,
         )
 
-    def ask(self, captured: Captured, cut: int, tensors: Sequence[torch.Tensor]) -> Exchange:
-        """A question for what the network gives from a cut on."""
-        return Exchange(self._client, captured, cut, tensors)
+    def ask(self, captured: Captured, cut: int, tensors: Sequence[torch.Tensor], *, process: str) -> Exchange:
+        """A question for what the network gives from a cut on, to the process that was let in."""
+        return Exchange(self._client, captured, cut, tensors, process=process)
 
     def answered(self, captured: Captured, cut: int, finished: Finished) -> None:
         """Take in what an answer shows of the link and of the load.
@@ -164,8 +164,12 @@ class Far:
 
     def prepare(self, captured: Captured, cut: int) -> bool:
         """Run the example from a cut on once, for the server to have all that it needs; whether it did."""
+        costs = self.costs(captured)
+        if costs is None:
+            return False
+        allowed = allowed_by(self._terms.exact, captured)
         try:
-            canary(self._client, captured, cut, allowed_by(self._terms.exact, captured))
+            canary(self._client, captured, cut, allowed, process=costs.process)
         except UpriverError as error:
             self.failed(error)
             return False

@@ -98,6 +98,7 @@ class Offload:
             tensors=tensors,
             cut=decision.cut,
             far=far,
+            process=decision.costs.process if decision.costs is not None else "",
             patience=self._patience,
         )
         answer = network.captured.answer(request.run())

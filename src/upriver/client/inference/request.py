@@ -80,6 +80,7 @@ class Request:
         tensors: Its inputs.
         cut: Where the device stops.
         far: That runs the rest; None where the device does.
+        process: Of that server, when the cut was chosen: no other one has shown what it computes.
         patience: With it.
         served: How it was answered, once it is.
     """
@@ -88,6 +89,7 @@ class Request:
     tensors: Sequence[torch.Tensor]
     cut: int
     far: Far | None
+    process: str
     patience: Patience
     served: Served = field(init=False)
 
@@ -117,7 +119,7 @@ class Request:
         return done
 
     def _there(self, far: Far, crossing: Tensors, left_s: float) -> Tensors:
-        exchange = far.ask(self.captured, self.cut, crossing)
+        exchange = far.ask(self.captured, self.cut, crossing, process=self.process)
         self.served.sent_bytes = exchange.sent_bytes
         try:
             if self.patience.hedge_s is None or self.patience.helpers is None:

@@ -1,0 +1,87 @@
+"""A server in front of a real one that says other things of itself: its process, its load, its seconds."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.client.scripted_http import Exchange, scripted
+from upriver.protocol import PROCESS_HEADER, FrameDecoder, encode
+from upriver.types import Timings
+
+
+class Between:
+    """Passes everything on, and changes what it is told to in the answers.
+
+    Attributes:
+        process: That answers.
+        asked: Paths with the process that answered, in order.
+        load: Fields of ``/v1/load`` in place of the server's.
+        profile_s: Seconds of every stage in profiles.
+        run_s: Seconds of every stage in answers.
+        k: In answers.
+        before: Called with each path before it is answered.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.process = "", "first"
+        self.asked: list[tuple[str, str]] = []
+        self.load: Mapping[str, Any] = {}
+        self.profile_s: float | None = None
+        self.run_s: float | None = None
+        self.k: float | None = None
+        self.before: Callable[[str], None] = lambda path: None
+        self._address = urlsplit(url).netloc
+
+    def count(self, path: str) -> int:
+        """How often that was asked for."""
+        return sum(each == path for each, _ in self.asked)
+
+    def __call__(self, exchange: Exchange) -> None:
+        path = exchange.path.partition("?")[0]
+        self.before(path)
+        self.asked.append((path, self.process))
+        connection = http.client.HTTPConnection(self._address, timeout=60)
+        try:
+            connection.request(exchange.method, exchange.path, body=exchange.body or None)
+            response = connection.getresponse()
+            status, body = response.status, response.read()
+        finally:
+            connection.close()
+        if status == 200:
+            body = self._changed(path, body)
+        exchange.plain(status, body, **{PROCESS_HEADER.replace("-", "_"): self.process})
+
+    def _changed(self, path: str, body: bytes) -> bytes:
+        if path == "/v1/load":
+            return json.dumps({**json.loads(body), **self.load}).encode()
+        if path == "/v1/profile" and self.profile_s is not None:
+            found = json.loads(body)
+            rows = found["micro_batches"][0]
+            for stage in found["stages"]:
+                stage["seconds"] = [0.0, self.profile_s / rows]
+            return json.dumps(found).encode()
+        if path == "/v1/run":
+            messages = [self._timed(message) for message in FrameDecoder().feed(body)]
+            return b"".join(bytes(part) for message in messages for part in encode(message))
+        return body
+
+    def _timed(self, message: Any) -> Any:
+        if not isinstance(message, Timings):
+            return message
+        if self.run_s is not None:
+            message = replace(message, stages=dict.fromkeys(message.stages, self.run_s))
+        return message if self.k is None else replace(message, k=self.k)
+
+
+@contextmanager
+def between(url: str) -> Iterator[Between]:
+    """The same in front of the server at ``url``."""
+    found = Between(url)
+    with scripted(found) as found.url:
+        yield found
