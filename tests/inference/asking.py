@@ -6,6 +6,7 @@ import http.client
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.client.scripted_http import Exchange, scripted
+from upriver.client.inference.costs import Handling
 from upriver.client.inference.decide import Rule
 from upriver.client.inference.far import Far
 from upriver.client.inference.link import LinkWindow
@@ -105,7 +107,7 @@ def tell_link(answer: Offload, bytes_per_s: float, rtt_s: float = 0.001, number:
     far.link = LinkWindow()
     far.link.saw(1, rtt_s)
     far.link.saw(max(1e6, bytes_per_s), rtt_s + max(1e6, bytes_per_s) / bytes_per_s)
-    far._overhead_s = 0.0
+    far._costs = {digest: replace(costs, handling=Handling()) for digest, costs in far._costs.items()}
     far._download = lambda: None  # nothing is known of the way down
 
 

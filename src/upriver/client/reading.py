@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import time
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -14,11 +15,17 @@ from upriver.types import MicroBatch, Timings
 
 
 class FrameReader:
-    """Takes an answer apart, and accepts nothing but what was asked for."""
+    """Takes an answer apart, and accepts nothing but what was asked for.
+
+    Attributes:
+        num_bytes: That have arrived so far.
+        arriving_s: From the first of them to the last.
+    """
 
     def __init__(self, response: http.client.HTTPResponse, *, url: str, meter: LinkMeter, caps: Caps) -> None:
         self._source = Source(response, url)
         self._url, self._meter, self._caps = url, meter, caps
+        self.num_bytes, self.arriving_s, self._first_at = 0, 0.0, 0.0
 
     def micro_batch(self, ids: Sequence[int], request: RunRequest) -> tuple[MicroBatch, Timings]:
         """The next one, which has these samples.
@@ -56,12 +63,20 @@ class FrameReader:
     def _frame(self) -> Message:
         try:
             with Crossing(self._meter) as crossing:
-                message = read_frame(self._source, self._caps, on_bytes=crossing)
+                message = read_frame(self._source, self._caps, on_bytes=lambda got: self._came(got, crossing))
         except ProtocolError as error:
             raise ProtocolError(f"{self._url}: {said(str(error))}") from None
         if isinstance(message, UpriverError):
             raise message
         return message
+
+    def _came(self, num_bytes: int, crossing: Crossing) -> None:
+        began = time.perf_counter()
+        crossing(num_bytes)
+        if not self.num_bytes:
+            self._first_at = began
+        self.num_bytes += num_bytes
+        self.arriving_s = time.perf_counter() - self._first_at
 
     def _unexpected(self, message: Message, expected: str) -> ProtocolError:
         return ProtocolError(f"{self._url}: expected {expected}, got {named(message)}")

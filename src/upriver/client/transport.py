@@ -527,6 +527,7 @@ class RunAnswer:
         process: str | None = None,
     ) -> None:
         self._holder = Holder()
+        self._reader: FrameReader | None = None
         self._frames = self._read(client, request, batches, process)
         self._reading = threading.Lock()  # held by a thread inside the generator
 
@@ -543,6 +544,11 @@ class RunAnswer:
             if self._holder.closed:
                 raise AnswerClosed("the answer was closed while it was read") from error
             raise
+
+    @property
+    def arrived(self) -> tuple[int, float]:
+        """Bytes of the answer so far, and seconds from the first of them to the last."""
+        return (self._reader.num_bytes, self._reader.arriving_s) if self._reader is not None else (0, 0.0)
 
     def close(self) -> None:
         """Break off; a thread that is reading the answer gets AnswerClosed."""
@@ -577,6 +583,7 @@ class RunAnswer:
         ):
             client._expect_ok(response, process)
             reader = FrameReader(response, url=client.url, meter=client.meter, caps=client._caps)
+            self._reader = reader
             for ids in request.micro_batches:
                 yield reader.micro_batch(ids, request)
             reader.end()

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upriver.client.compare import Exact, Tolerance, difference, tolerance
-from upriver.client.inference.costs import Costs, crossing_bytes
-from upriver.client.inference.decide import Now
-from upriver.client.inference.exchange import Exchange, Finished
+from upriver.client.inference.costs import ANY_TIME, Costs, Handling, crossing_bytes
+from upriver.client.inference.exchange import Exchange, Finished, packing
 from upriver.client.inference.link import LinkWindow
 from upriver.client.measuring import profile_key
 from upriver.client.servers import MEASURE_S, bring, check_fingerprint, threads_hint
@@ -42,14 +41,12 @@ class Admitted:
     """A network that a server may be asked for.
 
     Attributes:
-        costs: What its stages take here and there.
-        overhead_s: What a request takes on the way beside a round trip and its bytes.
+        costs: What its stages take here and there, and what requests take besides.
         cuts: Those that the example ran from.
         load: How busy the server is.
     """
 
     costs: Costs
-    overhead_s: float
     cuts: tuple[int, ...]
     load: Load
 
@@ -86,11 +83,11 @@ def admit(
     allowed = allowed_by(exact, captured)
     whole = canary(client, captured, 0, allowed, process=process)
     narrowest = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
-    overhead_s = _overhead_s(client, captured, link, narrowest, allowed, process)
+    again = [canary(client, captured, narrowest, allowed, process=process) for _ in range(CANARIES)]
+    handling = handling_of(program, narrowest, again, link)
     seconds = _server_seconds(client, captured, info, device_s, whole)
     return Admitted(
-        costs=Costs(program=program, device_s=device_s, server_s=seconds, process=process),
-        overhead_s=overhead_s,
+        costs=Costs(program=program, device_s=device_s, server_s=seconds, handling=handling, process=process),
         cuts=(0, narrowest),
         load=client.load(process=process),  # the same to the end, whatever has failed in between
     )
@@ -158,19 +155,30 @@ def canary(
     return finished
 
 
-def _overhead_s(
-    client: ServerClient,
-    captured: Captured,
-    link: LinkWindow,
-    cut: int,
-    allowed: Tolerance | None,
-    process: str,
-) -> float:
-    """By requests of which the least crosses: what they took on the way beyond what the link explains."""
-    took = min(canary(client, captured, cut, allowed, process=process).link_s for _ in range(CANARIES))
-    bandwidth = link.bandwidth_bytes_per_s
-    crossing_s = crossing_bytes(captured.program, cut) / bandwidth if bandwidth is not None else 0.0
-    return max(0.0, took - link.rtt_s - crossing_s)
+def handling_of(program: Program, cut: int, seen: Sequence[Finished], link: LinkWindow) -> Handling:
+    """What requests take beside what stages and the link do, by some of which little crosses.
+
+    What a byte takes is measured on this side, for both: over a thin link none of it shows in a request, and
+    a server is hardly slower than the device that asks it.
+
+    Args:
+        program: The network.
+        cut: Where these requests were cut.
+        seen: These; the quickest counts.
+        link: What it carries, and how long a round trip takes.
+    """
+    encode, decode = packing()
+    crossing, bandwidth = crossing_bytes(program, cut), link.bandwidth_bytes_per_s
+    on_link_s = link.rtt_s + (crossing / bandwidth if bandwidth is not None else 0.0)
+    return Handling(
+        front_s=max(0.0, min(each.up_s for each in seen) - on_link_s - (encode + decode) * crossing),
+        beside_s=min(each.beside_s for each in seen),
+        encode_s_per_byte=encode,
+        decode_s_per_byte=decode,
+        told_bytes=max(
+            0, min(each.down_bytes for each in seen) - crossing_bytes(program, program.num_stages)
+        ),
+    )
 
 
 def _server_seconds(
@@ -197,5 +205,5 @@ def _server_seconds(
     slowed = client.load().k
     seconds = tuple(each / slowed for each in seconds)
     costs = Costs(program=program, device_s=device_s, server_s=seconds)
-    save_profile(key, costs.profile, costs.cluster(Now(upload_bytes_per_s=1.0)))
+    save_profile(key, costs.profile, costs.cluster(ANY_TIME))
     return seconds

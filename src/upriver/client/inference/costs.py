@@ -38,8 +38,8 @@ stage some times, or by these models."""
 
 WAYS = ("predict", "measure")
 
-ANY_LINK = Link(bandwidth_bytes_per_s=1.0)
-"""Where sums are made, which no link is part of."""
+ANY_TIME = Now(upload_bytes_per_s=1.0)
+"""When sums are made, which no moment's link and load are part of."""
 
 
 def device_seconds(captured: Captured, measure: Measure) -> tuple[float, ...]:
@@ -65,6 +65,29 @@ def crossing_bytes(program: Program, cut: int) -> int:
     return sum(value.spec.nbytes for value in program.live(cut))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handling:
+    """What a request takes beside stages, a round trip and its tensors on the link.
+
+    Attributes:
+        front_s: On the way, whatever crosses: what is done before a worker has it, and with the answer here.
+        beside_s: On the server beside its stages, whatever crosses: as it tells with each answer.
+        encode_s_per_byte: Of what crosses, on the device.
+        decode_s_per_byte: The same on the server.
+        told_bytes: Of an answer beside its tensors: the seconds of stages, above all.
+    """
+
+    front_s: float = 0.0
+    beside_s: float = 0.0
+    encode_s_per_byte: float = 0.0
+    decode_s_per_byte: float = 0.0
+    told_bytes: float = 0.0
+
+    def fixed_s(self, download: float | None) -> float:
+        """Of a request, whatever crosses; ``download`` is what the way down carries, if that is known."""
+        return self.front_s + self.beside_s + (self.told_bytes / download if download is not None else 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """A network between the device and one server.
@@ -73,12 +96,14 @@ class Costs:
         program: The network.
         device_s: Seconds of each stage on the device.
         server_s: Of each stage on the server when nothing else keeps it busy.
+        handling: What a request takes besides.
         process: Of the server, which has shown that it gives what the device gives.
     """
 
     program: Program
     device_s: Sequence[float]
     server_s: Sequence[float]
+    handling: Handling = Handling()
     process: str = ""
 
     def __post_init__(self) -> None:
@@ -90,8 +115,8 @@ class Costs:
 
     @cached_property
     def sums(self) -> Sums:
-        """Added up once. What packing takes is part of what the link is seen to take."""
-        return LatencyModel(self.profile, Cluster(link=ANY_LINK)).sums
+        """Added up once."""
+        return LatencyModel(self.profile, self.cluster(ANY_TIME)).sums
 
     @cached_property
     def profile(self) -> Profile:
@@ -128,6 +153,14 @@ class Costs:
                 rtt_s=now.rtt_s,
                 download_bytes_per_s=now.download_bytes_per_s,
             ),
-            storage=StorageTier(load=now.load, wait_s=now.wait_s, micro_batch=self.program.micro_batch),
-            compute=ComputeTier(micro_batch=self.program.micro_batch),
+            storage=StorageTier(
+                load=now.load,
+                wait_s=now.wait_s,
+                micro_batch=self.program.micro_batch,
+                seconds_per_byte={"decode": self.handling.decode_s_per_byte},
+            ),
+            compute=ComputeTier(
+                micro_batch=self.program.micro_batch,
+                seconds_per_byte={"encode": self.handling.encode_s_per_byte},
+            ),
         )

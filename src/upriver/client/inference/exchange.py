@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -13,11 +15,20 @@ from upriver.client.servers import only
 from upriver.client.transport import ServerClient
 from upriver.errors import ProtocolError
 from upriver.program.whole import Captured
-from upriver.protocol import RunRequest
+from upriver.protocol import RunRequest, encode, read_frame
 from upriver.types import MicroBatch, Timings
 
 RECEIVE = "receive"
 """The phase in which what was sent arrives: the link's time, told by the server."""
+
+QUEUE = "queue"
+"""The phase in which others' work is waited for."""
+
+PACKED_BYTES = 4 << 20
+"""Packed and unpacked to see what a byte takes: some milliseconds on a slow device."""
+
+PACKINGS = 3
+"""Of which the quickest counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +39,15 @@ class Finished:
         tensors: What the network gives, on the device.
         timings: What the server says that it took.
         took_s: From the question to the answer's last byte.
+        down_s: Of that, from the answer's first byte to its last.
+        down_bytes: Of the answer, all that is not a tensor among them.
     """
 
     tensors: tuple[torch.Tensor, ...]
     timings: Timings
     took_s: float
+    down_s: float = 0.0
+    down_bytes: int = 0
 
     @property
     def server_s(self) -> float:
@@ -44,6 +59,18 @@ class Finished:
     def link_s(self) -> float:
         """The rest: on the way, and packed or unpacked."""
         return self.took_s - self.server_s
+
+    @property
+    def up_s(self) -> float:
+        """On the way until the answer begins to arrive."""
+        return max(0.0, self.link_s - self.down_s)
+
+    @property
+    def beside_s(self) -> float:
+        """On the server, beside its stages and the wait for others."""
+        phases = self.timings.phases
+        there = sum(seconds for name, seconds in phases.items() if name not in (RECEIVE, QUEUE))
+        return max(0.0, there - sum(self.timings.stages.values()))
 
 
 class Exchange:
@@ -94,7 +121,14 @@ class Exchange:
         began = time.perf_counter()
         batch, timings = only(self._answer, seconds, url=self._url)
         took_s = time.perf_counter() - began
-        return Finished(tensors=self._checked(batch.tensors), timings=timings, took_s=took_s)
+        down_bytes, down_s = self._answer.arrived
+        return Finished(
+            tensors=self._checked(batch.tensors),
+            timings=timings,
+            took_s=took_s,
+            down_s=down_s,
+            down_bytes=down_bytes,
+        )
 
     def close(self) -> None:
         """Nobody wants the answer any more; from any thread."""
@@ -109,6 +143,33 @@ class Exchange:
                 f"{self._url}: the network gives {_described(wanted)}, and its answer has {_described(got)}"
             )
         return tuple(tensor.to(self._program.device) for tensor in tensors)
+
+
+@cache
+def packing() -> tuple[float, float]:
+    """Seconds that a byte takes here to be packed for the way, and to be unpacked behind it.
+
+    What a frame takes by itself is no part of them.
+    """
+    (encode_small_s, decode_small_s), (encode_s, decode_s) = (_packing_s(each) for each in (64, PACKED_BYTES))
+    return (
+        max(0.0, encode_s - encode_small_s) / PACKED_BYTES,
+        max(0.0, decode_s - decode_small_s) / PACKED_BYTES,
+    )
+
+
+def _packing_s(num_bytes: int) -> tuple[float, float]:
+    batch = MicroBatch(ids=(0,), position=0, tensors=(torch.zeros(1, num_bytes, dtype=torch.uint8),))
+    packed, unpacked = [], []
+    for _ in range(PACKINGS):
+        began = time.perf_counter()
+        parts = encode(batch)
+        packed.append(time.perf_counter() - began)
+        body = io.BytesIO(b"".join(parts))
+        began = time.perf_counter()
+        read_frame(body)
+        unpacked.append(time.perf_counter() - began)
+    return min(packed), min(unpacked)
 
 
 def _described(forms: Sequence[tuple[str, tuple[int, ...]]]) -> str:

@@ -78,7 +78,6 @@ class Far:
         self._wanted: dict[str, tuple[Captured, Sequence[float]]] = {}
         self._costs: dict[str, Costs] = {}
         self._looked_up: set[tuple[str, int]] = set()
-        self._overhead_s = 0.0
         self._load, self._wait_s = 1.0, 0.0
         self._probed_at = self._heard_at = -math.inf
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
@@ -127,15 +126,15 @@ class Far:
             return None
         return self._costs.get(captured.program.digest)
 
-    def now(self) -> Now | None:
-        """The link and the server at this moment; None where nothing is known of the link."""
-        upload = self.link.bandwidth_bytes_per_s
+    def now(self, costs: Costs) -> Now | None:
+        """The link and the server at this moment, for a network; None where nothing is known of the link."""
+        upload, download = self.link.bandwidth_bytes_per_s, self._download()
         if upload is None:
             return None
         return Now(
             upload_bytes_per_s=upload,
-            download_bytes_per_s=self._download(),
-            rtt_s=self.link.rtt_s + self._overhead_s,
+            download_bytes_per_s=download,
+            rtt_s=self.link.rtt_s + costs.handling.fixed_s(download),
             load=self._load,
             wait_s=self._wait_s,
         )
@@ -149,12 +148,12 @@ class Far:
 
         The first one from a cut says nothing of the link: the server has looked up what crosses there.
         """
-        program, download = captured.program, self._download()
-        down_s = crossing_bytes(program, program.num_stages) / download if download is not None else 0.0
-        known = (program.digest, cut) in self._looked_up
-        if known:
-            link_s = finished.link_s - down_s - self._overhead_s
-            self.link.saw(crossing_bytes(program, cut), link_s, request=True)
+        program, costs = captured.program, self._costs.get(captured.program.digest)
+        known = costs is not None and (program.digest, cut) in self._looked_up
+        if costs is not None and known:
+            crossing, handling = crossing_bytes(program, cut), costs.handling
+            packing_s = (handling.encode_s_per_byte + handling.decode_s_per_byte) * crossing
+            self.link.saw(crossing, finished.up_s - handling.front_s - packing_s, request=True)
         with self._lock:
             self._load, self._wait_s = finished.timings.k, finished.timings.expected_wait_s
             self._heard_at = time.monotonic()
@@ -247,7 +246,6 @@ class Far:
         with self._lock:
             self._costs = {**self._costs, captured.program.digest: admitted.costs}
             self._looked_up |= {(captured.program.digest, cut) for cut in admitted.cuts}
-            self._overhead_s = admitted.overhead_s
             self._load, self._wait_s = load.k, load.expected_wait_s
             self._probed_at = self._heard_at = time.monotonic()
             self._failures, self._error = 0, None

@@ -114,7 +114,7 @@ class Offload:
     def _decide(self, network: Network) -> tuple[Decision, Far | None]:
         captured = network.captured
         offered = [(far, costs) for far in self._fars if (costs := far.costs(captured)) is not None]
-        states = [far.now() for far, _ in offered]
+        states = [far.now(costs) for far, costs in offered]
         sums = [costs.sums for _, costs in offered]
         choice = choose(
             self._rule,

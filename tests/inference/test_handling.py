@@ -1,0 +1,136 @@
+"""What a request takes beside stages: each second is counted once, when it is predicted and when seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from upriver.client.inference.admit import handling_of
+from upriver.client.inference.costs import Costs, Handling, crossing_bytes
+from upriver.client.inference.decide import ESTIMATES
+from upriver.client.inference.exchange import Finished, packing
+from upriver.client.inference.far import Far, Terms
+from upriver.client.inference.link import LinkWindow
+from upriver.client.transport import ServerClient
+from upriver.program.example import Example
+from upriver.program.whole import Captured, capture_whole
+from upriver.types import Timings
+
+UP, DOWN, RTT_S = 1e6, 0.5e6, 0.02
+"""What the link carries, and how long a round trip takes."""
+
+FRONT_S, BESIDE_S, STAGE_S, TOLD_BYTES = 0.003, 0.004, 0.05, 5000
+
+PACK_S, UNPACK_S = 2e-8, 1e-8
+"""Of a byte."""
+
+
+@pytest.fixture(autouse=True)
+def packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("upriver.client.inference.admit.packing", lambda: (PACK_S, UNPACK_S))
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    """Its answer is larger than its input, as that of a network which says something of every pixel."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2000, 100), nn.ReLU(), nn.Linear(100, 80_000))
+    return capture_whole(model, Example.of(torch.randn(2, 2000)))
+
+
+def request(captured: Captured, cut: int, *, up: float = UP, k: float = 1.0) -> Finished:
+    """How long one takes, by definition."""
+    program = captured.program
+    crossing, answer = crossing_bytes(program, cut), crossing_bytes(program, program.num_stages)
+    stages = {at: k * STAGE_S for at in range(cut + 1, program.num_stages + 1)}
+    phases = {"receive": crossing / up, "queue": 0.001, "forward": sum(stages.values()), "encode": BESIDE_S}
+    there_s = sum(phases.values()) - phases["receive"]
+    down_s = (answer + TOLD_BYTES) / DOWN
+    up_s = crossing / up + RTT_S + FRONT_S + (PACK_S + UNPACK_S) * crossing
+    return Finished(
+        tensors=(),
+        timings=Timings(phases=phases, stages=stages),
+        took_s=up_s + there_s + down_s,
+        down_s=down_s,
+        down_bytes=answer + TOLD_BYTES,
+    )
+
+
+def link_of(up: float = UP) -> LinkWindow:
+    link = LinkWindow()
+    link.saw(1, RTT_S)
+    link.saw(1e5, RTT_S + 1e5 / up)
+    return link
+
+
+@pytest.fixture
+def far(captured: Captured) -> Iterator[Far]:
+    """A server that was let in, and that nobody asks."""
+    program = captured.program
+    narrowest = 1
+    handling = handling_of(program, narrowest, [request(captured, narrowest)] * 2, link_of())
+    stages = program.num_stages
+    far = Far(ServerClient("http://127.0.0.1:9"), Terms())
+    far._costs[program.digest] = Costs(
+        program=program, device_s=(1.0,) * stages, server_s=(STAGE_S,) * stages, handling=handling
+    )
+    far._looked_up = {(program.digest, cut) for cut in range(stages)}
+    far._download = lambda: DOWN  # type: ignore[method-assign]
+    far.link = link_of()
+    yield far
+    far.close()
+
+
+def test_an_answer_is_fetched_once(captured: Captured, far: Far) -> None:
+    costs = far.costs(captured)
+    assert costs is not None
+    now = far.now(costs)
+    assert now is not None
+    predicted = ESTIMATES["inference"](costs.sums, now)
+    for cut in range(captured.program.num_stages):
+        wanted = cut + request(captured, cut).took_s - 0.001  # nobody else is there this time
+        assert predicted[cut] == pytest.approx(wanted)
+    assert predicted[-1] == captured.program.num_stages
+
+
+@pytest.mark.parametrize("up", [UP / 8, UP, 8 * UP])
+def test_what_is_no_transfer_is_no_part_of_the_links_rate(captured: Captured, far: Far, up: float) -> None:
+    """Requests show the link's rate to the bit, and what else they take stays what it is on another link."""
+    for _ in range(3):
+        far.answered(captured, 0, request(captured, 0, up=up))
+    assert far.link.bandwidth_bytes_per_s == pytest.approx(up)
+    costs = far.costs(captured)
+    assert costs is not None
+    now = far.now(costs)
+    assert now is not None
+    assert ESTIMATES["inference"](costs.sums, now)[0] == pytest.approx(
+        request(captured, 0, up=up).took_s - 0.001
+    )
+
+
+def test_each_network_has_what_its_own_requests_take(captured: Captured, far: Far) -> None:
+    own = far.costs(captured)
+    assert own is not None
+    other = Costs(
+        program=own.program, device_s=own.device_s, server_s=own.server_s, handling=Handling(front_s=7.0)
+    )
+    first, second = far.now(own), far.now(other)
+    assert first is not None and second is not None
+    assert second.rtt_s == pytest.approx(RTT_S + 7.0)
+    assert first.rtt_s == pytest.approx(RTT_S + FRONT_S + BESIDE_S + TOLD_BYTES / DOWN)
+
+
+def test_wide_cuts_are_packed_and_unpacked(captured: Captured, far: Far) -> None:
+    costs = far.costs(captured)
+    assert costs is not None
+    wanted = [(PACK_S + UNPACK_S) * crossing_bytes(captured.program, cut) for cut in range(3)]
+    assert costs.sums.handling_s.tolist() == pytest.approx([*wanted, 0.0])
+
+
+def test_packing_takes_no_less_than_nothing() -> None:
+    encode_s, decode_s = packing()
+    assert 0 <= encode_s < math.inf and 0 <= decode_s < math.inf
