@@ -114,6 +114,7 @@ def tell_link(answer: Offload, bytes_per_s: float, rtt_s: float = 0.001, number:
 def tell_load(answer: Offload, k: float, wait_s: float = 0.0, number: int = 0) -> None:
     far = far_of(answer, number)
     far._load, far._wait_s = k, wait_s
+    far._provisional = set()  # whatever else keeps this machine busy
 
 
 class Proxy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.inference.between import Between, between
 from tests.server.running import Running, wait_for
 from upriver.client.inference import far as far_module
 from upriver.client.inference.offload import Offload
+
+FREE, BUSY = {"machine": 0.1, "k": 1.0}, {"machine": 0.95, "k": 1.0}
 
 RUN, PROFILE = "/v1/run", "/v1/profile"
 
@@ -75,3 +78,69 @@ def test_a_server_that_does_not_name_its_process_is_asked(front: Between) -> Non
         for _ in range(2):
             assert torch.equal(answer(x), here(chain(), x))
         assert answer.counts["server"] == 2
+
+
+# ----------------------------------------------------------------------------------- seconds of stages
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
+    return tmp_path / "profiles"
+
+
+def takes(front: Between, stage_s: float, load: dict[str, Any] = FREE) -> None:
+    """From here on the server takes so long for each stage, and cannot tell that it is slow."""
+    front.profile_s = front.run_s = stage_s
+    front.k, front.load = 1.0, load
+
+
+def known_s(answer: Offload) -> list[float]:
+    """What the device believes of the server's stages."""
+    return [second for costs in far_of(answer)._costs.values() for second in costs.server_s]
+
+
+def test_what_was_kept_is_used_as_long_as_it_is_so(front: Between, cache: Path) -> None:
+    takes(front, 0.01)
+    for _ in range(2):
+        with asking(front) as answer:
+            assert known_s(answer) == pytest.approx([0.01] * 7)
+    assert front.count(PROFILE) == 1
+    for stage_s in (
+        0.002,
+        0.02,
+    ):  # it had more to do then, or has now and does not know: it was started again
+        takes(front, stage_s)
+        with asking(front) as answer:
+            assert known_s(answer) == pytest.approx([stage_s] * 7)
+    assert front.count(PROFILE) == 3
+    front.run_s = 0.02 * 3  # this time it can tell
+    front.k = 3.0
+    with asking(front) as answer:
+        assert known_s(answer) == pytest.approx([0.02] * 7)
+    assert front.count(PROFILE) == 3
+
+
+@pytest.mark.parametrize("requests", [False, True])
+def test_what_a_busy_server_shows_is_not_kept_and_is_measured_anew_when_it_is_free(
+    requests: bool, front: Between, cache: Path
+) -> None:
+    takes(front, 0.01, BUSY)
+    with asking(front, load_s=0.02) as answer:
+        assert known_s(answer) == pytest.approx([0.01] * 7)
+        assert not list(cache.glob("*"))
+        asked = front.count("/v1/load")
+        wait_for(lambda: front.count("/v1/load") > asked + 3)
+        assert front.count(PROFILE) == 1, "as long as it is busy that is how it is"
+        takes(front, 0.002)
+
+        def anew() -> bool:
+            if requests:  # which tell k, and nothing of the machine
+                answer(torch.randn(2, 64))
+            return known_s(answer) == pytest.approx([0.002] * 7)
+
+        wait_for(anew)
+        wait_for(lambda: list(cache.glob("*")))
+        asked = front.count("/v1/load")
+        wait_for(lambda: requests or front.count("/v1/load") > asked + 3)
+        assert front.count(PROFILE) == 2

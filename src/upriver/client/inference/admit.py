@@ -16,13 +16,14 @@ from upriver.client.inference.exchange import Exchange, Finished, packing
 from upriver.client.inference.link import LinkWindow
 from upriver.client.measuring import profile_key
 from upriver.client.servers import MEASURE_S, bring, check_fingerprint, threads_hint
+from upriver.client.today import UNCHANGED
 from upriver.client.transport import ServerClient
 from upriver.errors import NotExact, ProgramNotFound, UpriverError
-from upriver.profile.keep import load_profile, save_profile
+from upriver.profile.keep import ProfileKey, load_profile, save_profile
 from upriver.program.program import Program
 from upriver.program.whole import Captured
-from upriver.protocol import Info, Load
-from upriver.types import Tier
+from upriver.protocol import Load
+from upriver.types import Tier, Timings
 
 log = logging.getLogger("upriver")
 
@@ -31,6 +32,10 @@ ROUND_TRIPS, PROBES = 3, 2
 
 CANARIES = 2
 """Runs from the narrowest cut: the first one also has the server look up what crosses there."""
+
+BUSY = 0.9
+"""Share of a server's machine in use from which on what stages take at best cannot be seen there: LoADPart's
+threshold, as servers have it by default."""
 
 REPEATS = 3
 """Runs of each stage that count where a server measures what they take."""
@@ -42,11 +47,13 @@ class Admitted:
 
     Attributes:
         costs: What its stages take here and there, and what requests take besides.
+        provisional: Whether its stages were measured while it was busy: what they take at best is not known.
         cuts: Those that the example ran from.
         load: How busy the server is.
     """
 
     costs: Costs
+    provisional: bool
     cuts: tuple[int, ...]
     load: Load
 
@@ -85,12 +92,22 @@ def admit(
     narrowest = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
     again = [canary(client, captured, narrowest, allowed, process=process) for _ in range(CANARIES)]
     handling = handling_of(program, narrowest, again, link)
-    seconds = _server_seconds(client, captured, info, device_s, whole)
-    return Admitted(
-        costs=Costs(program=program, device_s=device_s, server_s=seconds, handling=handling, process=process),
-        cuts=(0, narrowest),
-        load=client.load(process=process),  # the same to the end, whatever has failed in between
+    key, seen = profile_key("", program, client, info), [each.timings for each in (whole, *again)]
+    kept = _kept(key, program, seen)
+    measured = kept or _measured(client, program)
+    load = client.load(process=process)  # the same to the end, whatever has failed in between
+    slowed = 1.0 if kept or not measured else load.k
+    costs = Costs(
+        program=program,
+        device_s=device_s,
+        server_s=tuple(each / slowed for each in measured or _at_best(program, seen)),
+        handling=handling,
+        process=process,
     )
+    busy = load.machine >= BUSY
+    if measured and not kept and not busy:
+        save_profile(key, costs.profile, costs.cluster(ANY_TIME))
+    return Admitted(costs=costs, provisional=busy and not kept, cuts=(0, narrowest), load=load)
 
 
 def allowed_by(exact: Exact, captured: Captured) -> Tolerance | None:
@@ -181,29 +198,38 @@ def handling_of(program: Program, cut: int, seen: Sequence[Finished], link: Link
     )
 
 
-def _server_seconds(
-    client: ServerClient, captured: Captured, info: Info, device_s: Sequence[float], whole: Finished
-) -> tuple[float, ...]:
-    """Of each stage on the server when nothing else keeps it busy.
+def _kept(key: ProfileKey, program: Program, seen: Sequence[Timings]) -> tuple[float, ...]:
+    """Seconds of each stage as an earlier process had them measured, if the canaries show about the same.
 
-    As an earlier process had it measured, else as it measures them now, else as they took in the canary.
+    They were of another day, and maybe of a server that had more to do, or less than it can tell: how many
+    times as long stages take as at best it knows of the time since it began alone.
     """
-    program = captured.program
-    key = profile_key("", program, client, info)
     kept = load_profile(key, stages=[stage.name for stage in program.stages], input_stages=())
-    if kept is not None:
-        return tuple(sum(stage.seconds[Tier.STORAGE]) for stage in kept.profile.stages)
+    if kept is None:
+        return ()
+    seconds = tuple(sum(stage.seconds[Tier.STORAGE]) for stage in kept.profile.stages)
+    before_s, today_s = sum(seconds), sum(_at_best(program, seen))
+    if before_s / UNCHANGED <= today_s <= before_s * UNCHANGED:
+        return seconds
+    log.info("stages take %.3g s on a server today, and %.3g s were kept: measuring anew", today_s, before_s)
+    return ()
+
+
+def _measured(client: ServerClient, program: Program) -> tuple[float, ...]:
+    """Seconds of each stage as the server measures them now; none where it does not."""
     positions = range(1, program.num_stages + 1)
     try:
         found = client.profile([program.digest], repeats=REPEATS)
         lines = {cost.position: cost.seconds for cost in found.stages}
-        seconds = tuple(lines[at][0] + program.micro_batch * lines[at][1] for at in positions)
+        return tuple(lines[at][0] + program.micro_batch * lines[at][1] for at in positions)
     except (UpriverError, KeyError) as error:
-        log.info("%s does not measure stages now, its first answer has to do: %s", client.url, error)
-        timings = whole.timings
-        return tuple(timings.stages.get(at, 0.0) / timings.k for at in positions)
-    slowed = client.load().k
-    seconds = tuple(each / slowed for each in seconds)
-    costs = Costs(program=program, device_s=device_s, server_s=seconds)
-    save_profile(key, costs.profile, costs.cluster(ANY_TIME))
-    return seconds
+        log.info("%s does not measure stages now, its first answers have to do: %s", client.url, error)
+        return ()
+
+
+def _at_best(program: Program, seen: Sequence[Timings]) -> tuple[float, ...]:
+    """Seconds of each stage as some answers show them, on a server that has nothing else to do."""
+    return tuple(
+        min((each.stages[at] / each.k for each in seen if at in each.stages), default=0.0)
+        for at in range(1, program.num_stages + 1)
+    )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from upriver.client.compare import Exact
-from upriver.client.inference.admit import admit, allowed_by, canary, probe
+from upriver.client.inference.admit import BUSY, admit, allowed_by, canary, probe
 from upriver.client.inference.costs import Costs, crossing_bytes
 from upriver.client.inference.decide import Now
 from upriver.client.inference.exchange import Exchange, Finished
@@ -78,6 +78,7 @@ class Far:
         self._wanted: dict[str, tuple[Captured, Sequence[float]]] = {}
         self._costs: dict[str, Costs] = {}
         self._looked_up: set[tuple[str, int]] = set()
+        self._provisional: set[str] = set()
         self._load, self._wait_s = 1.0, 0.0
         self._probed_at = self._heard_at = -math.inf
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
@@ -156,8 +157,10 @@ class Far:
             self.link.saw(crossing, finished.up_s - handling.front_s - packing_s, request=True)
         with self._lock:
             self._load, self._wait_s = finished.timings.k, finished.timings.expected_wait_s
-            self._heard_at = time.monotonic()
-            self._probed_at = self._heard_at if known else self._probed_at
+            now = time.monotonic()
+            # Whether it is free again only /v1/load tells.
+            self._heard_at = self._heard_at if self._provisional else now
+            self._probed_at = now if known else self._probed_at
             self._failures = 0
             self._looked_up.add((program.digest, cut))
 
@@ -246,6 +249,8 @@ class Far:
         with self._lock:
             self._costs = {**self._costs, captured.program.digest: admitted.costs}
             self._looked_up |= {(captured.program.digest, cut) for cut in admitted.cuts}
+            self._provisional -= {captured.program.digest}
+            self._provisional |= {captured.program.digest} if admitted.provisional else set()
             self._load, self._wait_s = load.k, load.expected_wait_s
             self._probed_at = self._heard_at = time.monotonic()
             self._failures, self._error = 0, None
@@ -260,7 +265,11 @@ class Far:
         self._probed_at = time.monotonic()
 
     def _ask_load(self) -> None:
+        """And where it was busy when stages were measured, and is not any more, have that done again."""
         load = self._client.load()
         with self._lock:
             self._load, self._wait_s = load.k, load.expected_wait_s
             self._heard_at = time.monotonic()
+            again = sorted(self._provisional) if load.machine < BUSY else []
+        for digest in again:
+            self._let_in(*self._wanted[digest])
