@@ -168,6 +168,27 @@ def test_a_cut_that_is_asked_for_is_taken_on_the_best_server() -> None:
         assert choose(rule, 4.0, 4, [slow, fast]) == Choice(cut=4, server=None, seconds=4.0)
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_no_server_is_asked_that_would_be_late(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, now = drawn(rng, rng.randint(1, 9)), now_of(rng)
+    seconds = [by_hand(profile, cut, now) for cut in range(len(profile.stages) + 1)]
+    for deadline_s in (0.5, 2.0, 5.0, 8.5, 20.5, math.inf):
+        there = [each for each in seconds[:-1] if each <= deadline_s]
+        wanted = min([*there, seconds[-1]])
+        found = choose(
+            Rule(), seconds[-1], len(profile.stages), [(sums_of(profile), now)], deadline_s=deadline_s
+        )
+        assert found.seconds == pytest.approx(wanted)
+        assert (found.server is None) == (not there or seconds[-1] <= min(there))
+
+
+def test_a_cut_that_must_be_taken_is_taken_however_late() -> None:
+    for rule in (Rule(cut=2), Rule(policy="remote")):
+        found = choose(rule, 4.0, 4, [(flat(4), Now(upload_bytes_per_s=1e6))], deadline_s=0.1)
+        assert found.server == 0
+
+
 def test_without_a_server_or_a_link_that_is_known_the_device_does_all() -> None:
     alone = Choice(cut=4, server=None, seconds=4.0)
     for rule in (Rule(), Rule(cut=2), Rule(policy="remote")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,6 +186,18 @@ def test_a_decision_explains_itself(asked: Offload) -> None:
     assert "> " in str(decision.plan) and "request s" in str(decision.plan)
     tell_link(asked, 1e4)
     assert "All 7 stages run on the device: the device alone would take 0.070 s" in asked.decide().why
+
+
+def test_a_deadline_that_a_server_would_miss_keeps_all_on_the_device(asked: Offload) -> None:
+    tell_link(asked, 2e6)
+    tell_load(asked, 1.0)
+    assert asked.decide().cut < 7
+    asked._patience = replace(asked._patience, deadline_s=0.01)
+    decision = asked.decide()
+    assert (decision.cut, decision.server) == (7, "")
+    assert "no answer of a server would be there by the deadline of 0.010 s" in decision.why
+    cut_at(asked, 3)
+    assert asked.decide().cut == 3
 
 
 def test_a_policy_can_be_blind_to_the_load(server: Running, slow_device: None) -> None:

@@ -133,8 +133,18 @@ class Choice:
     seconds: float
 
 
-def choose(rule: Rule, device_s: float, num_stages: int, offers: Sequence[tuple[Sums, Now | None]]) -> Choice:
+def choose(
+    rule: Rule,
+    device_s: float,
+    num_stages: int,
+    offers: Sequence[tuple[Sums, Now | None]],
+    *,
+    deadline_s: float = np.inf,
+) -> Choice:
     """The cut and the server with the least predicted seconds of a request, the device alone among equals.
+
+    A server that is predicted to be late is asked in vain: the device then does the rest, and all of it takes
+    longer than without.
 
     Args:
         rule: How it is cut.
@@ -142,6 +152,7 @@ def choose(rule: Rule, device_s: float, num_stages: int, offers: Sequence[tuple[
         num_stages: Of the network; also the cut at which no server is asked.
         offers: For each server that may be asked what its stages add up to, and how it stands now, if that
             is known.
+        deadline_s: When the device goes on by itself. Where a server must be asked it is asked all the same.
     """
     only = rule.cut_of(num_stages)
     best = Choice(cut=num_stages, server=None, seconds=device_s)
@@ -155,6 +166,8 @@ def choose(rule: Rule, device_s: float, num_stages: int, offers: Sequence[tuple[
                 best = Choice(cut=only or 0, server=server, seconds=np.inf)
             continue
         seconds = ESTIMATES[rule.policy](sums, now)
+        if not rule.must:
+            seconds[:-1][seconds[:-1] > deadline_s] = np.inf
         cut = last_of_least(seconds) if only is None else only
         if cut < num_stages and seconds[cut] < best.seconds:
             best = Choice(cut=cut, server=server, seconds=float(seconds[cut]))

@@ -24,6 +24,7 @@ class Decision:
         costs: What stages take here and on that server, or on one that could have been asked; None where
             there is none.
         now: The link and that server at this moment; None where nothing was known.
+        deadline_s: When the device would have gone on by itself.
         not_used: Why other servers are not asked.
     """
 
@@ -33,6 +34,7 @@ class Decision:
     server: str
     costs: Costs | None
     now: Now | None
+    deadline_s: float
     not_used: tuple[str, ...] = ()
 
     @property
@@ -88,7 +90,7 @@ class Decision:
                 return f"{here}, as asked for; {alone}."
             if self.costs is None:
                 return f"{here}: there is no server to ask; {alone}."
-            return f"{here}: {alone}, and no cut takes less{self._state()}."
+            return f"{here}: {alone}, and {self._no_cut()}{self._state()}."
         where = f"{self.cut} of {self.num_stages} stages run on the device and the rest on {self.server}"
         if self.now is None or self.costs is None:
             return f"{where}, as asked for; of the link nothing is known yet."
@@ -100,6 +102,15 @@ class Decision:
         )
         asked = ", as asked for" if self.rule.cut_of(self.num_stages) is not None else ""
         return f"{where}{asked}: {seconds_text(self.predicted_s)} s ({parts}{self._state()}); {alone}."
+
+    def _no_cut(self) -> str:
+        """Why none is taken, as far as the server goes that is shown."""
+        if self.costs is not None and self.now is not None:
+            seconds = ESTIMATES[self.rule.policy](self.costs.sums, self.now)
+            if self.deadline_s < seconds.min() < self.network.total_s:
+                deadline = f"the deadline of {seconds_text(self.deadline_s)} s"
+                return f"no answer of a server would be there by {deadline}"
+        return "no cut takes less"
 
     def _state(self) -> str:
         """What a policy was told of the moment."""

@@ -121,6 +121,7 @@ class Offload:
             network.total_s,
             captured.program.num_stages,
             list(zip(sums, states, strict=True)),
+            deadline_s=self._patience.deadline_s,
         )
         far = None if choice.server is None else offered[choice.server][0]
         shown = choice.server or 0
@@ -132,6 +133,7 @@ class Offload:
             server=far.url if far is not None else "",
             costs=offered[shown][1] if offered else None,
             now=states[shown] if offered else None,
+            deadline_s=self._patience.deadline_s,
             not_used=tuple(reason for each in missing if (reason := each.why_not)),
         )
         return decision, far
