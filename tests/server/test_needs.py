@@ -12,6 +12,7 @@ from upriver.errors import Overloaded, ProtocolError
 from upriver.pipeline import CenterCrop, Decode, DecodeWav, FixLength, Normalize, Resize, ToFloat, index
 from upriver.program import capture
 from upriver.protocol import DEFAULT_CAPS, DatasetRef, RunRequest
+from upriver.server import needs
 from upriver.server.jobs import Weighed
 from upriver.server.memory import SealedFile
 from upriver.server.needs import (
@@ -111,6 +112,29 @@ def test_a_graph_is_read_once_for_each_position_and_not_remembered_for_ever():
     forms.of("anyone/one", graph, 0, ANYONE)
     assert len(held) == 2 + MAX_FORMS + 1
     assert len(forms._known) == MAX_FORMS
+
+
+def test_every_cut_of_some_networks_is_remembered_with_what_crosses_there(monkeypatch):
+    """A device divides each of its networks at a few places, and many devices have networks of their own."""
+    held = []
+
+    @contextmanager
+    def hold(nbytes, tenant):
+        held.append(tenant.name)
+        yield
+
+    forms, graph = Forms(hold), sealed(make_program(0).graph_bytes)
+    for _ in range(2):
+        for number in range(100):
+            for position in (0, 1):
+                forms.of(f"anyone/{number}", graph, position, ANYONE)
+    assert len(held) == 200
+    monkeypatch.setattr(needs, "MAX_FORM_TENSORS", 150)  # these take one each
+    forms.of("anyone/more", graph, 0, ANYONE)
+    assert len(forms._known) == forms._num_tensors == 150
+    monkeypatch.setattr(needs, "MAX_FORM_TENSORS", 0)
+    forms.of("anyone/last", graph, 0, ANYONE)
+    assert list(forms._known) == [("anyone/last", 0)] and forms._num_tensors == 1
 
 
 def test_a_large_graph_is_read_only_where_there_is_memory_for_it():

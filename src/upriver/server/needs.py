@@ -58,8 +58,13 @@ some cuts in a row. They count among what idle workers hold, so a larger graph i
 MAX_WEIGHED = 4096
 """Stretches whose weight is remembered: three numbers each."""
 
-MAX_FORMS = 64
-"""Positions of programs of which it is remembered what they take: some hundred bytes each, as a rule."""
+MAX_FORMS = MAX_WEIGHED
+"""Positions of programs of which it is remembered what they take, as many as stretches: a graph that is read
+for a request is read in the event loop, where all others wait."""
+
+MAX_FORM_TENSORS = 65_536
+"""Tensors that these take together: each is a type and a shape, some hundred bytes. One position may take a
+thousand."""
 
 END = -1
 """In place of a stretch's stop: the program's last stage, which the front does not know."""
@@ -227,6 +232,7 @@ class Forms:
     def __init__(self, hold: Callable[[int, Tenant], AbstractContextManager[object]]) -> None:
         self._hold = hold
         self._known: OrderedDict[tuple[str, int], Form] = OrderedDict()
+        self._num_tensors = 0
 
     def of(self, key: str, graph: SealedFile, position: int, tenant: Tenant) -> Form:
         """What a tenant's program takes at a position that it has.
@@ -238,8 +244,12 @@ class Forms:
         if found is None:
             with self._hold(unheld_bytes(graph), tenant):
                 found = self._known[key, position] = read_form(graph.view(), position)
-            if len(self._known) > MAX_FORMS:
-                self._known.popitem(last=False)
+            self._num_tensors += len(found.tensors)
+            while len(self._known) > MAX_FORMS or (
+                self._num_tensors > MAX_FORM_TENSORS and len(self._known) > 1
+            ):
+                _, oldest = self._known.popitem(last=False)
+                self._num_tensors -= len(oldest.tensors)
         self._known.move_to_end((key, position))
         return found
 
