@@ -94,18 +94,12 @@ def admit(
     handling = handling_of(program, narrowest, again, link)
     key, seen = profile_key("", program, client, info), [each.timings for each in (whole, *again)]
     kept = _kept(key, program, seen)
-    measured = kept or _measured(client, program)
+    measured = () if kept else _measured(client, program)
     load = client.load(process=process)  # the same to the end, whatever has failed in between
-    slowed = 1.0 if kept or not measured else load.k
-    costs = Costs(
-        program=program,
-        device_s=device_s,
-        server_s=tuple(each / slowed for each in measured or _at_best(program, seen)),
-        handling=handling,
-        process=process,
-    )
+    seconds = kept or tuple(each / load.k for each in measured) or _at_best(program, seen)
+    costs = Costs(program=program, device_s=device_s, server_s=seconds, handling=handling, process=process)
     busy = load.machine >= BUSY
-    if measured and not kept and not busy:
+    if measured and not busy:
         save_profile(key, costs.profile, costs.cluster(ANY_TIME))
     return Admitted(costs=costs, provisional=busy and not kept, cuts=(0, narrowest), load=load)
 
