@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +76,8 @@ def far(captured: Captured) -> Iterator[Far]:
     handling = handling_of(program, narrowest, [request(captured, narrowest)] * 2, link_of())
     stages = program.num_stages
     far = Far(ServerClient("http://127.0.0.1:9"), Terms())
+    far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
+    far.serve(captured, (1.0,) * stages)
     far._costs[program.digest] = Costs(
         program=program, device_s=(1.0,) * stages, server_s=(STAGE_S,) * stages, handling=handling
     )
