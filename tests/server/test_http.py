@@ -24,6 +24,7 @@ from tests.server.running import (
     run,
     wait_for,
 )
+from upriver.client.transport import ServerClient
 from upriver.errors import BadSample, ObjectChanged, StoreError
 from upriver.pipeline import CenterCrop, Decode, Normalize, Resize, index
 from upriver.program import capture, graph_path
@@ -37,6 +38,7 @@ from upriver.protocol import (
     program_head,
 )
 from upriver.server.status import Wording
+from upriver.server.tenants import Tenant, hash_token
 from upriver.store import Store
 from upriver.types import MicroBatch, Timings
 
@@ -79,6 +81,22 @@ def test_info(server):
     assert info.stores == ("default",)
     assert info.fingerprint["torch"] == torch.__version__
     assert (info.workers, info.threads, info.micro_batch, info.caps.samples) == (2, 1, 16, 64)
+    assert info.admits == 8
+
+
+def test_info_tells_each_tenant_how_many_requests_are_computed_at_once(world):
+    quotas = {"none": None, "small": 3, "large": 9}
+    tenants = tuple(
+        Tenant(name=name, token_hashes=(hash_token(name),), max_requests=quota)
+        for name, quota in quotas.items()
+    )
+    admits = {}
+    with in_thread(world.store.uri, max_admitted=5, tenants=tenants) as server:
+        for name in quotas:
+            with ServerClient(server.url, token=name) as client:
+                wait_for(lambda client=client: client.ready())
+                admits[name] = client.info().admits
+    assert admits == {"none": 5, "small": 3, "large": 5}
 
 
 def test_every_answer_names_the_process_that_gives_it(server, uploaded, world):

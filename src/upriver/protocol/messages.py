@@ -230,6 +230,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
         workers: On all of them.
         worker_network: True where workers could not be cut off from the network, or are not to be.
         allow: Names of packages, modules and callables of its own that clients may have run.
+        admits: Requests of whoever asks that may compute at once.
     """
 
     version: Label
@@ -243,6 +244,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     devices: int = 1
     worker_network: bool = False
     allow: tuple[str, ...] = ()
+    admits: int = 8
     protocol: int = VERSION
 
 

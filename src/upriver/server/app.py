@@ -181,11 +181,12 @@ class Front:
 
     async def info(self, request: Request) -> Response:
         """What this server is; the fingerprint is a worker's, for that is what computes."""
-        hello = self.units.hello
+        hello, tenant = self.units.hello, tenant_of(request)
+        admits = min(self._config.max_admitted * len(self._config.devices), self._config.max_requests)
         info = Info(
             version=upriver.__version__,
             fingerprint=hello.fingerprint,
-            stores=tuple(name for name in self._stores if tenant_of(request).may_read(name)),
+            stores=tuple(name for name in self._stores if tenant.may_read(name)),
             micro_batch=DEFAULT_MICRO_BATCH,
             caps=self._config.caps,
             device=self._config.devices[0],
@@ -194,6 +195,7 @@ class Front:
             threads=self._config.threads_per_worker,
             worker_network=hello.network,
             allow=self._config.allow,
+            admits=admits if tenant.max_requests is None else min(admits, tenant.max_requests),
         )
         return Response(msgspec.json.encode(info), media_type="application/json")
 
