@@ -28,11 +28,16 @@ from upriver.pipeline.seeding import apart
 class There:
     """Does tasks as they are given, and has them arrive from another thread, later and in any order."""
 
+    slots = 0
+
     def __init__(self, maker: Maker, arrivals: Arrivals, *, failing: float = 0.0) -> None:
         self._maker, self._arrivals = maker, arrivals
         self._failing, self._random = failing, random.Random(1)
         self._pool = ThreadPoolExecutor(3)
         self.made: list[Task] = []
+
+    def late(self) -> list[int]:
+        return []
 
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
         chance = self._random.random()

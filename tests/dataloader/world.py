@@ -109,6 +109,11 @@ class World:
         return SAMPLE
 
     # as elsewhere
+    slots = 0
+
+    def late(self) -> list[int]:
+        return []
+
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
         if self.dead:
             return False

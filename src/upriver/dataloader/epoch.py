@@ -20,15 +20,16 @@ from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import DONE
 from upriver.pipeline.seeding import apart
 
-LATE_S, LATE_TIMES = 10.0, 10
-"""Who has had a task for longer, and so many times longer than any has taken, is not waited for."""
-
 LOOK_S = 1.0
 """So often that is looked at, where nothing comes."""
 
 
 class Elsewhere(Protocol):
     """Other machines."""
+
+    @property
+    def slots(self) -> int:
+        """Tasks that they can have at once."""
 
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
         """Have a task done, for `Arrivals`, where it comes in any case; whether anybody takes it.
@@ -37,8 +38,8 @@ class Elsewhere(Protocol):
             raw: Samples as they stand at its start; None where they are read there.
         """
 
-    def late(self, number: int) -> None:
-        """A task is done by somebody else, as whoever has it has not answered for so long."""
+    def late(self) -> Sequence[int]:
+        """Tasks that whoever has them does not answer, by number: somebody else does them from now on."""
 
 
 class Split(Protocol):
@@ -47,6 +48,10 @@ class Split(Protocol):
     @property
     def stretch(self) -> Stretch:
         """The stages of them that run elsewhere."""
+
+    @property
+    def ratio(self) -> float:
+        """For what share of all."""
 
     def __call__(self, count: int) -> Sequence[bool]:
         """For each of ``count`` samples, in order, whether it is."""
@@ -121,7 +126,6 @@ class Work:
         at: Places in the batch of the task's samples.
         stretch: What of it is to be done elsewhere; None where nothing is, or all that is is done.
         away: Whether others are at it.
-        given_s: Since when.
         place: Who was.
     """
 
@@ -130,7 +134,6 @@ class Work:
     at: Sequence[int] = field(repr=False)
     stretch: Stretch | None = None
     away: bool = False
-    given_s: float = 0.0
     place: str = HERE
 
 
@@ -145,7 +148,8 @@ class Epoch:
         split: Which samples go elsewhere.
         arrivals: Where what others do comes.
         elsewhere: Who takes what goes elsewhere; None where nobody does.
-        ahead: Batches that are planned beyond the one that is handed out next, at most.
+        ahead: Batches that are planned beyond the one that is handed out next, at least.
+        here: Of these, such as keep this machine busy; what others can have at once comes on top.
         on_made: Told of each batch that is handed out how many of its samples were made where.
         hold: Whether nothing is planned before it is asked for.
         first: Number of the first batch.
@@ -167,6 +171,7 @@ class Epoch:
         arrivals: Arrivals,
         elsewhere: Elsewhere | None = None,
         ahead: int = 8,
+        here: int = 0,
         on_made: Callable[[Mapping[str, int]], object] = lambda made: None,
         hold: bool = False,
         first: int = 0,
@@ -175,14 +180,14 @@ class Epoch:
         self._number, self._batches = number, batches
         self._maker, self._number_of = maker, number_of
         self._start = maker.source.positions[0]
-        self.split, self.ahead, self._on_made = split, ahead, on_made
+        self.split, self._on_made = split, on_made
+        self._ahead, self._keeps_here = ahead, here
         self._arrivals, self._elsewhere = arrivals, elsewhere
         self._here: Processes | Fed | None = None
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
         self._work: dict[int, Work] = {}
         self._next_task, self._next_batch = 0, first
-        self._longest_s = 0.0
         self._all_planned = False
         self.hold, self.waits, self._clock = hold, Waits(), clock
 
@@ -218,8 +223,10 @@ class Epoch:
 
     def plan(self) -> None:
         """Plan as far ahead as may be, and have everybody begin."""
-        if not self.hold:
-            self._plan_to(self.ahead + 1)
+        if self.hold:
+            return
+        slots = self._elsewhere.slots if self._elsewhere is not None and self.split.ratio else 0
+        self._plan_to(1 + max(self._ahead, self._keeps_here + slots))
 
     def _plan_to(self, count: int) -> None:
         while len(self._planned) < count and not self._all_planned:
@@ -269,7 +276,7 @@ class Epoch:
         """To others, from where ``values`` stand; to this machine where none of them takes it."""
         task = work.task._replace(start=stretch.start, stop=stretch.stop)
         if self._elsewhere is not None and self._elsewhere.give(task, values):
-            work.away, work.given_s = True, self._clock()
+            work.away = True
             work.batch.away += 1
         else:
             self._returned(work)
@@ -352,12 +359,8 @@ class Epoch:
 
     def _call_back(self) -> None:
         """What others have had for far too long: they hang, and it is done here."""
-        limit_s = max(LATE_S, LATE_TIMES * self._longest_s)
-        for number, work in list(self._work.items()):
-            if self._elsewhere is None or not work.away or self._clock() - work.given_s <= limit_s:
-                continue
-            self._elsewhere.late(number)
-            del self._work[number]  # whatever still comes of it
+        for number in self._elsewhere.late() if self._elsewhere is not None else ():
+            work = self._work.pop(number)  # whatever still comes of it
             work.task = work.task._replace(number=self._next_task)
             self._next_task += 1
             self._work[work.task.number] = work
@@ -379,8 +382,6 @@ class Epoch:
         stretch = work.stretch
         work.batch.away -= work.away
         was_away, work.away = work.away, False
-        if was_away:
-            self._longest_s = max(self._longest_s, self._clock() - work.given_s)
         if arrival.error is not None:
             if arrival.final:
                 self._finish(work, arrival)

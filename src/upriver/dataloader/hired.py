@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -12,22 +13,23 @@ from itertools import pairwise
 
 from upriver.client.fleet import Fleet, Provider, Serves
 from upriver.client.transport import ServerClient
+from upriver.dataloader.asked import Asked, ByName, InStore
 from upriver.dataloader.auto import num_bytes
 from upriver.dataloader.closing import closed_with
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.local import Maker
 from upriver.dataloader.plan import name_of_stretch
-from upriver.dataloader.remote import SLOTS, Asked, ByName, Canary, InStore, Worker, Workers
+from upriver.dataloader.remote import Canary, Workers
 from upriver.dataloader.tasks import Arrivals, Task
+from upriver.dataloader.worker import Worker
 from upriver.errors import UpriverError
+from upriver.pipeline.mapstyle import DONE
 from upriver.pipeline.seeding import apart
 from upriver.profile.metrics_store import RemoteResources, RemoteWorker, sample_key
 from upriver.protocol import BY_DEFAULT
+from upriver.text import error_text
 
 log = logging.getLogger("upriver")
-
-SLOTS_EACH = 2
-"""For each process of a worker that we know the number of: what it makes, and what is on its way to it."""
 
 
 class Hired:
@@ -58,9 +60,18 @@ class Hired:
         """Workers that have been started so far, and taken in."""
         self._at_work = weakref.WeakSet[Workers]()
         self._lock = threading.Lock()
-        self.form = ""
-        """Of a sample, and what collates it; known once one was made."""
+        self._here_s = 0.0
         closed_with(self, partial(_close, self._workers))
+
+    @cached_property
+    def form(self) -> str:
+        """Of the first sample, and what collates it; empty where that sample cannot be made."""
+        try:
+            canary = self._canary(self._first(self._epoch))
+        except Exception as error:  # the dataset's own; samples that are asked for may be others
+            log.info("sample 0 cannot be made: %s", error_text(error))
+            return ""
+        return f"{sample_key(canary.value)} {self._asked.collates}"
 
     @property
     def pipeline(self) -> str:
@@ -86,7 +97,8 @@ class Hired:
         """What can be offloaded and may be worth it, all of it last.
 
         p1 where samples are read in a step of its own, p3 where workers find what collates; and of a dataset
-        of ours, what ends where fewer bytes cross than anywhere later, as a sample that was made here tells.
+        of ours, what ends where fewer bytes cross than anywhere later, as its first sample tells, if that can
+        be made.
         """
         source = self._maker.source
         found = ["p1"] if len(source.stages) > 1 else []
@@ -100,12 +112,17 @@ class Hired:
         return (*found, "p2", "p3") if self._asked.joins else (*found, "p2")
 
     def _crossing(self) -> list[int]:
-        """Bytes of a sample at each position but the first; each stage runs once."""
+        """Bytes of a sample at each position but the first, each stage run once; as many where one fails."""
+        positions = self._maker.source.positions
         task, rows, found = self._first(0), None, list[int]()
-        with apart():
-            for start, stop in pairwise(self._maker.source.positions):
-                rows = self._maker.make(task._replace(start=start, stop=stop, given=rows))
-                found.append(num_bytes(rows))
+        try:
+            with apart():
+                for start, stop in pairwise(positions):
+                    rows = self._maker.make(task._replace(start=start, stop=stop, given=rows))
+                    found.append(num_bytes(rows))
+        except Exception as error:
+            log.info("sample 0 does not tell what crosses: %s", error_text(error))
+            return [0] * (len(positions) - 1)
         return found
 
     @property
@@ -142,9 +159,9 @@ class Hired:
             self._workers,
             self._asked,
             arrivals,
-            canary=self._canary(),
+            canary=self._canary,
             lock=self._lock,
-            most_slots=self._most * self._slots,
+            here_s=self._here_s,
             owner=self,
         )
         self._at_work.add(workers)
@@ -213,18 +230,13 @@ class Hired:
 
     def _take_in(self, urls: Sequence[str]) -> None:
         token = self._fleet.token if self._fleet is not None else None
-        come = [Worker(url, ServerClient(url, token=token), slots=self._slots) for url in urls]
+        processes = self._fleet.processes if self._fleet is not None else 1
+        come = [Worker(url, ServerClient(url, token=token), processes=processes) for url in urls]
         self._workers.extend(come)
         self._urls.update(urls)
         self.joined += len(come)
-        canary = self._canary() if self._at_work else None
         for workers in list(self._at_work):
-            workers.add(come, canary)
-
-    @property
-    def _slots(self) -> int:
-        """Of each that is started."""
-        return max(SLOTS, SLOTS_EACH * self._fleet.processes) if self._fleet is not None else SLOTS
+            workers.add(come)
 
     @property
     def _most(self) -> int:
@@ -235,15 +247,24 @@ class Hired:
         start = self._maker.source.positions[0]
         return Task(number=-1, epoch=epoch, batch=0, indices=(0,), samples=(0,), whole=False, start=start)
 
-    def _canary(self) -> Canary | None:
-        """A sample of this epoch; None where everyone has shown that it makes the same."""
-        if all(worker.proved or worker.why_not for worker in self._workers):
-            return None
-        task = self._first(self._epoch)
+    def _canary(self, task: Task) -> Canary:
+        """The first sample of a task, made here."""
+        start = self._maker.source.positions[0]
+        one = task._replace(
+            number=-1,
+            batch=0,
+            indices=task.indices[:1],
+            samples=task.samples[:1],
+            whole=False,
+            start=start,
+            stop=DONE,
+            given=None,
+        )
+        began_s = time.monotonic()
         with apart():
-            canary = Canary(task=task, value=self._maker.make(task))
-        self.form = f"{sample_key(canary.value)} {self._asked.collates}"
-        return canary
+            value = self._maker.make(one)
+        self._here_s = time.monotonic() - began_s
+        return Canary(task=one, value=value, seconds=self._here_s)
 
 
 def _what(asked: Asked) -> Serves:

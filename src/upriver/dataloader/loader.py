@@ -20,6 +20,7 @@ from upriver.client import checks
 from upriver.client.fleet import Provider
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
+from upriver.dataloader.asked import Asked, ByName, InStore
 from upriver.dataloader.auto import Auto, Measured
 from upriver.dataloader.beside import provider_of
 from upriver.dataloader.closing import closed_with
@@ -31,7 +32,6 @@ from upriver.dataloader.local import Fed, Maker, Processes, Source
 from upriver.dataloader.named import NamedDataset, name_of
 from upriver.dataloader.plan import CANDIDATES, Offloading, stretch_of
 from upriver.dataloader.recall import Recall
-from upriver.dataloader.remote import Asked, ByName, InStore, Workers
 from upriver.dataloader.share import AllHere, Part
 from upriver.dataloader.state import Counted, Drawn, Place, State, behind
 from upriver.dataloader.tasks import Arrivals
@@ -196,7 +196,8 @@ class DataLoader(TorchLoader[Any]):
             split=self._split(),
             arrivals=arrivals,
             elsewhere=elsewhere,
-            ahead=self._ahead(elsewhere),
+            ahead=LEAST_AHEAD,
+            here=self.num_workers * (self.prefetch_factor or 0),
             on_made=self._made.update,
             hold=decides and self._measured.measuring,
         )
@@ -216,7 +217,6 @@ class DataLoader(TorchLoader[Any]):
                 candidates = tuple(name for name in candidates if name in CANDIDATES)
 
             def begin(candidates: Sequence[str]) -> Iterator[Any]:
-                epoch.ahead = self._ahead(elsewhere)
                 return Auto(
                     epoch,
                     self._measured,
@@ -442,11 +442,6 @@ class DataLoader(TorchLoader[Any]):
         if self.batch_sampler is None:
             return ((index,) for index in self.sampler)
         return (tuple(indices) for indices in self.batch_sampler)
-
-    def _ahead(self, elsewhere: Workers | None) -> int:
-        """Batches to plan beyond the next one, so that nobody is without work."""
-        here = self.num_workers * (self.prefetch_factor or 0)
-        return max(LEAST_AHEAD, here + (elsewhere.slots if elsewhere is not None else 0))
 
     def _collate(self) -> Callable[[list[Any]], Any]:
         return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)

@@ -39,7 +39,7 @@ class Planning(Protocol):
 class AllHere:
     """No sample is made elsewhere."""
 
-    stretch = Stretch(start=START, stop=DONE, whole=True)
+    stretch, ratio = Stretch(start=START, stop=DONE, whole=True), 0.0
 
     def __call__(self, count: int) -> list[bool]:
         """For each of ``count`` samples that it is not."""
@@ -97,6 +97,11 @@ class Evened:
 
     def __init__(self, part: Part, epoch: Planning) -> None:
         self._part, self._epoch, self.stretch = part, epoch, part.stretch
+
+    @property
+    def ratio(self) -> float:
+        """The share."""
+        return self._part.ratio
 
     def __call__(self, count: int) -> Sequence[bool]:
         """For each of ``count`` samples whether it is made elsewhere."""
