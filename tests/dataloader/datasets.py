@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -111,12 +114,54 @@ class Pictures(Plain):
         return Image.new("RGB", (2, 2))
 
 
-class Slow(Divided):
-    """Takes long enough to be killed at it."""
+VICTIM = "UPRIVER_TEST_VICTIM"
+"""Set where a worker's processes stop at their first sample."""
+
+
+class Held(Divided):
+    """Once there is a file ``armed``, notes who is at which sample; and a victim is at it for good."""
+
+    def __init__(self, count: int, folder: str) -> None:
+        super().__init__(count)
+        self.folder = Path(folder)
 
     def transform(self, raw: bytes) -> tuple[torch.Tensor, float]:
-        time.sleep(0.01)
+        if (self.folder / "armed").exists():
+            victim, parent = VICTIM in os.environ, os.getppid()
+            (self.folder / f"{'victim' if victim else 'other'}-{raw[0]}-{uuid4()}").touch()
+            while victim and os.getppid() == parent:
+                time.sleep(0.01)
         return super().transform(raw)
+
+
+class Chained(Divided):
+    """A pipeline by the names of its steps, each of which draws from another generator or from none."""
+
+    def __init__(self, count: int, reads: Sequence[str], computes: Sequence[str]) -> None:
+        super().__init__(count)
+        self.reads, self.computes = reads, computes
+
+    def read(self, index: int) -> Any:
+        return _through(self.reads, torch.arange(6) + index)
+
+    def transform(self, raw: Any) -> Any:
+        return _through(self.computes, raw)
+
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "torch": lambda value: value + torch.rand(value.shape),
+    "numpy": lambda value: value * float(np.random.rand()),
+    "python": lambda value: value.roll(random.randrange(9)),
+    "double": lambda value: value * 2,
+    "round": lambda value: value.to(torch.int16),
+    "float": lambda value: value.to(torch.float64),
+}
+
+
+def _through(names: Sequence[str], value: Any) -> Any:
+    for name in names:
+        value = STEPS[name](value)
+    return value
 
 
 class Images(Plain):

@@ -5,27 +5,34 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchLoader
 
 from tests.dataloader.datasets import same
 from tests.pipeline.making import encoded, pixels, write
+from tests.pipeline.test_any_chain import STORED, chains
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading
+from upriver.dataloader.declared import Declared
 from upriver.errors import BadSample, ConfigError
 from upriver.pipeline import (
     ColorJitter,
     Dataset,
     Decode,
+    InputChain,
     Normalize,
     RandomHorizontalFlip,
     RandomResizedCrop,
     index,
 )
+from upriver.store import Store
 
 COUNT, SEED = 45, 3
 STAGES = (
@@ -126,6 +133,53 @@ def test_any_stretch_may_run_elsewhere(
         assert sum(made.values()) == 2 * COUNT and abs(there - 2 * COUNT * ratio) <= 14, loader.report
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], list[EmbeddedServer]]]:
+    """A store for each kind of file that a chain can begin with, and servers that have all of them."""
+    uris = {}
+    for decoder, blobs in STORED.items():
+        suffix = {"decode": "jpg", "decode_wav": "wav", "load_tensor": "npy"}[decoder]
+        named = {f"a/{each:02}.{suffix}": blobs[each % len(blobs)] for each in range(11)}
+        uris[decoder] = write(tmp_path_factory.mktemp(decoder), named)
+    started = [EmbeddedServer.start(uris, workers=1, threads=1) for _ in range(2)]
+    yield uris, started
+    for server in started:
+        server.close()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chain=chains(), batch_size=st.integers(1, 5), data=st.data())
+def test_any_chain_at_any_place(
+    files: tuple[dict[str, str], list[EmbeddedServer]],
+    chain: InputChain,
+    batch_size: int,
+    data: st.DataObject,
+) -> None:
+    uris, servers = files
+    decoder = chain.stages[0].name
+    made_of = index(Store.open(uris[decoder], name=decoder), stages=chain.stages)
+    made_of.publish()
+    arguments: dict[str, Any] = {"batch_size": batch_size, "seed": SEED}
+    try:
+        reference = list(DataLoader(made_of, **arguments))
+    except (BadSample, RuntimeError):  # too small for a stage, or of sizes that are no batch
+        assume(False)
+    names = Declared(made_of, SEED).stages
+    first = data.draw(st.integers(0, len(names) - 1))
+    last = data.draw(st.integers(first, len(names) - 1))
+    candidates = ("p1", "p2", "p3", f"{names[first]}..{names[last]}")
+    for number, (candidate, ratio) in enumerate(product(candidates, (0.3, 1.0))):
+        count = 1 + (number + batch_size) % 2
+        loader = DataLoader(
+            made_of,
+            workers=[server.url for server in servers[:count]],
+            offload=Offloading(candidate=candidate, ratio=ratio),
+            **arguments,
+        )
+        assert same(list(loader), reference)
+        assert sum(loader.report.made.values()) == 11 and not loader.report.why_not
+
+
 def test_all_of_it_always_and_by_what_the_first_batches_take(
     data: Dataset, reference: list[list[Any]], servers: list[EmbeddedServer]
 ) -> None:
@@ -138,6 +192,15 @@ def test_what_may_be_worth_it_is_measured(data: Dataset, servers: list[EmbeddedS
     loader = DataLoader(data, batch_size=7, workers=[servers[0].url])
     assert loader._hired is not None
     assert loader._hired.candidates == ("p1", "read..random_horizontal_flip", "p2", "p3")
+
+
+def test_where_the_first_sample_is_broken_only_the_papers_own_are_measured(tmp_path: Path) -> None:
+    files = {f"a/{each}.jpg": encoded(pixels(20, 20, each)) for each in range(6)}
+    files["a/0.jpg"] = files["a/0.jpg"][:100]
+    bad = index(write(tmp_path, files), stages=STAGES)
+    loader = DataLoader(bad, batch_size=2, sampler=[1, 2, 3, 4], workers=["http://127.0.0.1:9"])
+    assert len(list(loader)) == 2
+    assert loader._hired is not None and loader._hired.candidates == ("p1", "p2", "p3")
 
 
 def test_with_a_collate_function_of_ones_own(data: Dataset, servers: list[EmbeddedServer]) -> None:

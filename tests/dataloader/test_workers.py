@@ -7,12 +7,17 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.dataloader.datasets import same
+from tests.dataloader.datasets import STEPS, VICTIM, same
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
@@ -130,7 +135,7 @@ def test_what_a_stopped_worker_was_given_is_made_here(
     reference: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before its connections time out; and it is asked again once it has gone on."""
-    monkeypatch.setattr("upriver.dataloader.epoch.LATE_S", 0.5)
+    monkeypatch.setattr("upriver.dataloader.worker.LATE_S", 0.5)
     monkeypatch.setattr("upriver.dataloader.epoch.LOOK_S", 0.1)
     with EmbeddedServer.start_worker(ALLOW, workers=1) as worker:
         loader = DataLoader(named(), batch_size=7, seed=3, workers=[worker.url], offload="always")
@@ -162,8 +167,8 @@ def test_a_worker_that_is_not_there_costs_nothing_but_its_help(
     workers: list[EmbeddedServer], reference: list[list[Any]]
 ) -> None:
     gone = "http://127.0.0.1:9"
-    for given in ([gone], [gone, workers[0].url]):
-        assert same(epochs(workers=given, offload="always"), reference)
+    for addresses in ([gone], [gone, workers[0].url]):
+        assert same(epochs(workers=addresses, offload="always"), reference)
 
 
 def test_a_worker_that_does_not_allow_it_says_so(reference: list[list[Any]]) -> None:
@@ -204,29 +209,131 @@ def test_what_a_sample_raises_is_raised_here(workers: list[EmbeddedServer]) -> N
     assert next(iterator)[1].tolist() == [6, 7]
 
 
+@pytest.fixture
+def victim(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedServer]:
+    with monkeypatch.context() as patch:
+        patch.setenv(VICTIM, "1")
+        started = EmbeddedServer.start_worker(ALLOW, workers=1)
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
 @pytest.mark.parametrize("candidate", CANDIDATES)
-def test_a_worker_that_is_killed_loses_nothing(candidate: Any) -> None:
-    slow = named("Slow")
-    reference = [list(DataLoader(slow, batch_size=7, seed=3))]
-    victim, other = (EmbeddedServer.start_worker(ALLOW, workers=1) for _ in range(2))
-    try:
+def test_a_worker_that_is_killed_at_it_loses_nothing(
+    workers: list[EmbeddedServer],
+    victim: EmbeddedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    candidate: Any,
+    ratio: float,
+    count: int,
+) -> None:
+    """What it was at when it died is made by others, once each."""
+    monkeypatch.setattr("upriver.dataloader.worker.MOST_REST_S", 600.0)
+    monkeypatch.setattr("upriver.dataloader.worker.REST_S", 600.0)  # else a sample more is made, to prove it
+    data = named("Held", folder=str(tmp_path))
+    all_of_them = [victim.url, *urls(workers)][:count]
+    loader = DataLoader(
+        data, batch_size=7, seed=3, workers=all_of_them, offload=Offloading(candidate=candidate, ratio=ratio)
+    )
+    assert loader._hired is not None
+    for _ in range(20):
+        list(loader)
+        if all(worker.proved for worker in loader._hired._workers):
+            break
+    for worker in loader._hired._workers:
+        worker.sample_s = 0.0  # else luck says which one is asked first
+    before = Counter(loader.report.made)
+    here = DataLoader(data, batch_size=7, seed=3)
+    here.epoch = loader.epoch
+    reference = list(here)
+    (tmp_path / "armed").touch()
+    killer = threading.Thread(target=kill_at_work, args=(victim, tmp_path))
+    killer.start()
+    found = list(loader)
+    killer.join()
+    assert same(found, reference)
+    held = Counter(name.split("-")[1] for name in names(tmp_path, "victim"))
+    others = Counter(name.split("-")[1] for name in names(tmp_path, "other"))
+    assert held and loader.report.why_not[victim.url]
+    assert set(held.values()) == {1} and others == Counter(map(str, range(COUNT)))
+    made = Counter(loader.report.made) - before
+    assert made[victim.url] == 0 and made.total() == COUNT
+    assert set(made) <= {"here", *all_of_them[1:]}
+
+
+def names(folder: Path, which: str) -> list[str]:
+    return [each.name for each in folder.glob(f"{which}-*")]
+
+
+def kill_at_work(victim: EmbeddedServer, folder: Path) -> None:
+    until = time.monotonic() + 120
+    while not names(folder, "victim") and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(victim.pid, signal.SIGKILL)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    reads=st.lists(st.sampled_from(sorted(STEPS)), max_size=3),
+    computes=st.lists(st.sampled_from(sorted(STEPS)), max_size=4),
+    batch_size=st.integers(1, 9),
+    num_workers=st.integers(0, 1),
+)
+def test_the_same_batches_for_any_pipeline(
+    workers: list[EmbeddedServer], reads: list[str], computes: list[str], batch_size: int, num_workers: int
+) -> None:
+    data = dataset("tests.dataloader.datasets:Chained", count=17, reads=reads, computes=computes)
+    arguments: dict[str, Any] = {"batch_size": batch_size, "seed": 3}
+    reference = list(DataLoader(data, **arguments))
+    never = DataLoader(data, workers=urls(workers), offload="never", num_workers=num_workers, **arguments)
+    assert same(list(never), reference)
+    for number, (candidate, ratio) in enumerate(product(CANDIDATES, (0.3, 1.0))):
+        count = 1 + (number + batch_size) % 2
+        offload = Offloading(candidate=candidate, ratio=ratio)
         loader = DataLoader(
-            slow,
-            batch_size=7,
-            seed=3,
-            workers=[victim.url, other.url],
-            offload=Offloading(candidate=candidate, ratio=1.0),
+            data, workers=urls(workers[:count]), offload=offload, num_workers=num_workers, **arguments
         )
-        found = []
-        for number, batch in enumerate(loader):
-            found.append(batch)
-            if number == 1:
-                os.kill(victim.pid, signal.SIGKILL)
-        assert same([found], reference)
-        assert sum(loader.report.made.values()) == COUNT
-    finally:
-        victim.close()
-        other.close()
+        assert same(list(loader), reference)
+        assert Counter(loader.report.made).total() == 17 and not loader.report.why_not
+
+
+@pytest.mark.parametrize("offload", ["always", Offloading(candidate="p2", ratio=0.5)])
+def test_a_sample_that_cannot_be_made_and_is_not_asked_for_does_no_harm(
+    workers: list[EmbeddedServer], offload: Any
+) -> None:
+    """As where the sampler leaves out what is broken: sample 0 is nothing special."""
+    data = dataset("tests.dataloader.datasets:Broken", count=12, bad=[0])
+    loader = DataLoader(
+        data, batch_size=3, sampler=list(range(1, 12)), workers=urls(workers), offload=offload
+    )
+    found = [index for batch in loader for index in batch[1].tolist()]
+    assert found == list(range(1, 12))
+    assert sum(loader.report.made.get(url, 0) for url in urls(workers)) >= 5
+
+
+def test_a_sample_that_cannot_be_made_takes_its_batch_and_no_other(workers: list[EmbeddedServer]) -> None:
+    data = dataset("tests.dataloader.datasets:Broken", count=12, bad=[0])
+    loader = DataLoader(data, batch_size=3, workers=urls(workers), offload="always")
+    for _ in range(2):
+        iterator = iter(loader)
+        with pytest.raises(LookupError, match="sample 0 is gone"):
+            next(iterator)
+        assert [batch[1].tolist() for batch in iterator] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert sum(loader.report.made.get(url, 0) for url in urls(workers)) == 18
+
+
+def test_where_none_can_be_made_here_nobody_is_asked_and_that_is_said(workers: list[EmbeddedServer]) -> None:
+    data = dataset("tests.dataloader.datasets:Broken", count=6, bad=list(range(6)))
+    loader = DataLoader(data, batch_size=3, workers=urls(workers), offload="always", model="broken")
+    iterator = iter(loader)
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            next(iterator)
+    assert list(iterator) == [] and not loader.report.made
+    assert "no sample could be made here" in loader.report.why_not[workers[0].url]
 
 
 def test_workers_on_this_machine_for_a_try(reference: list[list[Any]]) -> None:
