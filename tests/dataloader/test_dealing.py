@@ -484,7 +484,7 @@ def test_who_was_lost_sight_of_is_proved_again(bed: Bed) -> None:
     broken.failed = True
     server.end(broken)
     assert {bed.step(), bed.step()} == {6, 7} and bed.made[other.url] == before + 2
-    assert bed.known[0].failed == "gone"
+    assert bed.known[0].fails == 1
     bed.pass_to(bed.now + 5)
     bed.train(6, first=8)
     assert (server.proofs, other.proofs) == (2, 1)

@@ -131,8 +131,10 @@ class Workers:
         if self._canary is None:
             self._have_canary(task)
         with self._lock:
+            if self._closed:
+                return False
             self._begin_proofs()
-            if self._closed or not any(map(self._there, self._workers)):
+            if not any(map(self._there, self._workers)):
                 return False
             self._waiting.append((task, raw))
             back = self._deal()
@@ -223,7 +225,8 @@ class Workers:
                 self._note(worker, error)
             else:
                 worker.told(info)
-                worker.proved, worker.proof_s = True, self._now() - (began_s or self._now())
+                worker.proved, worker.failed = True, ""
+                worker.proof_s = 0.0 if began_s is None else self._now() - began_s
             back = self._deal()
         self._send_back(back)
 
