@@ -114,6 +114,14 @@ class Pictures(Plain):
         return Image.new("RGB", (2, 2))
 
 
+class Slow(Divided):
+    """Takes long enough to be worth having elsewhere."""
+
+    def transform(self, raw: bytes) -> tuple[torch.Tensor, float]:
+        time.sleep(0.01)
+        return super().transform(raw)
+
+
 VICTIM = "UPRIVER_TEST_VICTIM"
 """Set where a worker's processes stop at their first sample."""
 

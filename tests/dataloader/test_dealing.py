@@ -108,10 +108,11 @@ class Server:
             else:
                 process = min(range(self.processes), key=self.free_at.__getitem__)
                 answer.until_s = self.free_at[process] = max(self.bed.now, self.free_at[process]) + took_s
-            self.bed.open.append(answer)
-            self.bed.changed.notify_all()
-        if answer.until_s <= self.bed.now:
-            self.end(answer)
+            if answer.until_s > self.bed.now:
+                self.bed.open.append(answer)
+                self.bed.changed.notify_all()
+            else:
+                answer.over.set()
 
     def end(self, answer: Answer) -> None:
         with self.bed.changed:
@@ -414,11 +415,11 @@ def test_who_hangs_rests_longer_each_time_and_no_batch_depends_on_it_meanwhile(b
         bed.settle()
         bed.pass_to(bed.now + 200)
         assert workers.late() == [number] and bed.known[0].fails > 0
+        server.seconds = server.free_at[0] = 0.0
         rested_from, number = bed.now, number + 1
         while not workers.give(task(number), None):
             bed.pass_to(bed.now + 1)  # made here at once, and nobody waits
         rests.append(bed.now - rested_from)
-        server.seconds = server.free_at[0] = 0.0
         bed.step()
         number += 1
     assert rests[0] >= HUNG_REST_S
