@@ -54,6 +54,16 @@ class Divided(Dataset[Any]):
         return self.transform(self.read(index))
 
 
+class Chancy(Divided):
+    """What is computed goes on with the numbers after those with which it was read."""
+
+    def read(self, index: int) -> tuple[int, float, float]:
+        return index, random.gauss(0, 1), float(torch.rand(1)) if index % 2 else float(np.random.randn())
+
+    def transform(self, raw: Any) -> Any:
+        return raw, random.gauss(0, 1), random.random(), float(np.random.randn()), torch.rand(2)
+
+
 class Plain(Dataset[Any]):
     """Draws nothing: PyTorch's own loader gives the same."""
 

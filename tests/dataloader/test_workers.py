@@ -75,6 +75,17 @@ def test_with_loader_processes_too(
     assert same(epochs(workers=urls(workers), offload=offload, num_workers=2), reference)
 
 
+def test_what_is_computed_there_goes_on_with_the_numbers_after_those_of_reading_here(
+    workers: list[EmbeddedServer],
+) -> None:
+    here = epochs(dataset=named("Chancy"))
+    offload = Offloading(candidate="p1", ratio=0.5)
+    assert same(epochs(dataset=named("Chancy"), workers=urls(workers), offload=offload), here)
+    loader = DataLoader(named("Chancy"), batch_size=7, seed=3, workers=urls(workers), offload=offload)
+    assert same([list(loader) for _ in range(2)], here)
+    assert abs(loader.report.made["here"] - COUNT) <= 14
+
+
 def test_always_is_whole_batches_and_single_samples_where_nobody_there_can_collate(
     workers: list[EmbeddedServer], reference: list[list[Any]]
 ) -> None:

@@ -17,6 +17,7 @@ from upriver.dataloader.asked import Asked, ByName, InStore
 from upriver.dataloader.auto import num_bytes
 from upriver.dataloader.closing import closed_with
 from upriver.dataloader.declared import Declared
+from upriver.dataloader.divided import is_divided
 from upriver.dataloader.local import Maker
 from upriver.dataloader.plan import name_of_stretch
 from upriver.dataloader.remote import Canary, Workers
@@ -96,12 +97,12 @@ class Hired:
     def candidates(self) -> tuple[str, ...]:
         """What can be offloaded and may be worth it, all of it last.
 
-        p1 where samples are read in a step of its own, p3 where workers find what collates; and of a dataset
-        of ours, what ends where fewer bytes cross than anywhere later, as its first sample tells, if that can
-        be made.
+        p1 where samples are seen to be read in a step of its own, p3 where workers find what collates; and of
+        a dataset of ours, what ends where fewer bytes cross than anywhere later, as its first sample tells, if
+        that can be made.
         """
         source = self._maker.source
-        found = ["p1"] if len(source.stages) > 1 else []
+        found = ["p1"] if len(source.stages) > 1 and is_divided(source) else []
         if isinstance(source, Declared):
             stops, crossing = source.positions[2:], self._crossing()[1:]
             found += [

@@ -25,6 +25,7 @@ from upriver.dataloader.auto import Auto, Measured
 from upriver.dataloader.beside import provider_of
 from upriver.dataloader.closing import closed_with
 from upriver.dataloader.declared import Declared
+from upriver.dataloader.divided import check_divided
 from upriver.dataloader.epoch import Epoch, Split
 from upriver.dataloader.growth import growth
 from upriver.dataloader.hired import Hired
@@ -37,7 +38,7 @@ from upriver.dataloader.state import Counted, Drawn, Place, State, behind
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
-from upriver.pipeline.mapstyle import MapStyle
+from upriver.pipeline.mapstyle import RAW, MapStyle
 from upriver.policies import OFFLOAD_POLICIES, OffloadPolicy
 
 Word: TypeAlias = Literal["auto", "never", "always"]
@@ -163,7 +164,7 @@ class DataLoader(TorchLoader[Any]):
         self._maker = Maker(_source(dataset, _seed(seed)), self._collate())
         self._offload, self._policy = self._checked(offload), _policy(policy)
         self._hired = self._hire(dataset, workers, Access(token, ca, certificate, key))
-        self._check_collates()
+        self._check_can()
         self._kept: Processes | Fed | None = None
         self._made: Counter[str] = Counter()
         self._measured = Measured()
@@ -369,16 +370,19 @@ class DataLoader(TorchLoader[Any]):
         self._part(offload.candidate, offload.ratio)
         return offload
 
-    def _check_collates(self) -> None:
-        """Whether workers can collate, where they are to.
+    def _check_can(self) -> None:
+        """Whether samples can be divided where the user says so, and workers collate where they are to.
 
         Raises:
             ConfigError: If they cannot.
         """
         offload = self._offload
-        if self._hired is None or not isinstance(offload, Offloading) or self._hired.joins:
+        if self._hired is None or not isinstance(offload, Offloading):
             return
-        if self._part(offload.candidate, offload.ratio).stretch.whole:
+        stretch = self._part(offload.candidate, offload.ratio).stretch
+        if stretch.start == RAW:
+            check_divided(self._maker.source)
+        if stretch.whole and not self._hired.joins:
             why = (
                 "workers do not have this collate_fn: only PyTorch's own, or a function of a module of theirs"
             )

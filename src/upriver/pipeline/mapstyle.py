@@ -1,7 +1,9 @@
 """A user's own map-style dataset as a chain of two stages: what reads a sample, and what makes it.
 
-A dataset that offers ``read(index)`` and ``transform(raw)`` can be read at one place and computed at another.
-Any other one has a single step, ``dataset[index]``.
+Wherever a sample is made in one place it is ``dataset[index]``, whatever else the dataset has. One that
+offers ``read(index)`` and ``transform(raw)`` can be read at one place and computed at another: the generators
+are set before the first of the two, and stand for the second as the first has left them, as in
+``dataset[index]``.
 """
 
 from __future__ import annotations
@@ -12,21 +14,24 @@ from typing import Any, Protocol, runtime_checkable
 
 from upriver.errors import ConfigError
 from upriver.pipeline.draw import Draw
-from upriver.pipeline.seeding import seed_generators
+from upriver.pipeline.seeding import Generators, seed_generators
 
 START, RAW, DONE = -2, -1, 0
 """Positions of a sample: nothing but its index, what was read, what a batch is made of."""
 
-READ, TRANSFORM, COLLATE = 0, 1, 2
-"""Stages, as `Draw` counts them. A dataset with one step draws as the first. Where batches are collated, what
-is drawn is the batch's, by its number."""
+MAKE, COLLATE = 0, 2
+"""Stages, as `Draw` counts them. Where batches are collated, what is drawn is the batch's, by its number."""
+
+_RAW, _DRAWN = "upriver.raw", "upriver.drawn"
+"""What was read, where reading has drawn: what is computed elsewhere goes on with the numbers after these."""
 
 
 @runtime_checkable
 class Divided(Protocol):
-    """A dataset whose reading and computing are apart.
+    """A dataset whose reading and computing can be apart.
 
-    For every index ``dataset[index]`` is ``transform(read(index))``, but for what is drawn by chance.
+    For every index ``dataset[index]`` is ``self.transform(self.read(index))`` and no more. Many a dataset has
+    something else by these names, so that is looked at (`upriver.dataloader.divided`).
     """
 
     def read(self, index: int) -> Any:
@@ -43,7 +48,7 @@ class MapStyle:
     Attributes:
         dataset: The user's.
         seed: The job's, 0 to 2**63 - 1.
-        divided: Whether it can be read at one place and computed at another.
+        divided: Whether it has what could be read at one place and computed at another.
 
     Raises:
         ConfigError: If it is not map-style: it has no ``__getitem__``.
@@ -57,8 +62,9 @@ class MapStyle:
         if not hasattr(self.dataset, "__getitem__"):
             kind = type(self.dataset).__name__
             raise ConfigError(f"dataset must be map-style: {kind} has no samples by index (__getitem__)")
-        # Once: to ask a protocol takes as long as to seed a generator does.
-        object.__setattr__(self, "divided", isinstance(self.dataset, Divided))
+        # Once: to ask a protocol takes as long as to seed a generator does. A transform may be None.
+        divided = isinstance(self.dataset, Divided) and callable(self.dataset.read)
+        object.__setattr__(self, "divided", divided and callable(self.dataset.transform))
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -90,17 +96,10 @@ class MapStyle:
                 f"{type(self.dataset).__name__} has no stretch [{start}, {stop}): only one with read and "
                 "transform is divided"
             )
-        value = index
-        if not self.divided:
-            self._seed(epoch, sample, READ)
-            return self.dataset[index]
-        if start == START:
-            self._seed(epoch, sample, READ)
-            value = self.dataset.read(index)
-        if stop == DONE:
-            self._seed(epoch, sample, TRANSFORM)
-            value = self.dataset.transform(value)
-        return value
+        self._seed(epoch, sample, MAKE)
+        if stop == RAW:
+            return _read(self.dataset, index)
+        return self.dataset[index] if start == START else _transformed(self.dataset, index)
 
     def make_all(
         self,
@@ -132,3 +131,22 @@ class MapStyle:
 
     def _seed(self, epoch: int, sample: int, stage: int) -> None:
         seed_generators(Draw(seed=self.seed, epoch=epoch, sample=sample, stage=stage))
+
+
+# ------------------------------------------------------------------------------------- divided in two
+
+
+def _read(dataset: Divided, index: Any) -> Any:
+    """What was read; with how the generators stand where that has moved them."""
+    before = Generators.now()
+    raw = dataset.read(index)
+    drawn = Generators.now().moved_since(before)
+    return {_RAW: raw, _DRAWN: drawn} if drawn else raw
+
+
+def _transformed(dataset: Divided, raw: Any) -> Any:
+    """A sample of what was read; the generators stand as before it was."""
+    if isinstance(raw, dict) and raw.keys() == {_RAW, _DRAWN}:
+        Generators.move(raw[_DRAWN])
+        raw = raw[_RAW]
+    return dataset.transform(raw)

@@ -12,13 +12,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from numpy import random as numpy_random
 
 from upriver.pipeline.draw import Draw
 
 _WORD = 2**32
+_WORDS = "<u4"
+"""As words travel."""
 
 
 def seed_generators(draw: Draw) -> None:
@@ -31,6 +36,62 @@ def seed_generators(draw: Draw) -> None:
     random.seed(key)
     numpy_random.seed([key >> shift & _WORD - 1 for shift in (0, 32, 64, 96)])
     torch.default_generator.manual_seed(key & 2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generators:
+    """How the three generators of this process stand.
+
+    Attributes:
+        python: As `random.getstate` says it.
+        numpy: As `numpy.random.get_state` does.
+        torch: As a tensor of bytes.
+    """
+
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+
+    @classmethod
+    def now(cls) -> Generators:
+        """Those of this moment."""
+        return cls(random.getstate(), numpy_random.get_state(), torch.default_generator.get_state())
+
+    def same(self, other: Generators) -> bool:
+        """Whether all of them stand alike."""
+        return not self.moved_since(other)
+
+    def moved_since(self, before: Generators) -> dict[str, Any]:
+        """Those that stand otherwise, by name, as lists of numbers, words and bytes, and tensors."""
+        found: dict[str, Any] = {}
+        if self.python != before.python:
+            version, words, gauss = self.python
+            found["python"] = [version, np.array(words, dtype=_WORDS).tobytes(), gauss]
+        (name, key, *ours), (_, old_key, *theirs) = self.numpy, before.numpy
+        if ours != theirs or not np.array_equal(key, old_key):
+            found["numpy"] = [name, key.astype(_WORDS).tobytes(), *ours]
+        if not torch.equal(self.torch, before.torch):
+            found["torch"] = self.torch
+        return found
+
+    @staticmethod
+    def move(moved: dict[str, Any]) -> None:
+        """Have this process's stand as others do that have moved.
+
+        Args:
+            moved: By `moved_since`.
+
+        Raises:
+            Exception: If it is nothing of the kind.
+        """
+        if "python" in moved:
+            version, words, gauss = moved["python"]
+            random.setstate((version, tuple(np.frombuffer(words, dtype=_WORDS).tolist()), gauss))
+        if "numpy" in moved:
+            name, key, *rest = moved["numpy"]
+            numpy_random.set_state((name, np.frombuffer(key, dtype=_WORDS), *rest))
+        if "torch" in moved:
+            torch.default_generator.set_state(moved["torch"])
 
 
 @contextmanager
