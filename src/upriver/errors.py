@@ -71,9 +71,17 @@ class BadSample(DatasetError):
 
 
 class CodeFailed(DatasetError):
-    """A user's own code raised where a worker ran it, or made what cannot be sent."""
+    """A user's own code raised where a worker ran it, or made what cannot be sent.
+
+    Attributes:
+        trace: The traceback there; empty where there is none.
+    """
 
     code = "code_failed"
+
+    def __init__(self, message: str, *, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 class ModelError(UpriverError):

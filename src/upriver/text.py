@@ -85,6 +85,25 @@ def error_text(error: BaseException, at_most: int = 500) -> str:
     return said(f"{kind}: {text}" if text else kind, at_most)
 
 
+def last_lines(text: str, at_most: int, line_chars: int = 300) -> str:
+    """The last lines of a traceback or a log in at most ``at_most`` characters, safe to print.
+
+    Args:
+        text: Where something is left out of it, dots say so.
+        at_most: Of all of it.
+        line_chars: Of each line.
+    """
+    kept, left = list[str](), at_most - 2
+    for line in reversed(text.rstrip().split("\n")):
+        line = printable(line.replace("\t", "    "), line_chars)
+        left -= len(line) + 1
+        if left < 0:
+            kept.append("…")
+            break
+        kept.append(line)
+    return "\n".join(reversed(kept))
+
+
 def wrapped(text: str) -> str:
     """``text`` in lines of at most 110 characters, all but the first indented."""
     return textwrap.fill(text, width=110, subsequent_indent="  ", break_long_words=False)

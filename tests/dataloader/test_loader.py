@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
-from tests.dataloader.datasets import Broken, Divided, Noisy, Plain, same
+from tests.dataloader.datasets import Broken, Divided, Mute, Noisy, Plain, mute_rows, same
 from upriver.dataloader import DataLoader
 from upriver.errors import ConfigError
 
@@ -153,6 +154,58 @@ def test_what_a_dataset_raises_takes_its_batchs_place(num_workers: int) -> None:
     assert batches == [[0, 1], [2, 3], [6, 7], [8, 9]]
     assert ["sample 5 is gone" in raised[0], "sample 11 is gone" in raised[1]] == [True, True]
     assert len(raised) == 2
+
+
+def told(error: BaseException) -> str:
+    """What a traceback says below it."""
+    return "\n".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_is_raised_carries_the_sample(num_workers: int) -> None:
+    loader = DataLoader(Mute(12, {5, 9}), batch_size=4, sampler=range(11, -1, -1), num_workers=num_workers)
+    loader.epoch = 1
+    iterator = iter(loader)
+    for number in (9, 5):
+        with pytest.raises(ValueError, match="bad") as caught:
+            next(iterator)
+        assert f"raised for sample {number} of epoch 1" in told(caught.value)
+    assert next(iterator)[1].tolist() == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_is_raised_where_a_batch_is_collated_carries_its_number(num_workers: int) -> None:
+    loader = DataLoader(Plain(12), batch_size=4, collate_fn=mute_rows, num_workers=num_workers)
+    iterator = iter(loader)
+    for number in range(3):
+        with pytest.raises(ValueError, match="bad") as caught:
+            next(iterator)
+        assert f"raised where batch {number} of epoch 0 was collated" in told(caught.value)
+
+
+def test_an_error_that_is_raised_again_and_again_does_not_grow() -> None:
+    class Same(Plain):
+        error = ValueError("bad")
+
+        def __getitem__(self, index: int) -> Any:
+            raise self.error
+
+    loader = DataLoader(Same(1))
+    for epoch in (0, 0, 1):
+        loader.epoch = epoch
+        with pytest.raises(ValueError, match="bad"):
+            list(loader)
+    assert Same.error.__notes__ == ["raised for sample 0 of epoch 0", "raised for sample 0 of epoch 1"]
+
+
+def test_keys_that_are_no_numbers_are_named() -> None:
+    loader = DataLoader({"a": 1}, sampler=["a", "b" * 1000], batch_size=None)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(KeyError) as caught:
+        next(iterator)
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised for sample 'bbb") and len(note) < 130
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

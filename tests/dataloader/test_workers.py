@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -218,6 +219,51 @@ def test_what_a_sample_raises_is_raised_here(workers: list[EmbeddedServer]) -> N
     with pytest.raises(LookupError, match="sample 5 is gone"):
         next(iterator)
     assert next(iterator)[1].tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_sample_raises_carries_where_it_was_raised_there(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUTE_API_KEY", "sk-of-the-worker")
+    with EmbeddedServer.start_worker(ALLOW, workers=1) as worker:
+        monkeypatch.delenv("MUTE_API_KEY")
+        loader = DataLoader(
+            dataset("tests.dataloader.datasets:Mute", count=12, bad=[5]),
+            batch_size=2,
+            workers=[worker.url],
+            offload="always",
+            num_workers=num_workers,
+        )
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        with pytest.raises(ValueError, match="bad None") as caught:
+            next(iterator)
+        told = "".join(traceback.format_exception(caught.value))
+        here, _, there = told.partition(f"at worker {worker.url}: ")
+        assert "raised for sample 5 of epoch 0" in here and "raised for sample 5 of epoch 0" in there
+        assert there.startswith("tests.dataloader.datasets:Mute, sample 5: ValueError: bad ***\n")
+        assert "datasets.py" in there and "in __getitem__" in there and "ValueError: bad ***" in there
+        assert "sk-of-the-worker" not in told
+        assert next(iterator)[1].tolist() == [6, 7]
+
+
+def test_what_only_a_worker_cannot_make_is_made_here_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MUTE_API_KEY", "sk-of-the-worker")
+    with EmbeddedServer.start_worker(ALLOW, workers=1) as worker:
+        monkeypatch.delenv("MUTE_API_KEY")
+        loader = DataLoader(
+            dataset("tests.dataloader.datasets:Mute", count=12, bad_there=[5, 9]),
+            batch_size=2,
+            workers=[worker.url],
+            offload="always",
+        )
+        with caplog.at_level("WARNING", "upriver"):
+            assert [batch[1].tolist() for batch in loader] == [[at, at + 1] for at in range(0, 12, 2)]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert worker.url in said and "in __getitem__" in said and "ValueError: bad ***" in said
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
 from upriver.protocol import (
     BY_DEFAULT,
     DEFAULT_CAPS,
+    TRACE_CHARS,
     CodeRef,
     Collate,
     DatasetRef,
@@ -52,6 +53,8 @@ from upriver.protocol import (
     Larger,
     RunRequest,
     decode_info,
+    error_body,
+    error_from,
     read_frame,
 )
 from upriver.protocol.tree import build, flatten
@@ -686,6 +689,40 @@ def test_a_traceback_is_logged_without_secrets(capfd):
         logged = capfd.readouterr().err
         assert "Traceback" in logged and "PermissionError: cannot log in with ***" in logged
         assert "open-sesame" not in logged
+
+
+def test_a_traceback_is_told_in_its_last_lines_without_secrets(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "sk-123456789")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    for name, arguments in (
+        ("Unmade", {"password": "open-sesame"}),
+        ("Endless", {"variable": "SOME_API_KEY"}),
+        ("Endless", {"variable": "TOKENIZERS_PARALLELISM", "chars": 100_000}),
+    ):
+        run = RunCode(
+            name=f"{NAME}:{name}", arguments=msgspec.json.encode(arguments), start=START, ids=(0,), slot=0
+        )
+        with pytest.raises(CodeFailed) as caught:
+            code.Code((NAME,)).make(run, None)
+        told = error_from(msgspec.json.decode(msgspec.json.encode(error_body(caught.value))))
+        assert isinstance(told, CodeFailed)
+        assert (str(told), told.trace) == (str(caught.value), caught.value.trace)
+        assert len(told.trace) <= TRACE_CHARS and "workloads.py" in told.trace
+        assert not {"open-sesame", "sk-123456789"} & set(told.trace.split())
+        assert "sk-123456789" not in str(told)
+    assert "false" in told.trace and "…" in told.trace
+
+
+def test_a_traceback_of_anybodys_is_held_to_ours():
+    body = {"error": {"code": "code_failed", "message": "x"}}
+    assert error_from(body).trace == ""  # from a worker of before
+    body["error"] |= {"traceback": "first\n" + "\x1b[2Jline\tof\udc00code\n" * 10_000 + "last\n"}
+    trace = error_from(body).trace
+    assert len(trace) <= TRACE_CHARS and trace.startswith("…\n") and trace.endswith("\nlast")
+    assert set(trace.split("\n")[1:-1]) == {"?[2Jline    of?code"}
+    assert error_from(error_body(error_from(body))).trace == trace
+    body["error"]["traceback"] = ["no", "text"]
+    assert isinstance(error_from(body), ProtocolError)
 
 
 def test_text_that_is_called_a_secret_is_found_however_deep():

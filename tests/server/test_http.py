@@ -25,7 +25,7 @@ from tests.server.running import (
     wait_for,
 )
 from upriver.client.transport import ServerClient
-from upriver.errors import BadSample, ObjectChanged, StoreError
+from upriver.errors import BadSample, CodeFailed, ObjectChanged, StoreError
 from upriver.pipeline import CenterCrop, Decode, Normalize, Resize, index
 from upriver.program import capture, graph_path
 from upriver.protocol import (
@@ -153,6 +153,9 @@ def test_where_a_store_lies_is_in_no_clients_words(tmp_path, folder):
         told = str(wording.of(StoreError(f"cannot read {place}: no")))
         assert told.startswith("cannot read store images")
         assert str(tmp_path) not in told
+        failed = wording.of(CodeFailed("no", trace=f"File {place}, line 1"))
+        assert isinstance(failed, CodeFailed) and str(tmp_path) not in failed.trace
+        assert failed.trace.startswith("File store images")
 
 
 # ------------------------------------------------------------------------------------------ runs

@@ -58,6 +58,24 @@ class Unmade:
         raise PermissionError(f"cannot log in with {self.password}")
 
 
+class Endless:
+    """Says all that it knows, from deep within."""
+
+    def __init__(self, variable: str, chars: int = 0) -> None:
+        self.variable, self.chars = variable, chars
+
+    def __getitem__(self, index: int) -> Any:
+        self._down(40)
+
+    def _down(self, depth: int) -> None:
+        try:
+            if depth:
+                self._down(depth - 1)
+        finally:
+            if depth == 0:
+                raise ValueError(f"{os.environ[self.variable]}\n" + "x" * self.chars)
+
+
 class Nothing:
     """It has no samples by index."""
 

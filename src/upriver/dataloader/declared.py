@@ -11,9 +11,7 @@ import torch
 from upriver.engine.read import read_samples
 from upriver.errors import BadSample
 from upriver.pipeline import Dataset, SampleError, stored_tensor
-from upriver.pipeline.draw import Draw
-from upriver.pipeline.mapstyle import COLLATE, DONE
-from upriver.pipeline.seeding import seed_generators
+from upriver.pipeline.mapstyle import DONE, collated
 
 READ = "read"
 """The first stage of every such dataset: from the store."""
@@ -83,8 +81,7 @@ class Declared:
 
     def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
         """A batch of its samples; sets the generators of this process and leaves them so."""
-        seed_generators(Draw(seed=self.seed, epoch=epoch, sample=batch, stage=COLLATE))
-        return collate(samples)
+        return collated(samples, collate, seed=self.seed, epoch=epoch, batch=batch)
 
     def targets(self, indices: Sequence[int]) -> list[int]:
         """Of some samples."""

@@ -6,6 +6,7 @@ or who fails. All of it belongs to the thread that iterates; what others have ma
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +18,11 @@ from upriver.dataloader.local import Fed, Maker, Processes
 from upriver.dataloader.plan import Stretch
 from upriver.dataloader.share import Backlog
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
-from upriver.pipeline.mapstyle import DONE
+from upriver.errors import CodeFailed
+from upriver.pipeline.mapstyle import DONE, note
 from upriver.pipeline.seeding import apart
+
+log = logging.getLogger("upriver")
 
 LOOK_S = 1.0
 """So often that is looked at, where nothing comes."""
@@ -127,6 +131,7 @@ class Work:
         stretch: What of it is to be done elsewhere; None where nothing is, or all that is is done.
         away: Whether others are at it.
         place: Who was.
+        failed: What the dataset's code raised elsewhere, and where that was.
     """
 
     task: Task
@@ -135,6 +140,7 @@ class Work:
     stretch: Stretch | None = None
     away: bool = False
     place: str = HERE
+    failed: Arrival | None = None
 
 
 class Epoch:
@@ -188,6 +194,7 @@ class Epoch:
         self._inline: deque[Task] = deque()
         self._work: dict[int, Work] = {}
         self._next_task, self._next_batch = 0, first
+        self._failed = set[str]()
         self._all_planned = False
         self.hold, self.waits, self._clock = hold, Waits(), clock
 
@@ -386,6 +393,7 @@ class Epoch:
             if arrival.final:
                 self._finish(work, arrival)
             else:
+                work.failed = arrival if isinstance(arrival.error, CodeFailed) else work.failed
                 self._returned(work)
         elif stretch is not None and not was_away:
             self._give(work, stretch, arrival.value)
@@ -400,11 +408,22 @@ class Epoch:
         batch = work.batch
         batch.missing -= 1
         if arrival.error is not None:
+            if work.failed is not None:
+                note(arrival.error, _told(work.failed))
             batch.error = batch.error or arrival.error
             return
+        if work.failed is not None and work.failed.place not in self._failed:
+            self._failed.add(work.failed.place)
+            log.warning("made here in epoch %d, as it could not be %s", self._number, _told(work.failed))
         batch.made[arrival.place if work.place == HERE else work.place] += len(work.at)
         if work.task.whole:
             batch.value, batch.whole = arrival.value, True
             return
         for at, sample in zip(work.at, arrival.value, strict=True):
             batch.rows[at] = sample
+
+
+def _told(failed: Arrival) -> str:
+    """What the dataset's code raised elsewhere, and where in it."""
+    assert isinstance(failed.error, CodeFailed)
+    return f"at worker {failed.place}: {failed.error}\n{failed.error.trace}".rstrip()

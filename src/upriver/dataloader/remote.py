@@ -325,7 +325,9 @@ class Workers:
                 if not own:
                     self._waiting.insert(0, (task, raw))
             back = self._deal()
-        self._send_back([*back, task] if own else back)
+        if own:
+            self._arrivals.put(Arrival(task.number, error=error, place=held.worker.url))
+        self._send_back(back)
 
     def _let_go(self, held: Held) -> None:
         self._under_way[held.worker.url] -= 1

@@ -37,7 +37,7 @@ class Task(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What came of a task.
+    """What came of a task, or why nobody elsewhere does it.
 
     Attributes:
         number: Of the task.

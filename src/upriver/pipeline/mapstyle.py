@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from upriver.errors import ConfigError
 from upriver.pipeline.draw import Draw
 from upriver.pipeline.seeding import Generators, seed_generators
+from upriver.text import printable
 
 START, RAW, DONE = -2, -1, 0
 """Positions of a sample: nothing but its index, what was read, what a batch is made of."""
@@ -97,9 +98,14 @@ class MapStyle:
                 "transform is divided"
             )
         self._seed(epoch, sample, MAKE)
-        if stop == RAW:
-            return _read(self.dataset, index)
-        return self.dataset[index] if start == START else _transformed(self.dataset, index)
+        try:
+            if stop == RAW:
+                return _read(self.dataset, index)
+            return self.dataset[index] if start == START else _transformed(self.dataset, index)
+        except Exception as error:
+            which = sample if start == RAW or index == sample else printable(repr(index), 80)
+            note(error, f"raised for sample {which} of epoch {epoch}")
+            raise
 
     def make_all(
         self,
@@ -126,11 +132,28 @@ class MapStyle:
             epoch: Counted by the loader.
             batch: Number of the batch in its epoch.
         """
-        self._seed(epoch, batch, COLLATE)
-        return collate(samples)
+        return collated(samples, collate, seed=self.seed, epoch=epoch, batch=batch)
 
     def _seed(self, epoch: int, sample: int, stage: int) -> None:
         seed_generators(Draw(seed=self.seed, epoch=epoch, sample=sample, stage=stage))
+
+
+def collated(
+    samples: list[Any], collate: Callable[[list[Any]], Any], *, seed: int, epoch: int, batch: int
+) -> Any:
+    """A batch of its samples; sets the generators of this process and leaves them so."""
+    seed_generators(Draw(seed=seed, epoch=epoch, sample=batch, stage=COLLATE))
+    try:
+        return collate(samples)
+    except Exception as error:
+        note(error, f"raised where batch {batch} of epoch {epoch} was collated")
+        raise
+
+
+def note(error: Exception, text: str) -> None:
+    """Say more of an error than it says itself; once, as the same one may be raised again and again."""
+    if text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
 
 
 # ------------------------------------------------------------------------------------- divided in two

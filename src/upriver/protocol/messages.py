@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from upriver.errors import BadSample, Overloaded, ProtocolError, UpriverError
+from upriver.errors import BadSample, CodeFailed, Overloaded, ProtocolError, UpriverError
 from upriver.pipeline.mapstyle import DONE, RAW, START
 from upriver.protocol.caps import MAX_INTEGER, MAX_MICRO_BATCH, VERSION, Caps
 from upriver.store.names import MAX_NAME_BYTES
-from upriver.text import printable, said
+from upriver.text import last_lines, printable, said
 from upriver.types import Timings
 
 PROCESS_HEADER = "Upriver-Process"
@@ -438,6 +438,8 @@ def error_body(error: UpriverError) -> dict[str, dict[str, Any]]:
     body: dict[str, Any] = {"code": error.code, "message": str(error)}
     if isinstance(error, BadSample):
         body |= {"sample": error.sample, "object": error.object_name, "reason": error.reason}
+    if isinstance(error, CodeFailed) and error.trace:
+        body["traceback"] = error.trace
     if isinstance(error, Overloaded):
         body["retry_after_s"] = error.retry_after_s
     return {"error": body}
@@ -457,6 +459,8 @@ def error_from(body: Mapping[str, Any]) -> UpriverError:
     if code == BadSample.code:
         name = printable(fields.object, MAX_NAME_BYTES)
         return BadSample(sample=fields.sample, object_name=name, reason=said(fields.reason))
+    if code == CodeFailed.code:
+        return CodeFailed(message, trace=last_lines(fields.traceback, TRACE_CHARS))
     known = {kind.code: kind for kind in _kinds(UpriverError)}
     found = known.get(code, UpriverError)
     if issubclass(found, Overloaded):
@@ -470,6 +474,9 @@ MESSAGE_CHARS = 2000
 """Longest message kept of another side's error: one that names an object, which may have 1024 bytes, and says
 more."""
 
+TRACE_CHARS = 8000
+"""Longest traceback of a user's own code, some 50 frames: what is left out is the callers'."""
+
 CODE_CHARS = 64
 """Our codes have at most 20 characters."""
 
@@ -480,6 +487,7 @@ class _ErrorFields(msgspec.Struct):
     sample: int = -1
     object: str = ""
     reason: str = ""
+    traceback: str = ""
     retry_after_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 1.0
 
 

@@ -1,16 +1,18 @@
 """A user's own code in a worker: its datasets, and the samples and batches that they make.
 
 None of it came from a client: it is installed here, and the operator has allowed it by name. What it raises
-is one line for the client and a traceback in the log; what it breaks is one worker.
+is one line and the last lines of a traceback for the client, and a traceback in the log; what it breaks is
+one worker.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,20 +22,30 @@ from torch.utils.data import default_collate
 
 from upriver.errors import CodeFailed, TooLarge, UpriverError
 from upriver.pipeline.mapstyle import DONE, MapStyle
-from upriver.protocol import BY_DEFAULT
+from upriver.protocol import BY_DEFAULT, TRACE_CHARS
 from upriver.protocol.tree import flatten
 from upriver.server import logs
 from upriver.server.allowed import check_found
 from upriver.server.jobs import RunCode
 from upriver.server.output import STDERR
-from upriver.text import error_text, said
+from upriver.text import error_text, last_lines, said
 from upriver.types import MicroBatch
 
 MAX_DATASETS = 8
 """Kept in each worker, those used longest ago go first: some jobs' data to train on, and those held out."""
 
+SAID_CHARS = 500
+"""Of what an exception says, in the one line: some five lines of a terminal."""
+
+MOST_LINE_CHARS = 1000
+"""Of a traceback's line, as it is looked through for secrets: three times what is told of it."""
+
 LEAST_SECRET_CHARS = 4
 """What is shorter opens nothing, and stands in many a word of a traceback."""
+
+_MAY_BE_SECRET = re.compile(r"(?i)key|token|secret|passw|credential|auth|private|cookie|session")
+_LEAST_SECRET_VALUE_CHARS = 8
+"""Of variables, whose names tell less than those of arguments: many a one is ``true`` or a number."""
 
 
 class Code:
@@ -134,7 +146,7 @@ def _sample(source: MapStyle, run: RunCode, sample: int, value: Any) -> Any:
 
 @contextmanager
 def _told(what: str, run: RunCode) -> Iterator[None]:
-    """Whatever the user's code raises inside is `CodeFailed`, with its traceback in the log.
+    """Whatever the user's code raises inside is `CodeFailed`, with its traceback here and in the log.
 
     Args:
         what: Goes wrong then.
@@ -144,9 +156,37 @@ def _told(what: str, run: RunCode) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         trace = "".join(traceback.format_exception(error))
-        with logs.request_context(hidden=_secrets(msgspec.json.decode(run.arguments))):
+        variables = _secrets_of(os.environ)
+        hidden = [*_secrets(msgspec.json.decode(run.arguments)), *variables]
+        with logs.request_context(hidden=hidden):
             _log(logs.redacted(f"{what}:\n{trace}"))
-        raise CodeFailed(f"{what}: {error_text(error)}") from error
+        told = last_lines(logs.redacted(_end_of(_without(trace, hidden))), TRACE_CHARS)
+        message = said(_without(error_text(error, at_most=8 * SAID_CHARS), variables), SAID_CHARS)
+        raise CodeFailed(f"{what}: {message}", trace=told) from error
+
+
+def _without(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, logs.HIDDEN)
+    return text
+
+
+def _end_of(trace: str) -> str:
+    """As much as is looked through for secrets. No word is cut, as half a secret would not look like one."""
+    lines = [
+        line if len(line) <= MOST_LINE_CHARS else line[:MOST_LINE_CHARS].rpartition(" ")[0] + " …"
+        for line in trace.split("\n")
+    ]
+    end = "\n".join(lines)
+    return end if len(end) <= logs.MAX_CHARS else end[-logs.MAX_CHARS :].partition("\n")[2]
+
+
+def _secrets_of(environment: Mapping[str, str]) -> list[str]:
+    """What variables hold that may be secrets, by their names; the longest first, as one may hold another."""
+    found = {value for name, value in environment.items() if _MAY_BE_SECRET.search(name)}
+    return sorted(
+        (value for value in found if len(value) >= _LEAST_SECRET_VALUE_CHARS), key=len, reverse=True
+    )
 
 
 def _log(text: str) -> None:

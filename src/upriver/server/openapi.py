@@ -319,6 +319,7 @@ def _error() -> Json:
         "sample": {"type": "integer", "description": "Of a bad sample: its row."},
         "object": {"type": "string", "description": "Of a bad sample: what holds it."},
         "reason": {"type": "string", "description": "Of a bad sample: what is wrong with it."},
+        "traceback": {"type": "string", "description": "Of code that failed: where, in its last lines."},
         "retry_after_s": {"type": "number", "minimum": 0},
     }
     error = {"type": "object", "required": ["code", "message"], "properties": fields}

@@ -83,14 +83,13 @@ class Wording:
 
     def of(self, error: UpriverError) -> UpriverError:
         """The same error in words for a client."""
-        message = str(error)
+        before = error_body(error)["error"]
+        said = {key: before[key] for key in ("message", "traceback") if key in before}
         for place, name in self._places:
-            message = message.replace(place, f"store {name}") if place.strip("/") else message
-        if message == str(error):
-            return error
-        body = error_body(error)
-        body["error"]["message"] = message
-        return error_from(body)
+            if place.strip("/"):
+                said = {key: text.replace(place, f"store {name}") for key, text in said.items()}
+        after = before | said
+        return error if after == before else error_from({"error": after})
 
 
 def counted(route: Route, metrics: Metrics, wording: Wording) -> Route:
