@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -133,6 +134,17 @@ def test_any_stretch_may_run_elsewhere(
         assert sum(made.values()) == 2 * COUNT and abs(there - 2 * COUNT * ratio) <= 14, loader.report
 
 
+def test_numbers_of_any_type(data: Dataset, servers: list[EmbeddedServer]) -> None:
+    order = np.random.default_rng(2).permutation(COUNT)
+    here = list(DataLoader(data, batch_size=7, seed=SEED, sampler=order.tolist()))
+    for sampler in (list(order), list(torch.from_numpy(order))):
+        assert same(list(DataLoader(data, batch_size=7, seed=SEED, sampler=sampler)), here)
+        arguments = {"workers": [servers[0].url], "offload": "always"}
+        loader = DataLoader(data, batch_size=7, seed=SEED, sampler=sampler, **arguments)
+        assert same(list(loader), here) and "here" not in loader.report.made
+    for number in (COUNT, -1, 1.0, np.array([1]), "1"):
+        with pytest.raises(IndexError, match=f"samples have numbers in 0..{COUNT - 1}"):
+            list(DataLoader(data, seed=SEED, sampler=[number]))
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], list[EmbeddedServer]]]:
     """A store for each kind of file that a chain can begin with, and servers that have all of them."""

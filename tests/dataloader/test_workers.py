@@ -14,7 +14,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import SubsetRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -416,6 +419,36 @@ def test_no_thread_or_process_outlives_a_loader(workers: list[EmbeddedServer]) -
     while {thread.name for thread in threading.enumerate()} - before and time.monotonic() < until:
         time.sleep(0.05)
     assert not {thread.name for thread in threading.enumerate()} - before
+
+
+def kinds(numbers: list[int]) -> dict[str, Any]:
+    """The same numbers as samplers give them."""
+    return {
+        "numpy": SubsetRandomSampler(list(np.array(numbers))),  # type: ignore[arg-type]
+        "small": list(np.array(numbers, dtype=np.uint16)),
+        "tensors": list(torch.tensor(numbers)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["numpy", "small", "tensors"])
+def test_numbers_of_any_type_are_sent(workers: list[EmbeddedServer], kind: str) -> None:
+    numbers = np.random.default_rng(2).permutation(COUNT).tolist()
+
+    def made(sampler: Any, **arguments: Any) -> list[Any]:
+        generator = torch.Generator().manual_seed(4)
+        if isinstance(sampler, SubsetRandomSampler):
+            sampler.generator = generator
+        loader = DataLoader(named(), batch_size=7, seed=3, sampler=sampler, **arguments)
+        batches = list(loader)
+        if arguments:
+            assert "here" not in loader.report.made and sum(loader.report.made.values()) == COUNT
+        return batches
+
+    plain = SubsetRandomSampler(numbers) if kind == "numpy" else numbers
+    here = made(plain)
+    assert same(made(kinds(numbers)[kind]), here), "a sample draws the same by whatever number it is asked"
+    there = made(kinds(numbers)[kind], workers=urls(workers), offload=Offloading(candidate="p2"))
+    assert same(there, here)
 
 
 def test_samples_by_numbers_that_cannot_be_sent_are_made_here(workers: list[EmbeddedServer]) -> None:

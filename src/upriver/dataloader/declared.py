@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from upriver.engine.read import read_samples
 from upriver.errors import BadSample
 from upriver.pipeline import Dataset, SampleError, stored_tensor
-from upriver.pipeline.mapstyle import DONE, collated
+from upriver.pipeline.mapstyle import DONE, collated, whole_number
 
 READ = "read"
 """The first stage of every such dataset: from the store."""
@@ -83,19 +84,22 @@ class Declared:
         """A batch of its samples; sets the generators of this process and leaves them so."""
         return collated(samples, collate, seed=self.seed, epoch=epoch, batch=batch)
 
-    def targets(self, indices: Sequence[int]) -> list[int]:
+    def targets(self, indices: Sequence[Any]) -> list[int]:
         """Of some samples."""
-        targets: list[int] = self.dataset.targets[list(indices)].tolist()
+        targets: list[int] = self.dataset.targets[list(map(operator.index, indices))].tolist()
         return targets
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def _read(self, indices: Sequence[Any]) -> list[torch.Tensor]:
+        rows = list[int]()
         for index in indices:
-            if not isinstance(index, int) or not 0 <= index < len(self.dataset):
+            row = whole_number(index)
+            if row is None or not 0 <= row < len(self.dataset):
                 raise IndexError(f"samples have numbers in 0..{len(self.dataset) - 1}, got {index!r}")
-        return [stored_tensor(blob) for blob in read_samples(self.dataset, indices)]
+            rows.append(row)
+        return [stored_tensor(blob) for blob in read_samples(self.dataset, rows)]
 
     def _run(self, value: torch.Tensor, sample: int, epoch: int, start: int, stop: int) -> torch.Tensor:
         try:

@@ -38,7 +38,7 @@ from upriver.dataloader.state import Counted, Drawn, Place, State, behind
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
-from upriver.pipeline.mapstyle import RAW, MapStyle
+from upriver.pipeline.mapstyle import RAW, MapStyle, whole_number
 from upriver.policies import OFFLOAD_POLICIES, OffloadPolicy
 
 Word: TypeAlias = Literal["auto", "never", "always"]
@@ -506,8 +506,9 @@ def _seed(seed: int | None) -> int:
 
 def sample_number(index: Any) -> int:
     """A number for what a sampler gave: a whole number itself, anything else by what it says of itself."""
-    if isinstance(index, int) and -MOST_SEED <= index <= MOST_SEED:
-        return int(index)
+    number = whole_number(index)
+    if number is not None and -MOST_SEED <= number <= MOST_SEED:
+        return number
     try:
         text = json.dumps(index)
     except (TypeError, ValueError):

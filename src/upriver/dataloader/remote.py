@@ -27,6 +27,7 @@ from upriver.errors import (
     ProtocolError,
     ServerUnavailable,
 )
+from upriver.pipeline.mapstyle import whole_number
 from upriver.protocol.caps import MAX_INTEGER
 from upriver.protocol.tree import identical
 from upriver.text import error_text
@@ -126,7 +127,8 @@ class Workers:
 
         In the thread that iterates, which makes the first sample of a task where there is a worker to prove.
         """
-        if task.indices != task.samples or not all(0 <= sample <= MAX_INTEGER for sample in task.samples):
+        numbers = tuple(map(whole_number, task.indices))
+        if numbers != task.samples or not all(0 <= sample <= MAX_INTEGER for sample in task.samples):
             return False
         if self._canary is None:
             self._have_canary(task)

@@ -8,6 +8,7 @@ are set before the first of the two, and stand for the second as the first has l
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -103,7 +104,7 @@ class MapStyle:
                 return _read(self.dataset, index)
             return self.dataset[index] if start == START else _transformed(self.dataset, index)
         except Exception as error:
-            which = sample if start == RAW or index == sample else printable(repr(index), 80)
+            which = sample if start == RAW or whole_number(index) == sample else printable(repr(index), 80)
             note(error, f"raised for sample {which} of epoch {epoch}")
             raise
 
@@ -148,6 +149,17 @@ def collated(
     except Exception as error:
         note(error, f"raised where batch {batch} of epoch {epoch} was collated")
         raise
+
+
+def whole_number(index: Any) -> int | None:
+    """The number that an index is, be it Python's, NumPy's or in a tensor; None where it is something else.
+
+    An array of one number is something else: it may stand for a list of samples.
+    """
+    try:
+        return None if getattr(index, "ndim", 0) else operator.index(index)
+    except TypeError:
+        return None
 
 
 def note(error: Exception, text: str) -> None:
