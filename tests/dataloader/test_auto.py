@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 
 from tests.dataloader.world import BATCH, World
 from upriver.dataloader.auto import LEAST_STEPS, PREPARED, SKIPPED, Measured, Steps, num_bytes
+from upriver.dataloader.tasks import Task
 
 
 def train(
@@ -127,6 +130,50 @@ def test_what_a_sample_raises_takes_the_place_of_its_batch_and_measuring_goes_on
             world.now += world.step
     assert raised > 1 and handed_out + raised == 120
     assert measured.decision is not None and measured.gthp == pytest.approx(40)
+
+
+def test_cpu_seconds_that_fall_end_no_epoch():
+    """As where a process that was counted ends between two readings."""
+
+    class Falling(World):
+        def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
+            self.cpu_s -= 30.0
+            return super().give(task, raw)
+
+    measured, count = train(Falling(here=0.1, there=0.05, step=0.1, receive=0.05), 400)
+    assert count == 400 and measured.decision is not None
+    assert measured.ocycles == {"p2": 0.0, "p3": 0.0}
+
+
+@dataclass
+class Bag:
+    """What no loader can look into."""
+
+    rows: list[Any]
+
+
+@pytest.mark.parametrize("policy", ["upriver", "fastflow"])
+def test_batches_that_show_no_bytes_count_by_their_samples(policy: str):
+    """Of 1 MB each, as the others of this world have."""
+    found = []
+    for bagged in (False, True):
+        world, measured = World(here=0.1, there=0.05, step=0.1, receive=0.05), Measured()
+        world.collate = Bag if bagged else list
+        batches = world.auto(400, measured, policy=policy)
+        for batch in batches:
+            assert isinstance(batch, Bag if bagged else list)
+            world.now += world.step
+        assert measured.by_samples is bagged
+        found.append((measured.gthp, measured.lthp, measured.rthp, measured.decision))
+    assert found[0] == found[1]
+    decision = found[1][-1]
+    assert decision is not None and decision.offload and decision.ratio > 0.5
+
+
+def test_sizes_are_of_one_kind_throughout():
+    bytes_first, samples_first = Measured(), Measured()
+    assert [bytes_first.size_of(batch, 2) for batch in ([b"abc"], Bag([]), [b"a"])] == [3, 0, 1]
+    assert [samples_first.size_of(batch, 2) for batch in (Bag([]), [b"abc"])] == [2_000_000, 2_000_000]
 
 
 def test_steps_are_enough_when_they_tell_the_same():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import torch
 
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, dataset
-from upriver.dataloader.auto import cpu_seconds
 from upriver.errors import ConfigError
 
 JOB = """
@@ -77,25 +74,3 @@ def test_what_a_model_is_called_or_is(worker: EmbeddedServer) -> None:
             DataLoader(data, workers=[worker.url], model=model)  # type: ignore[arg-type]
     assert DataLoader(data, workers=[worker.url], model=torch.nn.Linear(1, 1))._recall is not None
     assert DataLoader(data, model="alone")._recall is None
-
-
-def burn(seconds: float, done: Any, over: Any) -> None:
-    until = time.process_time() + seconds
-    while time.process_time() < until:
-        pass
-    done.set()
-    over.wait()
-
-
-def test_cpu_seconds_are_those_of_loader_processes_too() -> None:
-    """To less than the hundredths of a second in which /proc counts."""
-    context = multiprocessing.get_context("fork")
-    done, over = context.Event(), context.Event()
-    process = context.Process(target=burn, args=(0.055, done, over), daemon=True)
-    began, own = cpu_seconds(), time.process_time()
-    process.start()
-    assert done.wait(60)
-    there = cpu_seconds() - began - (time.process_time() - own)
-    over.set()
-    process.join()
-    assert 0.055 <= there < 0.5 and round(there, 2) != there

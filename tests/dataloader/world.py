@@ -60,7 +60,7 @@ class Processes:
         first = min(range(len(self.free_at)), key=self.free_at.__getitem__)
         self.free_at[first] = max(world.now, self.free_at[first]) + work
         world.cpu_s += work
-        value = [SAMPLE] * len(task.indices)
+        value = world.made(task)
         world.arrivals.at(self.free_at[first], Arrival(task.number, value))
 
     def let_go(self, made: object) -> None: ...
@@ -99,6 +99,7 @@ class World:
         self.arrivals: Queue = Queue(self)
         self.made_there = 0
         self.ratios: list[float] = []
+        self.collate: Callable[[list[Any]], Any] = list
 
     # as dataset
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -107,6 +108,10 @@ class World:
         self.now += self.here
         self.cpu_s += self.here
         return SAMPLE
+
+    def made(self, task: Task) -> Any:
+        rows = [SAMPLE] * len(task.indices)
+        return self.collate(rows) if task.whole else rows
 
     # as elsewhere
     slots = 0
@@ -120,7 +125,7 @@ class World:
         count = len(task.indices)
         self.made_there += count
         self.free_at = max(self.now, self.free_at) + self.there * count
-        arrival = Arrival(task.number, [SAMPLE] * count, place="there")
+        arrival = Arrival(task.number, self.made(task), place="there")
         self.arrivals.at(self.free_at + self.latency, arrival, self.receive * count / BATCH)
         return True
 
@@ -129,7 +134,7 @@ class World:
         epoch = Epoch(
             number,
             (tuple(range(at, at + BATCH)) for at in range(0, batches * BATCH, BATCH)),
-            maker=Maker(MapStyle(self), list),
+            maker=Maker(MapStyle(self), self.collate),
             number_of=int,
             split=split,
             arrivals=self.arrivals,

@@ -11,6 +11,9 @@ long it waits for a batch, and how long its consumer takes until it asks for the
 Departures
     - The model is not run on a copy: the steps that are timed are the user's own, on batches that are ready.
     - A candidate is measured only where something stalls, as in the paper, and can be left out by name.
+    - Pcycle and each Ocycle are of different batches, some of the job's own each, as none is made twice.
+    - Where a batch shows no bytes (a class of the user's, PIL images), each of its samples counts as 1 MB.
+      What is decided goes by ratios of throughputs.
 
 What an epoch leaves unfinished the next goes on with. A policy that promises a throughput is held to it: the
 ratio is steered, and where a job lacks too much of it all is measured anew (`upriver.dataloader.steer`).
@@ -18,20 +21,18 @@ ratio is steered, and where a job lacks too much of it all is measured anew (`up
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
+from upriver.dataloader.cycles import CpuSeconds
 from upriver.dataloader.epoch import Epoch, Split
 from upriver.dataloader.rivals import HERE, Rivals
 from upriver.dataloader.share import AllHere, Evened, Part
@@ -52,9 +53,6 @@ else: how fast they were prepared is how fast they come then, too."""
 
 SKIPPED = 2
 """Steps after a change that do not count: what was under way is not yet what is measured."""
-
-_ALL_THREADS = 2
-"""In the number of a process's clock: CPU time of all its threads (clock_getcpuclockid in the C library)."""
 
 PREPARED = 8
 """Batches that are prepared while nobody trains."""
@@ -169,6 +167,7 @@ class Measured:
         spent: Batches handed out for measuring.
         since: Batches handed out after it.
         rest: Batches before it is measured anew, for each that was handed out for measuring.
+        by_samples: Whether sizes are numbers of samples; None before there was a batch.
     """
 
     gthp: float | None = None
@@ -185,6 +184,14 @@ class Measured:
     spent: int = 0
     since: int = 0
     rest: int = REST
+    by_samples: bool | None = None
+
+    def size_of(self, batch: Any, samples: int) -> int:
+        """Bytes of a batch. Where the first one shows none, samples count from then on."""
+        nbytes = num_bytes(batch)
+        if self.by_samples is None:
+            self.by_samples = nbytes == 0
+        return int(MEGA) * samples if self.by_samples else nbytes
 
     @property
     def measuring(self) -> bool:
@@ -307,7 +314,7 @@ class Auto(Iterator[Any]):
         threshold: FastFlow's SpeedUpThreshold.
         warm: Batches to prepare before CPU seconds count, where processes have just begun.
         on_decided: Told when it has been, and when that stands.
-        cpu_s: CPU seconds of this process and its loader processes so far.
+        cpu_s: CPU seconds of this process and its loader processes so far; of this process alone if None.
         clock: Seconds.
     """
 
@@ -325,7 +332,7 @@ class Auto(Iterator[Any]):
         cpu_s: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._epoch, self._clock = epoch, clock
+        self._epoch, self._found, self._clock = epoch, measured, clock
         self._last: Step | None = None
         self._handed_s = 0.0
         # It knows nothing of this object, so that an epoch that is dropped ends at once.
@@ -338,7 +345,7 @@ class Auto(Iterator[Any]):
             threshold=threshold,
             warm=warm,
             on_decided=on_decided,
-            cpu_s=cpu_s or cpu_seconds,
+            cpu_s=cpu_s or CpuSeconds(),
             clock=clock,
         ).run()
 
@@ -354,12 +361,12 @@ class Auto(Iterator[Any]):
         self._course.send(last)
         waits, asked_s = copy(self._epoch.waits), self._clock()
         batch = next(self._epoch)
-        self._handed_s = self._clock()
+        self._handed_s, waits = self._clock(), self._epoch.waits - waits
         self._last = Step(
             waited_s=self._handed_s - asked_s,
             consumed_s=0.0,
-            nbytes=num_bytes(batch),
-            waits=self._epoch.waits - waits,
+            nbytes=self._found.size_of(batch, waits.samples),
+            waits=waits,
         )
         return batch
 
@@ -443,7 +450,7 @@ class _Course:
         began_cpu_s, began_s = self.cpu_s(), self.clock()
         count = self.epoch.prepare(warm + timed.lacking) - warm
         if count:
-            timed.cpu_s += self.cpu_s() - began_cpu_s
+            timed.cpu_s += max(0.0, self.cpu_s() - began_cpu_s)
             timed.prepared_s += self.clock() - began_s
         timed.prepared += count
         timed.short = timed.short or (warm > 0 and not planned and not count)
@@ -538,19 +545,3 @@ def num_bytes(value: Any) -> int:
         case Sequence():
             return sum(map(num_bytes, value))
     return 0
-
-
-def cpu_seconds() -> float:
-    """CPU seconds of this process and its loader processes so far; of no worker, wherever it runs."""
-    return time.process_time() + sum(_cpu_seconds_of(each.pid) for each in multiprocessing.active_children())
-
-
-def _cpu_seconds_of(pid: int | None) -> float:
-    """Of another process, by its clock where there is one: /proc counts hundredths, which are too coarse."""
-    if pid is None:
-        return 0.0
-    with suppress(OSError):
-        return time.clock_gettime((~pid << 3) | _ALL_THREADS)
-    with suppress(psutil.Error):
-        return float(sum(psutil.Process(pid).cpu_times()[:2]))
-    return 0.0

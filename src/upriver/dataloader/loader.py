@@ -24,6 +24,7 @@ from upriver.dataloader.asked import Asked, ByName, InStore
 from upriver.dataloader.auto import Auto, Measured
 from upriver.dataloader.beside import provider_of
 from upriver.dataloader.closing import closed_with
+from upriver.dataloader.cycles import CpuSeconds
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.divided import check_divided
 from upriver.dataloader.epoch import Epoch, Split
@@ -204,9 +205,11 @@ class DataLoader(TorchLoader[Any]):
         )
         if elsewhere is not None:
             closed_with(epoch, elsewhere.close)
+        cpu_s = CpuSeconds()
         if self.num_workers:
             processes = self._processes(drawn)
             epoch.use(processes)
+            cpu_s = CpuSeconds(processes.pids)
             if not self.persistent_workers:
                 closed_with(epoch, processes.halt)
         batches: Iterator[Any] = epoch
@@ -225,6 +228,7 @@ class DataLoader(TorchLoader[Any]):
                     part=self._part,
                     policy=self._policy,
                     warm=self.num_workers,
+                    cpu_s=cpu_s,
                     on_decided=self._recall.keep if self._recall is not None else lambda: None,
                 )
 
@@ -339,7 +343,9 @@ class DataLoader(TorchLoader[Any]):
             return f"offload={self._offload!r}, as the loader was told"
         offloaded = self._measured.decision.why if self._measured.decision is not None else ""
         number = self._growth.why if self._growth is not None else ""
-        return "; ".join(filter(None, (offloaded, number))) or "not decided yet: still measuring"
+        counted = "a sample counts as 1 MB, as none shows its bytes" if self._measured.by_samples else ""
+        told = (offloaded, number, counted) if offloaded else (number,)
+        return "; ".join(filter(None, told)) or "not decided yet: still measuring"
 
     @property
     def report(self) -> Report:

@@ -176,6 +176,10 @@ class Processes:
         for _ in tasks:
             self._forward.expect()
 
+    def pids(self) -> list[int]:
+        """Of those that were started last."""
+        return [] if self._forward is None else self._forward.pids()
+
     def give(self, task: Task) -> None:
         """Have a task done, for the arrivals.
 
@@ -234,6 +238,10 @@ class Fed:
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="upriver-read")
         for task in tasks:
             self.give(task)
+
+    def pids(self) -> list[int]:
+        """See `Processes`."""
+        return self._processes.pids()
 
     def give(self, task: Task) -> None:
         """See `Processes`."""
@@ -296,6 +304,10 @@ class _Forward(threading.Thread):
         self._handed: deque[object] = deque(maxlen=MOST_HANDED)
         self._over = False
         self.start()
+
+    def pids(self) -> list[int]:
+        """Of the processes whose results these are."""
+        return [process.pid for process in getattr(self._source, "_workers", ()) if process.pid is not None]
 
     def expect(self) -> None:
         """One more."""
