@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from upriver.dataloader.auto import Measured
 from upriver.dataloader.beside import LocalFleet, LocalWorkers, beside_training
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.growth import Growth
+from upriver.dataloader.recall import Recall
 from upriver.errors import ConfigError, ServerUnavailable
 
 COUNT = 300
@@ -300,6 +302,76 @@ def test_only_cpus_that_training_leaves() -> None:
     all_cpus = len(os.sched_getaffinity(0))
     with pytest.raises(ConfigError, match=rf"num_workers={all_cpus}\).*ray_workers"):
         DataLoader(named(), workers="auto", num_workers=all_cpus)
+
+
+def test_processes_that_train_on_one_machine_share_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert beside_training(3, cpus=64, ranks=8).most == 4
+    assert [beside_training(0, cpus=17, ranks=ranks).most for ranks in (1, 2, 3, 8)] == [16, 7, 4, 1]
+    with pytest.raises(
+        ConfigError, match="it has 64, for each of 8 processes that train 8, and training uses 8"
+    ):
+        beside_training(7, cpus=64, ranks=8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert beside_training(0, cpus=64).most == 7
+    for nothing in ("", "0", "-3", "many", "1"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", nothing)
+        assert beside_training(0, cpus=64).most == 63
+
+
+def test_processes_that_have_cpus_of_their_own_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    sharing = {0: {4, 5}, os.getppid(): set(range(16))}
+    monkeypatch.setattr(os, "sched_getaffinity", sharing.__getitem__)
+    assert beside_training(0, cpus=2).most == 1
+
+
+class Refusing(LocalFleet):
+    """Cannot start more than some."""
+
+    def __init__(self, what: Serves, *, most: int, can: int) -> None:
+        super().__init__(what, most=most)
+        self.can = can
+
+    def _start(self) -> str:
+        if not self.can:
+            raise ServerUnavailable("no memory")
+        self.can -= 1
+        return super()._start()
+
+
+@pytest.mark.slow
+def test_those_that_can_be_started_are_used() -> None:
+    fleet = Refusing(Serves(allow=["tests.dataloader.datasets"]), most=4, can=1)
+    [url] = fleet.start(3)
+    [server] = servers(fleet)
+    assert server.url == url and server.running and fleet.room() == 3
+    with pytest.raises(ServerUnavailable, match="no memory"):
+        fleet.start(1)
+    fleet.stop()
+    assert not server.running
+
+
+def test_what_does_not_hang_on_workers_is_kept_where_their_number_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
+
+    def job(workers: Provider) -> tuple[Measured, Recall]:
+        loader = DataLoader(named(), batch_size=2, workers=workers, model="mine")
+        assert loader._recall is not None
+        return loader._measured, loader._recall
+
+    measured, recall = job(LocalWorkers(number=None, most=2))
+    recall.begin()
+    assert measured.gthp is None
+    measured.gthp, measured.lthp, measured.pcycle, measured.pseconds = 100.0, 3.0, 2.0, 1.0
+    measured.rthp, measured.ocycles = {"p2": 5.0}, {"p2": 0.5}
+    recall.keep()
+    for most in (2, 7):
+        again, recall = job(LocalWorkers(number=None, most=most))
+        recall.begin()
+        assert (again.gthp, again.lthp, again.pcycle, again.pseconds) == (100.0, 3.0, 2.0, 1.0)
+        assert not again.rthp and not again.ocycles
 
 
 def test_what_is_not_measured_cannot_be_decided_by() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -10,12 +11,17 @@ from dataclasses import dataclass
 from upriver.client import checks
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.fleet import Fleet, Provider, Serves
-from upriver.errors import ConfigError, ServerUnavailable
+from upriver.errors import ConfigError, ServerUnavailable, UpriverError
 from upriver.profile.available import available_cpus
 from upriver.text import printable
 
+log = logging.getLogger("upriver")
+
 MOST = 64
 """For a try one or two do."""
+
+RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
+"""Where ``torchrun`` says how many processes it has started on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,25 +41,44 @@ class LocalWorkers(Provider):
         return LocalFleet(what, most=self.most)
 
 
-def beside_training(num_workers: int, cpus: int | None = None) -> LocalWorkers:
+def beside_training(num_workers: int, cpus: int | None = None, ranks: int | None = None) -> LocalWorkers:
     """As many workers as are needed, on CPUs that training does not use.
 
     Args:
         num_workers: Loader processes of the training process; it and each of them have a CPU of their own.
         cpus: That processes like this may use; what the machine and its control groups say if None.
+        ranks: Processes that train and share these CPUs, each with workers of its own; what ``torchrun`` says
+            if None.
 
     Raises:
         ConfigError: If training uses all of them.
     """
     cpus = available_cpus() if cpus is None else cpus
-    left = cpus - 1 - num_workers
+    ranks = sharing_ranks() if ranks is None else ranks
+    left = cpus // ranks - 1 - num_workers
     if left < 1:
+        shared = f", for each of {ranks} processes that train {cpus // ranks}" if ranks > 1 else ""
         raise ConfigError(
-            f"workers='auto' finds no CPU for a worker on this machine: it has {cpus}, and training uses "
-            f"{1 + num_workers} (itself and num_workers={num_workers}); have workers on other machines, with "
-            "upriver.ray_workers('auto') on a Ray cluster or by their addresses"
+            f"workers='auto' finds no CPU for a worker on this machine: it has {cpus}{shared}, and training "
+            f"uses {1 + num_workers} (itself and num_workers={num_workers}); have workers on other machines, "
+            "with upriver.ray_workers('auto') on a Ray cluster or by their addresses"
         )
     return LocalWorkers(number=None, most=min(left, MOST))
+
+
+def sharing_ranks() -> int:
+    """Processes that train on this machine with the CPUs that this one has; 1 where each has its own.
+
+    Whoever has started them may use more CPUs than each of them then.
+    """
+    told = os.environ.get(RANKS_VARIABLE, "")
+    if not (told.isascii() and told.isdigit() and int(told) > 1):
+        return 1
+    try:
+        pinned = os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
+    except OSError:  # it has ended
+        pinned = False
+    return 1 if pinned else int(told)
 
 
 def provider_of(workers: Sequence[str] | int | Provider, *, num_workers: int) -> Provider | None:
@@ -101,8 +126,17 @@ class LocalFleet(Fleet):
         return self._most - len(self._servers)
 
     def start(self, count: int) -> Sequence[str]:
-        """Start servers, one after another."""
-        return [self._start() for _ in range(count)]
+        """Start servers, one after another, until one cannot be."""
+        urls = list[str]()
+        for _ in range(count):
+            try:
+                urls.append(self._start())
+            except UpriverError as error:
+                if not urls or self._stopped:
+                    raise
+                log.warning("%d of %d workers were started on this machine: %s", len(urls), count, error)
+                break
+        return urls
 
     def lost(self) -> Sequence[str]:
         """Those whose server has ended."""

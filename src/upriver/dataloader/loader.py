@@ -414,7 +414,7 @@ class DataLoader(TorchLoader[Any]):
         """What earlier jobs have found; None where figures of this one would be those of no other."""
         size = None if self.batch_sampler is None else getattr(self.batch_sampler, "batch_size", 0)
         fixed = size is None or (isinstance(size, int) and size > 0)
-        if model is None or self._hired is None or self._hired.grows or not fixed:
+        if model is None or self._hired is None or not fixed:
             return None
         return Recall(model, self._hired, self._measured, batch_size=size, num_workers=self.num_workers)
 

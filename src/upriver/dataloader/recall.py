@@ -18,6 +18,9 @@ MAX_AGE_S = 30 * 86_400.0
 class Recall:
     """Takes what is known before the first batch, and keeps what a job finds.
 
+    Where it was left open how many workers there are to be, what they deliver is measured in each job: it
+    says how many.
+
     Args:
         model: What is trained, or a name for it.
         hired: Whoever may make samples.
@@ -52,7 +55,7 @@ class Recall:
             pipeline=self._hired.pipeline,
             batch_size=self._batch_size,
             local=LocalResources.here(self._num_workers),
-            remote=self._hired.resources,
+            remote=None if self._hired.grows else self._hired.resources,
             sample=self._hired.form,
         )
         found, known = self._measured, self._store.load(self._key, max_age_s=MAX_AGE_S)
@@ -80,7 +83,7 @@ class Recall:
             lthp=found.lthp or None,
             pcycle=found.pcycle or None,
             pseconds=found.pseconds or None,
-            candidates=() if self._hired.why_not else candidates,
+            candidates=() if self._hired.why_not or self._hired.grows else candidates,
         )
         self._store.save(self._key, known.beyond(self._known))
         self._known = replace(known, candidates=known.candidates or self._known.candidates)
