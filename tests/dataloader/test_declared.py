@@ -145,6 +145,8 @@ def test_numbers_of_any_type(data: Dataset, servers: list[EmbeddedServer]) -> No
     for number in (COUNT, -1, 1.0, np.array([1]), "1"):
         with pytest.raises(IndexError, match=f"samples have numbers in 0..{COUNT - 1}"):
             list(DataLoader(data, seed=SEED, sampler=[number]))
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], list[EmbeddedServer]]]:
     """A store for each kind of file that a chain can begin with, and servers that have all of them."""

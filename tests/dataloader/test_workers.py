@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import SubsetRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import SubsetRandomSampler
 
 from tests.dataloader.datasets import STEPS, VICTIM, same
 from upriver.client.embedded import EmbeddedServer

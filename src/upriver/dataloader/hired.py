@@ -98,8 +98,8 @@ class Hired:
         """What can be offloaded and may be worth it, all of it last.
 
         p1 where samples are seen to be read in a step of its own, p3 where workers find what collates; and of
-        a dataset of ours, what ends where fewer bytes cross than anywhere later, as its first sample tells, if
-        that can be made.
+        a dataset of ours, what ends where fewer bytes cross than anywhere later, as its first sample tells,
+        if that can be made.
         """
         source = self._maker.source
         found = ["p1"] if len(source.stages) > 1 and is_divided(source) else []
