@@ -242,7 +242,7 @@ class Device:
             for far in fars:
                 far.tried.wait(OPEN_LIMIT_S)
                 if far.costs(self._captured) is None:
-                    raise RuntimeError(far.why_not or f"{way}: the server is not ready")
+                    raise RuntimeError(far.why_not(self._captured) or f"{way}: the server is not ready")
                 self._fars[way] = far
         return {"new": True}
 

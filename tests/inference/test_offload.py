@@ -285,6 +285,32 @@ def test_a_server_without_the_program_is_an_error_where_it_is_not_to_be_sent(
         assert answer.last is not None and answer.last.server == other.url
 
 
+def test_a_form_that_a_server_has_not_leaves_the_others_to_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model, one, four = chain(), torch.randn(1, 64), torch.randn(4, 64)
+    root = tmp_path_factory.mktemp("one form")
+    with upriver.offload(model, example_inputs=one) as alone:
+        publish(alone.program, Store.open(root.as_uri()))
+    with (
+        running(root.as_uri()) as other,
+        proxy(other.wait_ready().url) as between,
+        upriver.offload(
+            model, example_inputs=one, servers=[between.url], push=False, cut=3, **SELDOM
+        ) as answer,
+    ):
+        asked = between.requests
+        assert torch.equal(answer(four), here(model, four))
+        second = answer._forms.find((four,), {})[0].captured
+        wait_for(lambda: "upriver push MODEL STORE" in far_of(answer).why_not(second))
+        for _ in range(5):
+            assert torch.equal(answer(one), here(model, one))
+            assert answer.last is not None and answer.last.server == between.url
+            assert torch.equal(answer(four), here(model, four))
+            assert answer.last.server == "" and "Not asked" in answer.why
+        assert between.requests == asked + 5, "and none more to let it in again"
+
+
 def test_a_server_that_computes_other_low_bits_is_not_asked(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

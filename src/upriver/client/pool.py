@@ -383,7 +383,7 @@ class ServerPool:
                 self.budget.succeeded()
             elif isinstance(error, Overloaded):
                 self._refused(member, error, began)
-            elif _is_lost(error) and life == member.lives and member.health is not Health.DOWN:
+            elif is_lost(error) and life == member.lives and member.health is not Health.DOWN:
                 member.failures += 1
                 self._set(member, Health.DOWN, str(error))
             is_through = member in self._leaving and not member.in_flight
@@ -524,6 +524,6 @@ class ServerPool:
             return not self._changed.wait_for(lambda: self._closed or member.left, seconds)
 
 
-def _is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether a server that answered so must be let in again before it is asked further."""
     return isinstance(error, LOST) and not isinstance(error, TooLarge)

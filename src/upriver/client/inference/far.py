@@ -2,7 +2,8 @@
 
 A thread of its own lets the server in, probes the way to it and asks for its load, as LoADPart's runtime
 profiler does (ICDCS 2022, section IV); where requests have brought the same of late, they do instead. A
-server that has failed is left alone for pauses that grow, and then let in again like a new one.
+server that has failed is left alone for pauses that grow, and then let in again like a new one. One that has
+refused a network is left alone with that one.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from upriver.client.inference.costs import Costs, crossing_bytes
 from upriver.client.inference.decide import Now
 from upriver.client.inference.exchange import Exchange, Finished
 from upriver.client.inference.link import CONFIRMED, WINDOW, LinkWindow
+from upriver.client.inference.rest import Rest
+from upriver.client.pool import is_lost
 from upriver.client.retry import Backoff
 from upriver.client.transport import ServerClient
-from upriver.errors import Overloaded, ProgramNotFound, UpriverError
+from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.program.whole import Captured
 from upriver.text import error_text, said
 from upriver.types import BANDWIDTH, require_finite
@@ -32,7 +35,10 @@ from upriver.types import BANDWIDTH, require_finite
 log = logging.getLogger("upriver")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""For how long a server that has failed is left alone, the first time and at most."""
+"""For how long a server that has failed, or refused a network, is left alone, the first time and at most."""
+
+OF_ONE = (ProgramNotFound, Forbidden)
+"""Said of one program where a server is to be let in: it may have others, or be sent them by others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,15 @@ class Terms:
         require_finite("load_s", self.load_s, positive=True)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Form:
+    """A network that the server is to be asked for, and its pauses where it refuses that one."""
+
+    captured: Captured
+    device_s: Sequence[float]
+    rest: Rest
+
+
 class Far:
     """A server.
 
@@ -75,15 +90,14 @@ class Far:
         self.tried = threading.Event()
         self._client, self._terms = client, terms
         self._lock = threading.Lock()
-        self._wanted: dict[str, tuple[Captured, Sequence[float]]] = {}
+        self._wanted: dict[str, _Form] = {}
         self._costs: dict[str, Costs] = {}
         self._looked_up: set[tuple[str, int]] = set()
         self._provisional: set[str] = set()
         self._load, self._wait_s = 1.0, 0.0
         self._probed_at = self._heard_at = -math.inf
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
-        self._failures, self._rests_until = 0, 0.0
-        self._error: UpriverError | None = None
+        self._rest = Rest(self._backoff)
         self._closed, self._wake = False, threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="upriver-offload", daemon=True)
 
@@ -93,18 +107,22 @@ class Far:
         return self._client.url
 
     @property
-    def why_not(self) -> str:
-        """Why it is not asked; empty where it is."""
-        with self._lock:
-            if self._error is None:
-                return "" if len(self._costs) == len(self._wanted) else f"{self.url} is not let in yet"
-            text = said(str(self._error))
-        return text if self.url in text else f"{self.url}: {text}"
-
-    @property
     def lacks_program(self) -> ProgramNotFound | None:
-        """Set where it has not the program, and is not to be sent it."""
-        return self._error if isinstance(self._error, ProgramNotFound) and not self._terms.push else None
+        """Set where it has not a program, and is not to be sent it."""
+        if self._terms.push:
+            return None
+        errors = [form.rest.error for form in list(self._wanted.values())]
+        return next((error for error in errors if isinstance(error, ProgramNotFound)), None)
+
+    def why_not(self, captured: Captured) -> str:
+        """Why it is not asked for a network; empty where it is."""
+        if self.costs(captured) is not None:
+            return ""
+        error = self._rest.error or self._wanted[captured.program.digest].rest.error
+        if error is None:
+            return f"{self.url} is not let in yet"
+        text = said(str(error))
+        return text if self.url in text else f"{self.url}: {text}"
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -116,16 +134,19 @@ class Far:
             device_s: Seconds of its stages on the device.
         """
         with self._lock:
-            self._wanted[captured.program.digest] = (captured, device_s)
+            self._wanted[captured.program.digest] = _Form(
+                captured=captured, device_s=device_s, rest=Rest(self._backoff)
+            )
         if self._thread.ident is None:
             self._thread.start()
         self._wake.set()
 
     def costs(self, captured: Captured) -> Costs | None:
-        """What the network takes with it; None where it may not be asked now."""
-        if time.monotonic() < self._rests_until:
+        """What the network takes with it; None where it may not be asked for that now."""
+        digest = captured.program.digest
+        if self._rest.left_s or self._wanted[digest].rest.left_s:
             return None
-        return self._costs.get(captured.program.digest)
+        return self._costs.get(digest)
 
     def now(self, costs: Costs) -> Now | None:
         """The link and the server at this moment, for a network; None where nothing is known of the link."""
@@ -161,7 +182,8 @@ class Far:
             # Whether it is free again only /v1/load tells.
             self._heard_at = self._heard_at if self._provisional else now
             self._probed_at = now if known else self._probed_at
-            self._failures = 0
+            self._rest.answered()
+            self._wanted[program.digest].rest.answered()
             self._looked_up.add((program.digest, cut))
 
     def prepare(self, captured: Captured, cut: int) -> bool:
@@ -173,27 +195,46 @@ class Far:
         try:
             canary(self._client, captured, cut, allowed, process=costs.process)
         except UpriverError as error:
-            self.failed(error)
+            self.failed(captured, error)
             return False
         with self._lock:
             self._looked_up.add((captured.program.digest, cut))
         return True
 
-    def failed(self, error: UpriverError) -> None:
-        """Leave it alone for a while; whatever it has failed by, but for want of room, it is let in anew."""
+    def failed(self, captured: Captured | None, error: UpriverError) -> None:
+        """Leave it alone for a while, or only with a network that it has refused.
+
+        One of which the error says that another may be there now, or none, is let in anew.
+
+        Args:
+            captured: The network that it was asked for; None where it was asked for none.
+            error: What it has failed by.
+        """
+        lost = (captured is None or is_lost(error)) and not isinstance(error, Overloaded)
         with self._lock:
-            if time.monotonic() < self._rests_until:  # as another request has found
-                return
-            self._failures += 1
-            pause_s = self._backoff.wait_s(self._failures)
-            if isinstance(error, Overloaded):
-                pause_s = max(pause_s, min(error.retry_after_s, LONGEST_PAUSE_S))
-            else:
+            if lost:
                 self._costs, self._looked_up = {}, set()
-            self._rests_until = time.monotonic() + pause_s
-            known, self._error = str(self._error), error
-        (log.debug if known == str(error) else log.warning)("%s is not asked for now: %s", self.url, error)
+            elif captured is not None and isinstance(error, NotExact):
+                self._drop(captured)
+        self._leave(None if lost or isinstance(error, Overloaded) else captured, error)
         self._wake.set()
+
+    def _drop(self, captured: Captured) -> None:
+        """Have it let in anew with one network, before it is asked for that; with the lock held."""
+        self._costs = {at: costs for at, costs in self._costs.items() if at != captured.program.digest}
+
+    def _leave(self, captured: Captured | None, error: UpriverError) -> None:
+        """Alone for a while, if it is not already: all of it, or with one network."""
+        least_s = min(error.retry_after_s, LONGEST_PAUSE_S) if isinstance(error, Overloaded) else 0.0
+        with self._lock:
+            rest = self._rest if captured is None else self._wanted[captured.program.digest].rest
+            if rest.left_s:  # as another request has found
+                return
+            known = str(rest.error)
+            rest.begin(error, least_s=least_s)
+        what = "" if captured is None else f" for stages of {captured.program.digest[:12]}"
+        level = logging.DEBUG if known == str(error) else logging.WARNING
+        log.log(level, "%s is not asked%s for now: %s", self.url, what, error)
 
     def close(self) -> None:
         """End its thread, and break off whatever is under way."""
@@ -216,31 +257,60 @@ class Far:
                 wait_s = self._turn()
             except UpriverError as error:
                 if not self._closed:
-                    self.failed(error)
+                    self.failed(None, error)
             except Exception as error:  # whatever it is, the server must not be left half let in
                 log.exception("%s cannot be looked after", self.url)
-                self.failed(UpriverError(error_text(error)))
+                self.failed(None, UpriverError(error_text(error)))
             self.tried.set()
             self._wake.wait(wait_s)
             self._wake.clear()
 
     def _turn(self) -> float:
         """Do what is due; the seconds until the next thing is."""
-        now = time.monotonic()
-        if now < self._rests_until:
-            return self._rests_until - now
-        for digest, (captured, device_s) in list(self._wanted.items()):
-            if digest not in self._costs:
-                self._let_in(captured, device_s)
-        if time.monotonic() >= self._probed_at + self._terms.probe_s:
+        if self._rest.left_s:
+            return self._rest.left_s
+        known = self._rest.error
+        # Last those that it may have failed by: they are not to keep the others out.
+        for form in sorted(self._wanted.values(), key=lambda form: form.rest.failures):
+            if form.captured.program.digest not in self._costs and not form.rest.left_s:
+                self._try(form)
+        if self._costs and time.monotonic() >= self._probed_at + self._terms.probe_s:
             self._probe()
-        if time.monotonic() >= self._heard_at + self._terms.load_s:
+        if self._costs and time.monotonic() >= self._heard_at + self._terms.load_s:
             self._ask_load()
         with self._lock:
-            if self._rests_until <= now:  # nor has it failed meanwhile
-                self._error = None
-        due = min(self._probed_at + self._terms.probe_s, self._heard_at + self._terms.load_s)
-        return max(0.0, due - time.monotonic())
+            if self._rest.error is known:  # nor has it failed meanwhile
+                self._rest.error = None
+            return self._due_s()
+
+    def _due_s(self) -> float:
+        """Until there is something to be done."""
+        due_s = [form.rest.left_s for digest, form in self._wanted.items() if digest not in self._costs]
+        if self._costs:
+            next_at = min(self._probed_at + self._terms.probe_s, self._heard_at + self._terms.load_s)
+            due_s.append(max(0.0, next_at - time.monotonic()))
+        return min(due_s)
+
+    def _try(self, form: _Form) -> None:
+        """Let it in with a network; what it refuses of that one says nothing of the others.
+
+        Raises:
+            UpriverError: If nothing at all may be asked of it now.
+        """
+        try:
+            self._let_in(form.captured, form.device_s)
+        except Overloaded:
+            raise
+        except UpriverError as error:
+            lost = is_lost(error) and not isinstance(error, OF_ONE)
+            with self._lock:
+                self._drop(form.captured)
+                if lost and not self._costs:
+                    form.rest.begin(error)
+                    raise
+            self._leave(form.captured, error)
+            if lost:
+                self._probed_at = -math.inf  # does it live?
 
     def _let_in(self, captured: Captured, device_s: Sequence[float]) -> None:
         terms = self._terms
@@ -253,7 +323,7 @@ class Far:
             self._provisional |= {captured.program.digest} if admitted.provisional else set()
             self._load, self._wait_s = load.k, load.expected_wait_s
             self._probed_at = self._heard_at = time.monotonic()
-            self._failures, self._error = 0, None
+            self._wanted[captured.program.digest].rest.error = None
         log.info("%s may be asked for stages of %s", self.url, captured.program.digest[:12])
 
     def _probe(self) -> None:
@@ -270,6 +340,6 @@ class Far:
         with self._lock:
             self._load, self._wait_s = load.k, load.expected_wait_s
             self._heard_at = time.monotonic()
-            again = sorted(self._provisional) if load.machine < BUSY else []
+            again = sorted(self._provisional & self._costs.keys()) if load.machine < BUSY else []
         for digest in again:
-            self._let_in(*self._wanted[digest])
+            self._try(self._wanted[digest])

@@ -134,7 +134,7 @@ class Offload:
             costs=offered[shown][1] if offered else None,
             now=states[shown] if offered else None,
             deadline_s=self._patience.deadline_s,
-            not_used=tuple(reason for each in missing if (reason := each.why_not)),
+            not_used=tuple(reason for each in missing if (reason := each.why_not(captured))),
         )
         return decision, far
 

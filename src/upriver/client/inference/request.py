@@ -163,5 +163,5 @@ class Request:
         return finished.tensors
 
     def _gave_up(self, far: Far, error: UpriverError) -> None:
-        far.failed(error)
+        far.failed(self.captured, error)
         self.served.why_not = said(str(error))

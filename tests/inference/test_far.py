@@ -1,0 +1,315 @@
+"""What a device does with one server, turn by turn: a clock that stands still, a server as it is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.inference.asking import chain
+from upriver.client.inference import far as far_module
+from upriver.client.inference import rest as rest_module
+from upriver.client.inference.admit import Admitted
+from upriver.client.inference.costs import Costs
+from upriver.client.inference.exchange import Finished
+from upriver.client.inference.far import LONGEST_PAUSE_S, PAUSE_S, Far, Terms
+from upriver.client.inference.link import LinkWindow
+from upriver.client.retry import Backoff
+from upriver.errors import (
+    DeadlineExceeded,
+    DoesNotFit,
+    Forbidden,
+    NotExact,
+    Overloaded,
+    ProgramNotFound,
+    ServerUnavailable,
+    TooLarge,
+    UpriverError,
+)
+from upriver.program.example import Example
+from upriver.program.whole import Captured, capture_whole
+from upriver.types import Timings
+
+RATE, RTT_S = 1e6, 0.01
+"""Bytes per second of the link, and a round trip."""
+
+
+class Upmost(random.Random):
+    """Draws what is the most."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return b
+
+
+@dataclass
+class There:
+    """A server, and everything that a `Far` does with it.
+
+    Attributes:
+        now_s: What the clock says.
+        refuses: By digest what it says to whoever is to be let in with that program.
+        down: What it says to all else.
+        did: Probes, questions and let-ins, in order.
+    """
+
+    now_s: float = 1000.0
+    refuses: dict[str, UpriverError] = field(default_factory=dict)
+    down: UpriverError | None = None
+    did: list[str] = field(default_factory=list)
+    url: str = "http://there"
+    meter: Any = field(default_factory=lambda: SimpleNamespace(observed_bandwidth=lambda: None))
+
+    def load(self, **_: Any) -> Any:
+        self._do("load")
+        return SimpleNamespace(k=1.0, expected_wait_s=0.0, machine=0.0)
+
+    def admit(
+        self, _: Any, captured: Captured, device_s: Sequence[float], *, link: LinkWindow, **__: Any
+    ) -> Admitted:
+        self._do("let in")
+        if (error := self.refuses.get(captured.program.digest)) is not None:
+            raise error
+        self.probe(self, link, small=1, large=1)
+        stages = captured.program.num_stages
+        return Admitted(
+            costs=Costs(program=captured.program, device_s=device_s, server_s=(0.001,) * stages),
+            provisional=False,
+            cuts=(0,),
+            load=self.load(),
+        )
+
+    def probe(self, _: Any, link: LinkWindow, *, small: int, large: int, every_s: float = 5.0) -> None:
+        self._do("probe")
+        for size in [1] * small + [0] * large:
+            num_bytes = size or link.probe_bytes(every_s)
+            link.saw(num_bytes, RTT_S + num_bytes / RATE)
+
+    def close(self) -> None:
+        pass
+
+    def _do(self, what: str) -> None:
+        self.did.append(what)
+        if self.down is not None:
+            raise self.down
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> There:
+    there = There()
+    clock = SimpleNamespace(monotonic=lambda: there.now_s)
+    for module in (far_module, rest_module):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(far_module, "admit", there.admit)
+    monkeypatch.setattr(far_module, "probe", there.probe)
+    return there
+
+
+@pytest.fixture
+def far(there: There) -> Iterator[Far]:
+    """Takes turns when a test says so; its pauses are the longest that they may be."""
+    far = Far(there, Terms(probe_s=5.0, load_s=10.0))  # type: ignore[arg-type]
+    far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
+    far._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S, rng=Upmost())
+    far._rest._backoff = far._backoff
+    yield far
+    far.close()
+
+
+@pytest.fixture(scope="module")
+def networks() -> list[Captured]:
+    """One network for two forms of call."""
+    model = chain()
+    return [capture_whole(model, Example.of(torch.randn(rows, 64))) for rows in (1, 4)]
+
+
+def serve(far: Far, *networks: Captured) -> None:
+    for captured in networks:
+        far.serve(captured, (0.01,) * captured.program.num_stages)
+
+
+def turn(far: Far) -> float:
+    """What its thread does; the seconds until it does it again."""
+    try:
+        return far._turn()
+    except UpriverError as error:
+        far.failed(None, error)
+        return 0.0
+
+
+def finished(took_s: float = 0.1) -> Finished:
+    return Finished(tensors=(), timings=Timings(k=2.0, expected_wait_s=0.0), took_s=took_s)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+OF_ONE_NETWORK = [
+    ProgramNotFound("not here"),
+    DoesNotFit("too much memory"),
+    TooLarge("too many bytes"),
+    NotExact("other bits"),
+    Forbidden("no place for programs"),
+]
+
+
+@pytest.mark.parametrize("error", OF_ONE_NETWORK, ids=lambda error: error.code)
+def test_who_is_not_let_in_with_one_network_is_asked_for_the_others(
+    error: UpriverError, far: Far, there: There, networks: list[Captured]
+) -> None:
+    first, second = networks
+    there.refuses[second.program.digest] = error
+    serve(far, first)
+    turn(far)
+    serve(far, second)
+    for _ in range(5):
+        turn(far)
+        assert far.costs(first) is not None and far.why_not(first) == ""
+        assert far.costs(second) is None and str(error) in far.why_not(second)
+        far.answered(first, 3, finished())
+        there.now_s += 2 * LONGEST_PAUSE_S
+    assert there.did.count("let in") == 1 + 5, "the first network once"
+    del there.refuses[second.program.digest]
+    turn(far)
+    assert far.costs(second) is not None and far.why_not(second) == ""
+
+
+def test_a_network_that_is_refused_is_tried_more_and_more_seldom(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    first, second = networks
+    there.refuses[second.program.digest] = ProgramNotFound("not here")
+    serve(far, first, second)
+    pauses = []
+    for _ in range(9):
+        turn(far)
+        far.answered(first, 3, finished())
+        pauses.append(far._wanted[second.program.digest].rest.left_s)
+        there.now_s += pauses[-1]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_PAUSE_S] * 4]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TooLarge("too many bytes"), DoesNotFit("too much memory"), DeadlineExceeded("too long")],
+    ids=lambda error: error.code,
+)
+def test_a_request_that_is_refused_has_nothing_let_in_anew(
+    error: UpriverError, far: Far, there: There, networks: list[Captured]
+) -> None:
+    first, second = networks
+    serve(far, first, second)
+    turn(far)
+    far.failed(second, error)
+    assert far.costs(second) is None and str(error) in far.why_not(second)
+    assert far.costs(first) is not None
+    there.now_s += LONGEST_PAUSE_S
+    assert far.costs(second) is not None
+    turn(far)
+    assert there.did.count("let in") == 2
+
+
+def test_a_network_of_which_it_gives_other_bits_is_let_in_anew_alone(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    first, second = networks
+    serve(far, first, second)
+    turn(far)
+    far.failed(second, NotExact("other bits at cut 3"))
+    there.now_s += LONGEST_PAUSE_S
+    assert far.costs(first) is not None and far.costs(second) is None
+    turn(far)
+    assert far.costs(second) is not None
+    assert there.did.count("let in") == 3
+
+
+@pytest.mark.parametrize(
+    "error", [ServerUnavailable("gone"), ProgramNotFound("not any more")], ids=lambda error: error.code
+)
+def test_a_server_that_may_be_another_one_is_let_in_anew(
+    error: UpriverError, far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, *networks)
+    turn(far)
+    far.failed(networks[1], error)
+    there.now_s += LONGEST_PAUSE_S
+    assert [far.costs(captured) for captured in networks] == [None, None]
+    turn(far)
+    assert None not in [far.costs(captured) for captured in networks]
+    assert there.did.count("let in") == 4
+
+
+@pytest.mark.parametrize("killer", [0, 1])
+def test_one_network_that_a_server_fails_by_keeps_no_other_out(
+    killer: int, far: Far, there: There, networks: list[Captured]
+) -> None:
+    bad, good = networks[killer], networks[1 - killer]
+    there.refuses[bad.program.digest] = ServerUnavailable("broke off")
+    serve(far, *networks)
+    asked = 0
+    for _ in range(600):  # half a second each
+        there.now_s += 0.5
+        turn(far)
+        if far.costs(good) is not None:
+            asked += 1
+            far.answered(good, 3, finished())
+    assert asked > 590
+    assert there.did.count("let in") < 10 + 300 / LONGEST_PAUSE_S
+
+
+def test_one_that_is_gone_when_a_network_is_to_be_let_in_is_asked_for_none(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, networks[0])
+    turn(far)
+    there.down = ServerUnavailable("gone")
+    serve(far, networks[1])
+    turn(far)
+    assert [far.costs(captured) for captured in networks] == [None, None]
+    assert far.why_not(networks[0]) == "http://there: gone"
+    there.down = None
+    there.now_s += LONGEST_PAUSE_S
+    turn(far)
+    assert None not in [far.costs(captured) for captured in networks]
+
+
+# ------------------------------------------------------------------------------------------ pauses
+
+
+def test_pauses_grow_until_a_request_is_answered(far: Far, there: There, networks: list[Captured]) -> None:
+    """Also of a server that is well whenever it is let in, and fails what it is asked."""
+    captured = networks[0]
+    serve(far, captured)
+
+    def pauses(number: int) -> list[float]:
+        found = []
+        for _ in range(number):
+            turn(far)
+            assert far.costs(captured) is not None
+            far.failed(captured, ServerUnavailable("gone"))
+            assert far.costs(captured) is None
+            found.append(far._rest.left_s)
+            there.now_s += found[-1]
+        return found
+
+    assert pauses(8) == [1.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_PAUSE_S] * 3]
+    turn(far)
+    far.answered(captured, 3, finished())
+    assert pauses(2) == [1.0, 2.0]
+
+
+def test_a_server_without_room_is_left_alone_as_long_as_it_says(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    captured = networks[0]
+    serve(far, captured)
+    turn(far)
+    far.failed(captured, Overloaded("no room", retry_after_s=20.0))
+    assert far._rest.left_s == 20.0 and far.costs(captured) is None
+    assert far.why_not(captured) == "http://there: no room"
+    there.now_s += 20.0
+    assert far.costs(captured) is not None
+    assert there.did.count("let in") == 1
