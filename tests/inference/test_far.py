@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.inference.asking import chain
 from upriver.client.inference import far as far_module
 from upriver.client.inference import rest as rest_module
 from upriver.client.inference.admit import Admitted
-from upriver.client.inference.costs import Costs
+from upriver.client.inference.costs import Costs, Handling, crossing_bytes
 from upriver.client.inference.exchange import Finished
 from upriver.client.inference.far import LONGEST_PAUSE_S, PAUSE_S, Far, Terms
 from upriver.client.inference.link import LinkWindow
@@ -313,3 +313,30 @@ def test_a_server_without_room_is_left_alone_as_long_as_it_says(
     there.now_s += 20.0
     assert far.costs(captured) is not None
     assert there.did.count("let in") == 1
+
+
+# ----------------------------------------------------------------------------------------- probes
+
+
+def probes_beside(far: Far, there: There, captured: Captured, cut: int, took_s: float) -> int:
+    """Probes in a minute of a request every two seconds."""
+    there.did.clear()
+    for _ in range(30):
+        there.now_s += 2.0
+        far.answered(captured, cut, finished(took_s))
+        turn(far)
+    return there.did.count("probe")
+
+
+def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: There) -> None:
+    """At cut 6 of 7 a packet crosses, which is a round trip."""
+    wide = capture_whole(chain(), Example.of(torch.randn(16, 64)))
+    assert [crossing_bytes(wide.program, cut) for cut in (0, 6)] == [4096, 768]
+    serve(far, wide)
+    turn(far)
+    far.answered(wide, 6, finished())
+    assert probes_beside(far, there, wide, 0, took_s=0.1) == 0
+    assert probes_beside(far, there, wide, 6, took_s=0.1) >= 9
+    costs = far._costs[wide.program.digest]
+    far._costs[wide.program.digest] = replace(costs, handling=Handling(front_s=1.0))
+    assert probes_beside(far, there, wide, 0, took_s=0.1) >= 9, "it took less than the front is known to"

@@ -27,6 +27,13 @@ def test_round_trip_and_rate_are_told_apart() -> None:
     assert link.bandwidth_bytes_per_s == pytest.approx(1e6)
 
 
+def test_a_transfer_says_whether_it_tells_a_rate() -> None:
+    link = LinkWindow()
+    assert link.saw(1e5, 0.1) and link.saw(1e5, 0.1, request=True)
+    assert not any(link.saw(size, seconds) for size, seconds in ((1024, 0.1), (1e5, -0.1), (1e5, math.nan)))
+    assert len(link._transfers) == 2
+
+
 def test_one_odd_transfer_moves_nothing() -> None:
     link = LinkWindow()
     link.saw(1, 0.01)

@@ -171,17 +171,18 @@ class Far:
         The first one from a cut says nothing of the link: the server has looked up what crosses there.
         """
         program, costs = captured.program, self._costs.get(captured.program.digest)
-        known = costs is not None and (program.digest, cut) in self._looked_up
-        if costs is not None and known:
+        shown = False
+        if costs is not None and (program.digest, cut) in self._looked_up:
             crossing, handling = crossing_bytes(program, cut), costs.handling
             packing_s = (handling.encode_s_per_byte + handling.decode_s_per_byte) * crossing
-            self.link.saw(crossing, finished.up_s - handling.front_s - packing_s, request=True)
+            up_s = finished.up_s - handling.front_s - packing_s
+            shown = self.link.saw(crossing, up_s, request=True)
         with self._lock:
             self._load, self._wait_s = finished.timings.k, finished.timings.expected_wait_s
             now = time.monotonic()
             # Whether it is free again only /v1/load tells.
             self._heard_at = self._heard_at if self._provisional else now
-            self._probed_at = now if known else self._probed_at
+            self._probed_at = now if shown else self._probed_at
             self._rest.answered()
             self._wanted[program.digest].rest.answered()
             self._looked_up.add((program.digest, cut))

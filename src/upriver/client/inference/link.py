@@ -56,23 +56,27 @@ class LinkWindow:
         self._transfers: deque[tuple[float, float]] = deque(maxlen=window)
         self._requests: deque[float] = deque(maxlen=window)
 
-    def saw(self, num_bytes: float, seconds: float, *, request: bool = False) -> None:
+    def saw(self, num_bytes: float, seconds: float, *, request: bool = False) -> bool:
         """Take in one transfer; one that says nothing, since a clock was wrong, say, is left out.
 
         Args:
             request: Whether it was none of a probe: probes follow what requests send.
+
+        Returns:
+            Whether it says what the link carries.
         """
         if not (0 < num_bytes <= MOST_BYTES and LEAST_S <= seconds <= MOST_S):
-            return
+            return False
         with self._lock:
             if request:
                 self._requests.append(num_bytes)
             if num_bytes <= SMALL_BYTES:
                 self._round_trips.append(seconds)
-                return
+                return False
             self._transfers.append((num_bytes, seconds))
             if self._is_another(CONFIRMED):
                 self._transfers = deque(list(self._transfers)[-CONFIRMED:], maxlen=self._transfers.maxlen)
+        return True
 
     @property
     def rtt_s(self) -> float:
