@@ -14,7 +14,7 @@ import torch
 from tests.inference.asking import chain
 from upriver.client.inference import far as far_module
 from upriver.client.inference import rest as rest_module
-from upriver.client.inference.admit import Admitted
+from upriver.client.inference.admit import PROBES, ROUND_TRIPS, Admitted
 from upriver.client.inference.costs import Costs, Handling, crossing_bytes
 from upriver.client.inference.exchange import Finished
 from upriver.client.inference.far import LONGEST_PAUSE_S, PAUSE_S, Far, Terms
@@ -35,8 +35,8 @@ from upriver.program.example import Example
 from upriver.program.whole import Captured, capture_whole
 from upriver.types import Timings
 
-RATE, RTT_S = 1e6, 0.01
-"""Bytes per second of the link, and a round trip."""
+RTT_S, QUESTION_S = 0.01, 1.0
+"""Of the way there, and what a probe may take."""
 
 
 class Upmost(random.Random):
@@ -52,12 +52,14 @@ class There:
 
     Attributes:
         now_s: What the clock says.
+        rate: Bytes per second of the way there.
         refuses: By digest what it says to whoever is to be let in with that program.
         down: What it says to all else.
         did: Probes, questions and let-ins, in order.
     """
 
     now_s: float = 1000.0
+    rate: float = 1e6
     refuses: dict[str, UpriverError] = field(default_factory=dict)
     down: UpriverError | None = None
     did: list[str] = field(default_factory=list)
@@ -74,7 +76,7 @@ class There:
         self._do("let in")
         if (error := self.refuses.get(captured.program.digest)) is not None:
             raise error
-        self.probe(self, link, small=1, large=1)
+        self.probe(self, link, small=ROUND_TRIPS, large=PROBES)
         stages = captured.program.num_stages
         return Admitted(
             costs=Costs(program=captured.program, device_s=device_s, server_s=(0.001,) * stages),
@@ -87,7 +89,10 @@ class There:
         self._do("probe")
         for size in [1] * small + [0] * large:
             num_bytes = size or link.probe_bytes(every_s)
-            link.saw(num_bytes, RTT_S + num_bytes / RATE)
+            seconds = RTT_S + num_bytes / self.rate
+            if seconds > QUESTION_S:
+                raise ServerUnavailable("no answer in time")
+            link.saw(num_bytes, seconds)
 
     def close(self) -> None:
         pass
@@ -340,3 +345,37 @@ def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: T
     costs = far._costs[wide.program.digest]
     far._costs[wide.program.digest] = replace(costs, handling=Handling(front_s=1.0))
     assert probes_beside(far, there, wide, 0, took_s=0.1) >= 9, "it took less than the front is known to"
+
+
+def test_a_link_that_has_become_thin_locks_no_server_out(far: Far, there: There) -> None:
+    """Requests of 600 kB over 8 MB/s, then 0.1 MB/s: a probe of their size takes longer than it may."""
+    captured = capture_whole(chain(), Example.of(torch.randn(2400, 64)))
+    assert crossing_bytes(captured.program, 0) == 614_400
+    there.rate = 8e6
+    serve(far, captured)
+    turn(far)
+    far.answered(captured, 0, finished(took_s=RTT_S + 614_400 / there.rate))
+    there.rate = 1e5
+    there.now_s += 5.0
+    turn(far)
+    assert far.costs(captured) is None and "no answer in time" in far.why_not(captured)
+    there.now_s += LONGEST_PAUSE_S
+    turn(far)
+    costs = far.costs(captured)
+    assert costs is not None
+    now = far.now(costs)
+    assert now is not None and now.upload_bytes_per_s == pytest.approx(1e5, rel=1e-3)
+    there.now_s += 5.0
+    turn(far)
+    assert far.costs(captured) is not None
+
+
+def test_what_was_known_of_the_link_outlives_a_refusal(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, networks[0])
+    turn(far)
+    for error in (Overloaded("no room"), TooLarge("too many bytes")):
+        far.failed(networks[0], error)
+        there.now_s += LONGEST_PAUSE_S
+        assert far.link.bandwidth_bytes_per_s is not None

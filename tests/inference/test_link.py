@@ -71,6 +71,8 @@ def test_jitter_is_no_change() -> None:
 
 def test_probes_are_as_large_as_requests_and_no_burden() -> None:
     link = LinkWindow()
+    assert link.probe_bytes(5.0) == LEAST_PROBE, "whatever the link is"
+    seen(link, LEAST_PROBE)
     assert link.probe_bytes(5.0) == FIRST_PROBE
     for size, wanted in ((2e3, LEAST_PROBE), (2e5, 200_000), (1e8, MOST_PROBE)):
         link = LinkWindow()

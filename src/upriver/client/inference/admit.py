@@ -27,8 +27,9 @@ from upriver.types import Tier, Timings
 
 log = logging.getLogger("upriver")
 
-ROUND_TRIPS, PROBES = 3, 2
-"""Transfers of one byte and of more that a server's link is first known by."""
+ROUND_TRIPS, PROBES = 3, 3
+"""Transfers of one byte and of more that a server's link is first known by; of the latter the first one is
+small, and only says how large the others may be."""
 
 CANARIES = 2
 """Runs from the narrowest cut: the first one also has the server look up what crosses there."""

@@ -150,13 +150,14 @@ class Far:
 
     def now(self, costs: Costs) -> Now | None:
         """The link and the server at this moment, for a network; None where nothing is known of the link."""
-        upload, download = self.link.bandwidth_bytes_per_s, self._download()
+        link, download = self.link, self._download()
+        upload = link.bandwidth_bytes_per_s
         if upload is None:
             return None
         return Now(
             upload_bytes_per_s=upload,
             download_bytes_per_s=download,
-            rtt_s=self.link.rtt_s + costs.handling.fixed_s(download),
+            rtt_s=link.rtt_s + costs.handling.fixed_s(download),
             load=self._load,
             wait_s=self._wait_s,
         )
@@ -315,6 +316,8 @@ class Far:
 
     def _let_in(self, captured: Captured, device_s: Sequence[float]) -> None:
         terms = self._terms
+        if not self._costs:  # it may have failed because the way there is another one now
+            self.link = LinkWindow(terms.window)
         admitted = admit(self._client, captured, device_s, push=terms.push, exact=terms.exact, link=self.link)
         load = admitted.load
         with self._lock:

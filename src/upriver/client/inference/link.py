@@ -24,7 +24,7 @@ SMALL_BYTES = 1024
 """Up to here a transfer is a round trip: it fits one packet on every link."""
 
 LEAST_PROBE, FIRST_PROBE, MOST_PROBE = 4 << 10, 64 << 10, 1 << 20
-"""Bytes of a probe: where little is sent, before anything was, and at most."""
+"""Bytes of a probe: where little is sent or nothing is known, before a request was sent, and at most."""
 
 PROBE_SHARE = 0.1
 """Of the time between two probes one may take so much: over a thin link a probe is in everybody's way."""
@@ -100,10 +100,11 @@ class LinkWindow:
     def probe_bytes(self, every_s: float) -> int:
         """How large the next probe is to be, if one is sent that often."""
         bandwidth = self.bandwidth_bytes_per_s
+        if bandwidth is None:
+            return LEAST_PROBE
         with self._lock:
             wanted = median(self._requests) if self._requests else FIRST_PROBE
-        if bandwidth is not None:
-            wanted = min(wanted, PROBE_SHARE * every_s * bandwidth)
+        wanted = min(wanted, PROBE_SHARE * every_s * bandwidth)
         return int(min(max(wanted, LEAST_PROBE), MOST_PROBE))
 
     def _rtt_s(self) -> float:
