@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -125,6 +126,28 @@ def test_a_server_that_fails_costs_no_answer(way: str, between: Proxy) -> None:
         assert answer.last.server == "" and not answer.last.why_not, "it is left alone for a while"
         assert between.url in answer.why and "Not asked" in answer.why
         assert answer.counts == {"requests": 3, "device": 2, "server": 1, "gave_up": 1, "hedged": 0}
+
+
+@pytest.mark.parametrize("hedge_s", [None, 0.0, LONG])
+def test_a_request_is_known_to_be_under_way(hedge_s: float | None, between: Proxy) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with asking(between.url, model, hedge_s=hedge_s, deadline_s=60.0) as answer:
+        uplink, busy = far_of(answer)._uplink, []
+
+        def look(exchange: Exchange) -> None:
+            busy.append(uplink.busy_since_s < math.inf)
+            between.forward(exchange)
+
+        between.instead = look
+        answer(x)
+        wait_for(lambda: busy)
+        assert all(busy) or hedge_s == 0.0, "there the device may have been first"
+        assert uplink.busy_since_s == math.inf
+        answer.warm()
+        assert all(busy[1:]) and len(busy) > 1
+        between.instead = WAYS_TO_FAIL["hangs up"]
+        answer(x)
+        assert uplink.busy_since_s == math.inf
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tests.inference.asking import chain
 from upriver.client.inference import far as far_module
 from upriver.client.inference import rest as rest_module
+from upriver.client.inference import uplink as uplink_module
 from upriver.client.inference.admit import PROBES, ROUND_TRIPS, Admitted
 from upriver.client.inference.costs import Costs, Handling, crossing_bytes
 from upriver.client.inference.exchange import Finished
@@ -107,7 +109,7 @@ class There:
 def there(monkeypatch: pytest.MonkeyPatch) -> There:
     there = There()
     clock = SimpleNamespace(monotonic=lambda: there.now_s)
-    for module in (far_module, rest_module):
+    for module in (far_module, rest_module, uplink_module):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(far_module, "admit", there.admit)
     monkeypatch.setattr(far_module, "probe", there.probe)
@@ -345,6 +347,108 @@ def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: T
     costs = far._costs[wide.program.digest]
     far._costs[wide.program.digest] = replace(costs, handling=Handling(front_s=1.0))
     assert probes_beside(far, there, wide, 0, took_s=0.1) >= 9, "it took less than the front is known to"
+
+
+def test_a_probe_waits_for_a_request_that_is_under_way(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, networks[0])
+    turn(far)
+    there.did.clear()
+    far._wake.clear()
+    there.now_s += 4.0
+    with far.under_way():
+        there.now_s += 1.0
+        assert turn(far) == 5.0, "until the load is to be asked for"
+        there.now_s += 3.0
+        assert turn(far) == 2.0 and there.did == []
+        with far.under_way():
+            pass
+        assert turn(far) == 2.0 and there.did == []
+        assert far._wake.is_set(), "it looks again"
+        far._wake.clear()
+    assert far._wake.is_set()
+    assert turn(far) == 2.0 and there.did == ["probe"]
+    far._wake.clear()
+    with far.under_way():
+        there.now_s += 1.0
+    assert not far._wake.is_set(), "nothing is due"
+
+
+def test_nor_is_it_sent_where_the_request_has_shown_the_link(far: Far, there: There) -> None:
+    captured = capture_whole(chain(), Example.of(torch.randn(16, 64)))
+    serve(far, captured)
+    turn(far)
+    there.did.clear()
+    with far.under_way():
+        there.now_s += 6.0
+        turn(far)
+        far.answered(captured, 0, finished())
+        far._wake.clear()
+    assert not far._wake.is_set()
+    assert turn(far) == 5.0 and there.did == []
+
+
+def test_a_probe_waits_for_no_request_that_began_after_it_was_due(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    """Requests that show nothing of the link and follow each other without a gap."""
+    serve(far, networks[0])
+    turn(far)
+    there.did.clear()
+    there.now_s += 4.0
+    first, second = far.under_way(), far.under_way()
+    first.__enter__()
+    there.now_s += 2.0
+    second.__enter__()
+    turn(far)
+    assert there.did == []
+    first.__exit__(None, None, None)
+    turn(far)
+    assert there.did == ["probe"]
+    second.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("beside", "probes"), [(False, 2), (True, 1)])
+def test_a_probe_is_not_repeated_beside_a_request(
+    beside: bool,
+    probes: int,
+    far: Far,
+    there: There,
+    networks: list[Captured],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is where the link seems to be another one and is free."""
+    serve(far, networks[0])
+    turn(far)
+    there.rate *= 10
+    there.now_s += 5.0
+    there.did.clear()
+    with ExitStack() as requests:
+
+        def probe(*args: Any, **kwargs: Any) -> None:
+            there.probe(*args, **kwargs)
+            if beside:
+                requests.enter_context(far.under_way())
+
+        monkeypatch.setattr(far_module, "probe", probe)
+        turn(far)
+        assert there.did.count("probe") == probes
+
+
+def test_a_request_to_one_server_puts_off_the_probes_of_others(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    other = Far(There(), Terms(), far._uplink)  # type: ignore[arg-type]
+    serve(far, networks[0])
+    turn(far)
+    there.did.clear()
+    with other.under_way():
+        there.now_s += 6.0
+        turn(far)
+        assert there.did == []
+    turn(far)
+    assert there.did == ["probe"]
 
 
 def test_a_link_that_has_become_thin_locks_no_server_out(far: Far, there: There) -> None:

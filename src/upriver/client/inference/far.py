@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from upriver.client.inference.decide import Now
 from upriver.client.inference.exchange import Exchange, Finished
 from upriver.client.inference.link import CONFIRMED, WINDOW, LinkWindow
 from upriver.client.inference.rest import Rest
+from upriver.client.inference.uplink import Uplink
 from upriver.client.pool import is_lost
 from upriver.client.retry import Backoff
 from upriver.client.transport import ServerClient
@@ -79,16 +81,17 @@ class Far:
     Args:
         client: Talks to it; closed with this object.
         terms: How it is used.
+        uplink: Shared with the device's other servers.
 
     Attributes:
         link: What the way up to it carries.
         tried: Set once it has been let in, or has failed to be.
     """
 
-    def __init__(self, client: ServerClient, terms: Terms) -> None:
+    def __init__(self, client: ServerClient, terms: Terms, uplink: Uplink | None = None) -> None:
         self.link = LinkWindow(terms.window)
         self.tried = threading.Event()
-        self._client, self._terms = client, terms
+        self._client, self._terms, self._uplink = client, terms, uplink or Uplink()
         self._lock = threading.Lock()
         self._wanted: dict[str, _Form] = {}
         self._costs: dict[str, Costs] = {}
@@ -100,6 +103,7 @@ class Far:
         self._rest = Rest(self._backoff)
         self._closed, self._wake = False, threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="upriver-offload", daemon=True)
+        self._uplink.add_listener(self._request_ended)
 
     @property
     def url(self) -> str:
@@ -166,6 +170,10 @@ class Far:
         """A question for what the network gives from a cut on, to the process that was let in."""
         return Exchange(self._client, captured, cut, tensors, process=process)
 
+    def under_way(self) -> AbstractContextManager[None]:
+        """While a request is: probes are put off, since both would see a part of the link."""
+        return self._uplink.in_use()
+
     def answered(self, captured: Captured, cut: int, finished: Finished) -> None:
         """Take in what an answer shows of the link and of the load.
 
@@ -195,7 +203,8 @@ class Far:
             return False
         allowed = allowed_by(self._terms.exact, captured)
         try:
-            canary(self._client, captured, cut, allowed, process=costs.process)
+            with self.under_way():
+                canary(self._client, captured, cut, allowed, process=costs.process)
         except UpriverError as error:
             self.failed(captured, error)
             return False
@@ -267,6 +276,22 @@ class Far:
             self._wake.wait(wait_s)
             self._wake.clear()
 
+    def _request_ended(self) -> None:
+        if time.monotonic() >= self._probe_at:
+            self._wake.set()
+
+    @property
+    def _probe_at(self) -> float:
+        return self._probed_at + self._terms.probe_s
+
+    @property
+    def _may_probe(self) -> bool:
+        """Whether nothing is under way any more that was when the probe became due.
+
+        Later requests do not count: where they follow each other without a gap it would never be sent.
+        """
+        return self._uplink.busy_since_s > self._probe_at
+
     def _turn(self) -> float:
         """Do what is due; the seconds until the next thing is."""
         if self._rest.left_s:
@@ -276,7 +301,7 @@ class Far:
         for form in sorted(self._wanted.values(), key=lambda form: form.rest.failures):
             if form.captured.program.digest not in self._costs and not form.rest.left_s:
                 self._try(form)
-        if self._costs and time.monotonic() >= self._probed_at + self._terms.probe_s:
+        if self._costs and time.monotonic() >= self._probe_at and self._may_probe:
             self._probe()
         if self._costs and time.monotonic() >= self._heard_at + self._terms.load_s:
             self._ask_load()
@@ -289,8 +314,9 @@ class Far:
         """Until there is something to be done."""
         due_s = [form.rest.left_s for digest, form in self._wanted.items() if digest not in self._costs]
         if self._costs:
-            next_at = min(self._probed_at + self._terms.probe_s, self._heard_at + self._terms.load_s)
-            due_s.append(max(0.0, next_at - time.monotonic()))
+            now, hear_at = time.monotonic(), self._heard_at + self._terms.load_s
+            waits = now >= self._probe_at and not self._may_probe  # until it is told that a request has ended
+            due_s.append(max(0.0, (hear_at if waits else min(self._probe_at, hear_at)) - now))
         return min(due_s)
 
     def _try(self, form: _Form) -> None:
@@ -331,10 +357,10 @@ class Far:
         log.info("%s may be asked for stages of %s", self.url, captured.program.digest[:12])
 
     def _probe(self) -> None:
-        """Once, and again at once where the link seems to be another one."""
+        """Once, and again at once where the link seems to be another one and is free."""
         for _ in range(1 + CONFIRMED):
             probe(self._client, self.link, small=1, large=1, every_s=self._terms.probe_s)
-            if not self.link.unsettled:
+            if not self.link.unsettled or self._uplink.busy_since_s < math.inf:
                 break
         self._probed_at = time.monotonic()
 

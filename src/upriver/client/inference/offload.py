@@ -25,6 +25,7 @@ from upriver.client.inference.far import Far, Terms
 from upriver.client.inference.forms import Forms, Network
 from upriver.client.inference.link import WINDOW
 from upriver.client.inference.request import Patience, Request, Served
+from upriver.client.inference.uplink import Uplink
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError
@@ -292,7 +293,8 @@ def offload(
         token=checks.token(token),
         tls=client_context(ca=ca, certificate=certificate, key=key),
     )
-    fars = [Far(client, terms) for client in clients]
+    uplink = Uplink()
+    fars = [Far(client, terms, uplink) for client in clients]
     forms = Forms(Example.of(example_inputs), partial(_make, model, fars, measure))
     answer = Offload(forms, fars, rule=rule, patience=patience, cached_cuts=cached_cuts)
     try:

@@ -122,18 +122,22 @@ class Request:
         exchange = far.ask(self.captured, self.cut, crossing, process=self.process)
         self.served.sent_bytes = exchange.sent_bytes
         try:
-            if self.patience.hedge_s is None or self.patience.helpers is None:
-                return self._took(far, exchange, exchange.finish(left_s))
-            waiting = self.patience.helpers.submit(exchange.finish, left_s)
-            try:
-                return self._took(far, exchange, waiting.result(timeout=self.patience.hedge_s))
-            except TimeoutError:
-                return self._race(far, exchange, waiting, crossing)
+            with far.under_way():
+                return self._asked(far, exchange, crossing, left_s)
         except UpriverError as error:
             # First: what is wrong with the caller's own input is raised here, and no server's fault.
             done = self._here(crossing, self.cut, self.captured.program.num_stages)
             self._gave_up(far, error)
             return done
+
+    def _asked(self, far: Far, exchange: Exchange, crossing: Tensors, left_s: float) -> Tensors:
+        if self.patience.hedge_s is None or self.patience.helpers is None:
+            return self._took(far, exchange.finish(left_s))
+        waiting = self.patience.helpers.submit(exchange.finish, left_s)
+        try:
+            return self._took(far, waiting.result(timeout=self.patience.hedge_s))
+        except TimeoutError:
+            return self._race(far, exchange, waiting, crossing)
 
     def _race(self, far: Far, exchange: Exchange, waiting: Future[Finished], crossing: Tensors) -> Tensors:
         """Compute beside the server; whose answer is there first counts."""
@@ -148,7 +152,7 @@ class Request:
         try:
             done = program.run(crossing, self.cut, program.num_stages, on_stage=look)
         except _Overtaken:
-            return self._took(far, exchange, waiting.result())
+            return self._took(far, waiting.result())
         finally:
             self.served.device_s += time.perf_counter() - began
         if waiting.done() and isinstance(error := waiting.exception(), UpriverError):
@@ -156,7 +160,7 @@ class Request:
         exchange.close()
         return done
 
-    def _took(self, far: Far, exchange: Exchange, finished: Finished) -> Tensors:
+    def _took(self, far: Far, finished: Finished) -> Tensors:
         far.answered(self.captured, self.cut, finished)
         self.served.server = far.url
         self.served.link_s, self.served.server_s = finished.link_s, finished.server_s
