@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -220,6 +221,36 @@ def test_a_hung_server_is_broken_off_at_the_deadline(between: Proxy) -> None:
         assert torch.equal(answer(x), here(model, x))
         assert answer.last is not None and "no answer in time" in answer.last.why_not
         wait_for(lambda: not far_of(answer)._client._busy)
+
+
+def test_a_deadline_holds_where_the_servers_name_is_not_found(
+    between: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network is gone, and a request needs a new connection."""
+    model, x, original = chain(), torch.randn(2, 64), socket.getaddrinfo
+    gone, over, found = threading.Event(), threading.Event(), []
+
+    def getaddrinfo(host: str, *args: Any, flags: int = 0, **kwargs: Any) -> Any:
+        if host != "edge-1":
+            return original(host, *args, flags=flags, **kwargs)
+        if flags & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        if gone.is_set():
+            over.wait(LONG_AFTER_S)
+            found.append(host)
+        return original("127.0.0.1", *args, flags=flags, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with asking(between.url.replace("127.0.0.1", "edge-1"), model) as answer:
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.server
+        gone.set()
+        far_of(answer)._client.abort()
+        hurry(answer)
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last.server == "" and "no answer in time" in answer.last.why_not
+        assert found == []
+        over.set()
 
 
 # ------------------------------------------------------------------------------------------- hedging

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
 from urllib.parse import urlsplit
 
 from upriver.errors import (
@@ -33,14 +35,17 @@ SEND_BYTES = 1 << 20
 BROKEN = (OSError, http.client.HTTPException)
 """What sockets, TLS and http.client raise when the other side is not there, stops, or talks nonsense."""
 
+Place = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+"""What `socket.getaddrinfo` says of one of a host's addresses."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
     """How long to wait for a server.
 
     Attributes:
-        connect_s: For a connection. 5 s: a round trip around the world takes 0.3 s, a lost first packet costs
-            1 s and a second one 3 s.
+        connect_s: For a connection to one of a host's addresses, and then for TLS. 5 s: a round trip around
+            the world takes 0.3 s, a lost first packet costs 1 s and a second one 3 s.
         read_s: For the next bytes of an answer. 120 s: a micro-batch of the slowest network measured takes 11
             s on one core, and some others may be queued before it. That a silent server is alive is seen much
             sooner by the pool, which asks /livez.
@@ -102,27 +107,30 @@ class Address:
     def connection(self) -> Connection:
         """A connection that is not yet open."""
         if self.tls is None:
-            return Connection(http.client.HTTPConnection(self.host, self.port))
-        return Connection(http.client.HTTPSConnection(self.host, self.port, context=self.tls))
+            return Connection(http.client.HTTPConnection(self.host, self.port), None)
+        return Connection(http.client.HTTPSConnection(self.host, self.port, context=self.tls), self.tls)
 
 
 class Connection:
-    """An `http.client` connection that another thread can break off."""
+    """An `http.client` connection that another thread can break off, also while it is being made.
 
-    def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self._connection = connection
+    Args:
+        connection: Not yet connected.
+        tls: What it speaks TLS by; None where it does not.
+    """
+
+    def __init__(self, connection: http.client.HTTPConnection, tls: ssl.SSLContext | None) -> None:
+        self._connection, self._tls = connection, tls
         self._socket: socket.socket | None = None
+        self._found: SimpleQueue[Sequence[Place] | BaseException | None] = SimpleQueue()
         self.broken_off = False
 
     def open(self, timeouts: Timeouts, timeout_s: float | None) -> None:
         """Connect if need be; set the timeout of the next answer."""
         if self._connection.sock is None:
-            self._connection.timeout = min(timeouts.connect_s, timeout_s or timeouts.connect_s)
-            self._connection.connect()
-        self._socket = self._connection.sock
-        self._socket.settimeout(timeout_s or timeouts.read_s)
-        if self.broken_off:  # while it was connecting
-            raise ConnectionAbortedError("broken off")
+            self._connection.sock = self._made(min(timeouts.connect_s, timeout_s or timeouts.connect_s))
+        self._use(self._connection.sock)
+        self._connection.sock.settimeout(timeout_s or timeouts.read_s)
 
     def ask(
         self, method: str, path: str, body: Sequence[bytes | memoryview], headers: Mapping[str, str]
@@ -147,6 +155,7 @@ class Connection:
     def break_off(self) -> None:
         """Wake whoever reads or writes; the descriptor is closed by its owner."""
         self.broken_off = True
+        self._found.put(None)
         if self._socket is not None:
             with suppress(OSError):
                 # Not SSLSocket's own, which takes its state away from under the reader.
@@ -155,6 +164,67 @@ class Connection:
     def close(self) -> None:
         """Close, from the thread that owns it."""
         self._connection.close()
+
+    def _use(self, sock: socket.socket) -> None:
+        """From here on breaking off means to shut this one down."""
+        self._socket = sock
+        if self.broken_off:  # before
+            raise ConnectionAbortedError("broken off")
+
+    def _made(self, connect_s: float) -> socket.socket:
+        """A socket that is connected, TLS included."""
+        sock = self._joined(connect_s)
+        try:
+            if self._tls is None:
+                return sock
+            host = self._connection.host
+            # A handshake that has begun cannot be broken off before there is the socket that does it.
+            sock = self._tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+            self._use(sock)
+            sock.do_handshake()
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _joined(self, connect_s: float) -> socket.socket:
+        """One that is connected to the first of the host's addresses that answers."""
+        last = OSError("the host has no address")
+        for family, kind, protocol, _, address in self._look_up():
+            sock = socket.socket(family, kind, protocol)
+            try:
+                self._use(sock)
+                sock.settimeout(connect_s)
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError as error:
+                sock.close()
+                if self.broken_off:
+                    raise
+                last = error
+            else:
+                return sock
+        raise last
+
+    def _look_up(self) -> Sequence[Place]:
+        """Where the host is. A resolver cannot be interrupted: one that hangs is left behind."""
+        host, port = self._connection.host, self._connection.port
+        with suppress(socket.gaierror):
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+
+        def ask() -> None:
+            try:
+                self._found.put(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            except BaseException as error:
+                self._found.put(error)
+
+        threading.Thread(target=ask, name="upriver-lookup", daemon=True).start()
+        found = self._found.get()
+        if found is None:
+            raise ConnectionAbortedError("broken off")
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
 
 class Holder:
