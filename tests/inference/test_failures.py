@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -311,15 +312,46 @@ def test_who_is_first_wins(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> N
         assert ran and ran[-1] < program.num_stages
 
 
-def test_a_server_that_fails_while_it_is_hedged_is_left_alone(between: Proxy) -> None:
+class Known(ThreadPoolExecutor):
+    """Remembers what it was given to do."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.given: list[Future[Any]] = []
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        self.given.append(super().submit(*args, **kwargs))
+        return self.given[-1]
+
+
+def test_a_server_that_fails_while_it_is_hedged_is_left_alone(
+    between: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs up while the device is at the rest of the request."""
     model, x = chain(), torch.randn(2, 64)
-    with asking(between.url, model, hedge_s=0.0) as answer:
-        between.instead = WAYS_TO_FAIL["hangs up"]
-        for _ in range(200):
-            assert torch.equal(answer(x), here(model, x))
-            if answer.counts["gave_up"]:
-                break
-        assert answer.counts["gave_up"] <= 1
+    wanted = here(model, x)
+    with Known() as helpers, asking(between.url, model) as answer:
+        answer._patience = replace(answer._patience, hedge_s=0.0, deadline_s=60.0, helpers=helpers)
+        program, run, may_fail = answer.program, answer.program.run, threading.Event()
+
+        def hang_up(exchange: Exchange) -> None:
+            may_fail.wait(60)
+            exchange.hang_up()
+
+        def slow(tensors: Any, start: int, stop: int, *, on_stage: Any = None) -> Any:
+            if on_stage is not None:  # beside the server
+                may_fail.set()
+                wait(helpers.given)
+            return run(tensors, start, stop, on_stage=on_stage)
+
+        monkeypatch.setattr(program, "run", slow)
+        between.instead = hang_up
+        assert torch.equal(answer(x), wanted)
+        assert answer.last is not None
+        assert answer.last.hedged and answer.last.server == "" and answer.last.why_not
+        assert torch.equal(answer(x), wanted)
+        assert not answer.last.hedged and "Not asked" in answer.why
+        assert answer.counts["gave_up"] == 1 and len(helpers.given) == 1
 
 
 # ------------------------------------------------------------------------------- the caller's own fault
