@@ -22,7 +22,7 @@ import _planned_job
 from _planned_job import LEARNING_RATE, Trainer
 from upriver.cost import CostModel, CutTable, route_between
 from upriver.policies import POLICIES
-from upriver.program.remember import cache_folder
+from upriver.program.cache import cache_folder
 from upriver.types import Plan, Route
 
 POLICY = "upriver"

@@ -18,7 +18,8 @@ from _server_networks import SIDE, build
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, Resize, index
-from upriver.program import Program, capture, publish
+from upriver.program import Program, publish
+from upriver.program.capture import capture
 from upriver.program.example import Example, Source
 from upriver.program.resized import resized
 from upriver.program.split import split

@@ -20,8 +20,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from upriver.program import capture
 from upriver.program.calls import check_arguments
+from upriver.program.capture import capture
 from upriver.program.graph import DTYPES, Graph, Node, TensorSpec, references
 from upriver.program.operators import ALLOWED, fingerprints, resolve
 from upriver.program.steps import Step

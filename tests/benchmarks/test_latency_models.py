@@ -17,7 +17,7 @@ from upriver.profile.calibrate import OCCASIONS, TABLE_III
 from upriver.profile.calls import Call
 from upriver.profile.kinds import works_of
 from upriver.profile.predict import KindError, ModelName
-from upriver.program import capture
+from upriver.program.capture import capture
 
 KIND = "activation.relu"
 

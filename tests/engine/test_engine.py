@@ -14,7 +14,7 @@ from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.errors import BadSample, ConfigError
 from upriver.pipeline import InputChain
-from upriver.program import capture
+from upriver.program.capture import capture
 from upriver.program.example import Source
 
 MICRO = 4

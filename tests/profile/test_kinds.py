@@ -17,7 +17,7 @@ from upriver._torchvision import ensure_torchvision
 from upriver.profile.calls import calls, in_order, is_contiguous, is_view, run_length
 from upriver.profile.drawing import call_on, tensor
 from upriver.profile.kinds import UNKNOWN, Work, features_of, works, works_of
-from upriver.program import capture
+from upriver.program.capture import capture
 from upriver.program.graph import Graph, TensorSpec
 
 

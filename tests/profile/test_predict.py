@@ -34,7 +34,7 @@ from upriver.profile.predict import (
 )
 from upriver.profile.ranges import sample
 from upriver.profile.regression import FEWEST, Correction, Line, Timed
-from upriver.program import capture
+from upriver.program.capture import capture
 from upriver.program.graph import Graph
 
 BRIEF = Timing(runs=3)

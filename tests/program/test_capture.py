@@ -12,8 +12,8 @@ from torch import nn
 from tests.program.nets import CallCount, Shared, Small, frozen_small
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import CaptureError, ConfigError, ProgramError
-from upriver.program import Program, capture
-from upriver.program.capture import graph_of
+from upriver.program import Program
+from upriver.program.capture import capture, graph_of
 from upriver.program.example import Example, Source
 from upriver.program.recording import record
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from upriver._torchvision import ensure_torchvision
-from upriver.program import Program, capture
+from upriver.program import Program
+from upriver.program.capture import capture
 from upriver.program.example import Example, Inputs, Source, tensors_in
 from upriver.program.precision import autocasting
 from upriver.program.trace import in_eval, no_fast_path

@@ -17,10 +17,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.errors import ProgramError
-from upriver.program import Program, capture, load, publish
+from upriver.program import Program, load, publish
 from upriver.program import weights as weights_file
 from upriver.program.calls import check_call
 from upriver.program.caps import GraphCaps
+from upriver.program.capture import capture
 from upriver.program.check import check
 from upriver.program.graph import SCHEMA, Lifetimes, Node, TensorSpec, Value, constants, digest_of
 from upriver.program.operators import ALLOWED, fingerprints, resolve

@@ -11,7 +11,7 @@ from torch import nn
 from tests.program.nets import CallCount, Small
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import ConfigError, ModelError
-from upriver.program import capture
+from upriver.program.capture import capture
 from upriver.program.survey import Survey, survey
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

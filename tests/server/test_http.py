@@ -27,7 +27,8 @@ from tests.server.running import (
 from upriver.client.transport import ServerClient
 from upriver.errors import BadSample, CodeFailed, ObjectChanged, StoreError
 from upriver.pipeline import CenterCrop, Decode, Normalize, Resize, index
-from upriver.program import capture, graph_path
+from upriver.program import graph_path
+from upriver.program.capture import capture
 from upriver.protocol import (
     PROCESS_HEADER,
     VERSION,

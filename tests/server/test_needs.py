@@ -10,7 +10,7 @@ from tests.server.conftest import MICRO_BATCH, make_program
 from tests.server.running import changed
 from upriver.errors import Overloaded, ProtocolError
 from upriver.pipeline import CenterCrop, Decode, DecodeWav, FixLength, Normalize, Resize, ToFloat, index
-from upriver.program import capture
+from upriver.program.capture import capture
 from upriver.protocol import DEFAULT_CAPS, DatasetRef, RunRequest
 from upriver.server import needs
 from upriver.server.jobs import Weighed

@@ -27,7 +27,7 @@ from tests.server.running import (
 from upriver.client.transport import ServerClient
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import Busy, NotAuthorized, Overloaded, ProgramNotFound, ProtocolError
-from upriver.program import capture
+from upriver.program.capture import capture
 from upriver.program.example import Source
 from upriver.protocol import Load, StageCosts
 from upriver.server.jobs import Measured

@@ -10,7 +10,8 @@ from tests.server.conftest import MICRO_BATCH, make_program
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import ProgramError, ProtocolError
 from upriver.profile.memory import stretch_peak
-from upriver.program import Program, capture
+from upriver.program import Program
+from upriver.program.capture import capture
 from upriver.server.needs import END, GRAPH_FACTOR, program_bytes
 from upriver.server.scale import Scale
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from upriver.cli.output import mode_for
 from upriver.errors import ConfigError, StoreError
-from upriver.program.remember import replacing
+from upriver.program.cache import replacing
 
 SCHEMA = "upriver.checkpoint/1"
 _META = "upriver"

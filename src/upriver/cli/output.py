@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from upriver.errors import ConfigError, StoreError
+from upriver.program.cache import replacing
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -51,8 +52,6 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         StoreError: If it cannot be written; then nothing is left behind.
     """
-    from upriver.program.remember import replacing  # needs torch, which --help must not wait for
-
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)

@@ -6,20 +6,31 @@
 
 from __future__ import annotations
 
-from upriver.coldstart.incoming import Arriving, arriving
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from upriver.coldstart.model_load import Loading, begin, load, loading
-from upriver.coldstart.order import publish_model
-from upriver.coldstart.programs import open
 from upriver.coldstart.stream import StreamLimits
 
-__all__ = [
-    "Arriving",
-    "Loading",
-    "StreamLimits",
-    "arriving",
-    "begin",
-    "load",
-    "loading",
-    "open",
-    "publish_model",
-]
+_PLACES = {
+    "Arriving": "incoming",
+    "arriving": "incoming",
+    "open": "programs",
+    "publish_model": "order",
+}
+
+__all__ = ["Loading", "StreamLimits", "begin", "load", "loading", *sorted(_PLACES)]
+
+if TYPE_CHECKING:
+    from upriver.coldstart.incoming import Arriving as Arriving
+    from upriver.coldstart.incoming import arriving as arriving
+    from upriver.coldstart.order import publish_model as publish_model
+    from upriver.coldstart.programs import open as open
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up when first used: what records an order, or runs a program, takes long to import, and a load of
+    # a model needs neither.
+    if name in _PLACES:
+        return getattr(importlib.import_module(f"upriver.coldstart.{_PLACES[name]}"), name)
+    raise AttributeError(f"module 'upriver.coldstart' has no attribute {name!r}")

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from upriver.coldstart.notes import storage_key
 from upriver.coldstart.watch import Watch, is_plain, span_of
 from upriver.errors import ModelError
-from upriver.program.names import load_model
 
 
 def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
@@ -61,7 +60,7 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
         stack.enter_context(watch)
         stack.enter_context(_RawReads(watch))
         try:
-            model = load_model(build)[0] if isinstance(build, str) else build()
+            model = _named(build) if isinstance(build, str) else build()
             if not isinstance(model, nn.Module):
                 raise ModelError(f"build must return a torch module, got {type(model).__name__}")
             state = model.state_dict()
@@ -72,6 +71,12 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
         with watch.aside():
             watch.notes.finish(_loaded(model, state))
     return model
+
+
+def _named(name: str) -> nn.Module:
+    from upriver.program.names import load_model  # which knows many models, and what they take
+
+    return load_model(name)[0]
 
 
 def _loaded(model: nn.Module, state: Mapping[str, Any]) -> frozenset[int]:

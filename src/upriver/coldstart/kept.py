@@ -16,7 +16,7 @@ import msgspec
 from upriver.coldstart.source import Source, order_path
 from upriver.errors import ObjectNotFound, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
-from upriver.program.files import get_at_most
+from upriver.program.fetch import get_at_most
 from upriver.types import Link
 
 log = logging.getLogger(__name__)

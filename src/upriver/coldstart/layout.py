@@ -24,7 +24,7 @@ from crc32c import crc32c
 
 from upriver.errors import ConfigError, ObjectChanged, ProgramError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
-from upriver.program.files import get_at_most
+from upriver.program.fetch import get_at_most
 from upriver.program.graph import DTYPES, Count
 from upriver.program.weights import ALIGNMENT, LENGTH_BYTES, Entry, head_of, is_reserved, raw_bytes
 from upriver.store import Store

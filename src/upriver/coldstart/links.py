@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from upriver.program.remember import cache_folder, write_whole
+from upriver.program.cache import cache_folder, write_whole
 from upriver.store import Store
 from upriver.types import BANDWIDTH, Link
 

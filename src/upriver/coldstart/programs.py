@@ -42,7 +42,8 @@ from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.check import check
 from upriver.program.constants import keys_read
 from upriver.program.devices import check_device
-from upriver.program.files import get_at_most, graph_path, weights_path
+from upriver.program.fetch import get_at_most
+from upriver.program.files import graph_path, weights_path
 from upriver.program.graph import DTYPES, Graph, digest_of
 from upriver.program.program import Program
 from upriver.program.reading import check_weight, decode

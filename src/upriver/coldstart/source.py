@@ -23,7 +23,7 @@ import msgspec
 from upriver.coldstart.layout import CHUNK_BYTES, ENDING, Manifest, read
 from upriver.errors import ConfigError, ObjectNotFound, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
-from upriver.program.files import get_at_most
+from upriver.program.fetch import get_at_most
 from upriver.program.weights import (
     LENGTH_BYTES,
     METADATA,

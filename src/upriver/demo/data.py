@@ -30,7 +30,7 @@ import numpy as np
 from PIL import Image
 
 from upriver.errors import ConfigError, DatasetError, StoreError
-from upriver.program.remember import cache_folder
+from upriver.program.cache import cache_folder
 
 VERSION = 1
 """Part of the cache's name: raise it with any change that changes the files."""

@@ -29,7 +29,7 @@ from upriver.profile.files import (
     profile_from_json,
     profile_to_json,
 )
-from upriver.program.remember import cache_folder, write_whole
+from upriver.program.cache import cache_folder, write_whole
 from upriver.types import Cluster, Profile, StageProfile, Tier, Timings
 
 MAX_KEPT = 256

@@ -32,7 +32,7 @@ from upriver.profile.regression import (
     coordinates_of,
 )
 from upriver.profile.work import SIDES, Side, features_of
-from upriver.program.remember import cache_folder, write_whole
+from upriver.program.cache import cache_folder, write_whole
 from upriver.text import printable
 from upriver.types import require_finite
 

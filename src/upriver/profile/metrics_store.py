@@ -46,7 +46,7 @@ import upriver
 from upriver.errors import ConfigError
 from upriver.profile.available import available_cpus
 from upriver.profile.metrics import MAX_CANDIDATES, MAX_NAME, MOST, Candidate
-from upriver.program.remember import cache_folder, write_whole
+from upriver.program.cache import cache_folder, write_whole
 from upriver.text import error_text, printable
 from upriver.types import require_finite
 

@@ -9,6 +9,7 @@ import torch
 
 from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.fetch import get_at_most
 from upriver.program.program import Program
 from upriver.store import DEFAULT_PREFIX, Store
 
@@ -98,16 +99,3 @@ def load(
     except ObjectNotFound as error:
         raise ProgramNotFound(f"no program {digest} in store {store.name!r}: {error}") from None
     return Program.from_bytes(graph, weights, device=device, digest=digest, caps=caps)
-
-
-def get_at_most(store: Store, path: str, most: int) -> bytes:
-    """A whole object, if it is no larger than that.
-
-    Raises:
-        ProgramError: If it is.
-        StoreError: If the store cannot be read.
-    """
-    info = store.head(path)
-    if info.size > most:
-        raise ProgramError(f"{path} has {info.size} bytes; at most {most} are allowed")
-    return store.get(path, etag=info.etag or None)
