@@ -181,6 +181,34 @@ def test_ours_is_the_fastest_of_all_groupings(case: Case) -> None:
     assert makespan(groups, **asdict(case)) == pytest.approx(brute_force(case))
 
 
+def free_s(groups: Sequence[range], case: Case) -> float:
+    """When the link is free after all groups, where nothing has to wait for memory."""
+    free = case.latency_s
+    for group in groups:
+        end = free + sum(case.sizes_bytes[layer] for layer in group) / case.bandwidth_bytes_per_s
+        free = max(end, free + case.latency_s)
+    return free
+
+
+@given(cases())
+def test_of_the_fastest_ours_leaves_the_link_idle_the_least(case: Case) -> None:
+    case = replace(case, memory_cap_bytes=math.inf)
+    groups, least = best(**asdict(case)), brute_force(case)
+    link = {"latency_s": case.latency_s, "bandwidth_bytes_per_s": case.bandwidth_bytes_per_s}
+    if groups == greedy(case.sizes_bytes, **link):
+        return  # which leaves it idle never
+    same = [p for p in partitions(len(case.sizes_bytes)) if simulated(p, case) <= least * (1 + 1e-9)]
+    assert free_s(groups, case) == pytest.approx(min(free_s(each, case) for each in same))
+
+
+def test_layers_that_take_long_do_not_make_the_link_idle() -> None:
+    case = Case(sizes_bytes=[1] + [2] * 8, load_s=[0] * 9, execute_s=[100] * 9, latency_s=5)
+    # All that comes behind the first layer is there before that has run, layer by layer, too.
+    each, groups = layer_by_layer(case.sizes_bytes), best(**asdict(case))
+    assert makespan(groups, **asdict(case)) == makespan(each, **asdict(case)) == brute_force(case)
+    assert free_s(groups, case) == free_s([range(1), range(1, 9)], case) < free_s(each, case)
+
+
 @given(cases(), st.sampled_from([0.01, 0.1, 0.3]))
 def test_a_search_that_may_stop_early_keeps_its_bound(case: Case, tolerance: float) -> None:
     with mock.patch.multiple(search, EXACT_LAYERS=0, TOLERANCE=tolerance):
