@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, answer
 from tests.coldstart.ordered import Ordered
-from upriver.coldstart import kept
+from upriver.coldstart import grouping, kept
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart.layout import publish
 from upriver.coldstart.model_load import load, loading
@@ -203,7 +203,8 @@ def test_a_file_of_anyone_with_one_name_of_a_tie(tied: str, tmp_path: Any) -> No
     assert model.head.weight is model.embedding.weight
 
 
-def test_groupings_are_kept_for_the_next_one() -> None:
+def test_groupings_are_kept_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping, "SMALL_BYTES", 0)  # as if it were a large model
     reference = Bare()
     store = published(reference, "kept")
     x = torch.ones(2, 16)

@@ -167,6 +167,25 @@ GROUPINGS: Mapping[str, Grouping] = MappingProxyType(
 )
 """The policies by their names."""
 
+SMALL_BYTES = 8 << 20
+"""Of a model that ours asks for in one request, without a look at the link. A stream puts each weight in its
+place as it comes, so one request makes nobody wait for its end; and it is over, at 100 MB/s, before a stream
+can tell whether a second one would bring more (``flow.TRIAL_BUSY_S``)."""
+
+_WHOLE = frozenset({"upriver"})
+"""Policies that ask for small models so. The others are what a paper says, whatever the size."""
+
+
+def is_whole(policy: str, nbytes: int, request_bytes: int) -> bool:
+    """Whether a policy has one group for so many bytes of one object, whatever the link and the machine.
+
+    Args:
+        policy: Its name.
+        nbytes: Of all weights.
+        request_bytes: Of one request, at most.
+    """
+    return policy in _WHOLE and nbytes <= min(SMALL_BYTES, request_bytes)
+
 
 def choose(policy: str, timeline: Timeline) -> list[range]:
     """The groups of the named policy.

@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from upriver.program.cache import cache_folder, write_whole
@@ -40,7 +41,12 @@ def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_c
     """
     began = clock()
     store.get_range(path, 0, 1)
-    return Link(bandwidth_bytes_per_s=_kept(store) or UNKNOWN_BYTES_PER_S, rtt_s=clock() - began)
+    return replace(last_known(store), rtt_s=clock() - began)
+
+
+def last_known(store: Store) -> Link:
+    """The way to a store as the last load has found it, without a latency; nothing is read of it."""
+    return Link(bandwidth_bytes_per_s=_kept(store) or UNKNOWN_BYTES_PER_S)
 
 
 def keep(store: Store, *, nbytes: int, bandwidth_bytes_per_s: float) -> None:

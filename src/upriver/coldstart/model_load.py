@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from upriver.coldstart import kept, links
+from upriver.coldstart import kept
 from upriver.coldstart.barrier import Gate
 from upriver.coldstart.construct import construct
 from upriver.coldstart.filling import Match, held, match, memories, move
@@ -28,6 +28,7 @@ from upriver.coldstart.source import Source, find, keep_order
 from upriver.coldstart.stream import Sink, Stream, StreamLimits
 from upriver.coldstart.timeline import Timeline
 from upriver.coldstart.uris import opened
+from upriver.coldstart.way import is_one_request, way_to
 from upriver.errors import StoreError
 from upriver.store import Store
 from upriver.types import Link
@@ -164,7 +165,7 @@ def begin(
     limits, steps = limits or StreamLimits(), {"began": time.monotonic()}
     where, path = (store, uri) if store is not None else opened(uri, store_options)
     with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
-        found = beside.submit(_found, where, path, beside)
+        found = beside.submit(_found, where, path, grouping, limits, beside)
         model = construct(build_model)
         steps["constructed"] = time.monotonic()
         source, link, known, steps["found"] = found.result()
@@ -189,18 +190,22 @@ def begin(
     return model, loading
 
 
-def _found(store: Store, path: str, beside: Executor) -> tuple[Source, Link, Groupings, float]:
+def _found(
+    store: Store, path: str, policy: str, limits: StreamLimits, beside: Executor
+) -> tuple[Source, Link, Groupings, float]:
     """Where the weights lie, the way there, groupings that are kept, and when that was known."""
     source = find(store, path)
-    known = beside.submit(kept.kept, source)
-    link = Link(bandwidth_bytes_per_s=links.UNKNOWN_BYTES_PER_S)
-    if source.tensors:
-        link = links.link_to(store, source.tensors[0].path)
-    return source, link, known.result(), time.monotonic()
+    near = source.tensors[0].path if source.tensors else path
+    link, known = way_to(source, near, policy, limits, beside)
+    return source, link, known, time.monotonic()
 
 
 def grouped(
-    source: Source, link: Link, policy: str, limits: StreamLimits, known: Groupings
+    source: Source,
+    link: Link,
+    policy: str,
+    limits: StreamLimits,
+    known: Groupings,
 ) -> tuple[list[range], Groupings]:
     """Which weights are asked for together, and what is to be kept of it.
 
@@ -217,6 +222,8 @@ def grouped(
     Raises:
         ConfigError: If there is no such policy, or it makes a group of more than may be in flight.
     """
+    if is_one_request(source, policy, limits):
+        return [range(len(source.tensors))] if source.tensors else [], {}
     bandwidth = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
     name, link = kept.bucket(policy, replace(link, bandwidth_bytes_per_s=bandwidth), limits.in_flight_bytes)
     name += "" if source.ordered else " as they lie"

@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from upriver.coldstart import kept, layout
+from upriver.coldstart import layout
 from upriver.coldstart.handle import Groupings
 from upriver.coldstart.incoming import Arriving, ArrivingFile, arriving
 from upriver.coldstart.layout import Manifest
-from upriver.coldstart.links import link_to
 from upriver.coldstart.model_load import grouped
 from upriver.coldstart.source import Source, published
 from upriver.coldstart.stream import Stream, StreamLimits
 from upriver.coldstart.uris import program_at
+from upriver.coldstart.way import way_to
 from upriver.errors import (
     ConfigError,
     ObjectChanged,
@@ -175,7 +175,17 @@ def begin(
     if stop is not None and not 0 <= stop <= len(graph.stages):
         raise ProgramError(f"stop must lie in 0..{len(graph.stages)}, got {stop}")
     with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
-        finding = beside.submit(find, place, folder, name, graph.weights_digest, beside=beside, caps=caps)
+        finding = beside.submit(
+            find,
+            place,
+            folder,
+            name,
+            graph.weights_digest,
+            grouping=grouping,
+            limits=bounds,
+            beside=beside,
+            caps=caps,
+        )
         check(graph, device=where, caps=caps)
         found = finding.result()
     if found is None:
@@ -239,6 +249,8 @@ def find(
     digest: str,
     weights_digest: str,
     *,
+    grouping: str = "upriver",
+    limits: StreamLimits,
     beside: Executor,
     caps: GraphCaps = DEFAULT_CAPS,
 ) -> Found | None:
@@ -249,6 +261,8 @@ def find(
         prefix: The folder that it is under.
         digest: Its graph's.
         weights_digest: Its weights'.
+        grouping: How they are to be grouped.
+        limits: Of the stream that is to bring them.
         beside: Does what need not be waited for.
         caps: What the weights may take, at most.
 
@@ -263,9 +277,9 @@ def find(
         log.info("program %s is read whole before it runs: %s", digest, error)
         return None
     source = published(store, path, manifest)
-    known = beside.submit(kept.kept, source)
-    link = link_to(store, graph_path(prefix, digest))  # nothing of the weights: the graph may be none
-    return Found(manifest=manifest, source=source, link=link, known=known.result(), at_s=time.monotonic())
+    near = graph_path(prefix, digest)  # nothing of the weights: the graph may be none
+    link, known = way_to(source, near, policy, limits, beside)
+    return Found(manifest=manifest, source=source, link=link, known=known, at_s=time.monotonic())
 
 
 def _named(

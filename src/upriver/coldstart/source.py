@@ -101,6 +101,11 @@ class Source:
     chunk_bytes: int
     ordered: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        return sum(tensor.stop - tensor.start for tensor in self.tensors)
+
 
 def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Source:
     """Find a model's weights; none of them is read.

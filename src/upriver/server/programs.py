@@ -342,18 +342,21 @@ class Programs:
         """
         place = known.weights
         name = (place.store.name, place.prefix, weights_digest)
-        if self._limits is None or known.weights_nbytes < SMALL_BYTES or name in self._forged:
+        limits = self._limits
+        if limits is None or known.weights_nbytes < SMALL_BYTES or name in self._forged:
             return None
 
         def look() -> Found | None:
             with ThreadPoolExecutor(1, thread_name_prefix="upriver-cold-find") as beside:
-                return find(place.store, place.prefix, known.digest, weights_digest, beside=beside)
+                return find(
+                    place.store, place.prefix, known.digest, weights_digest, limits=limits, beside=beside
+                )
 
         try:
             found = await asyncio.to_thread(look)
             if found is None or found.manifest.nbytes != known.weights_nbytes:
                 return None
-            file = ColdFile(found, weights_digest, self._limits, on_forged=lambda: self._forged.add(name))
+            file = ColdFile(found, weights_digest, limits, on_forged=lambda: self._forged.add(name))
         except (ProgramError, OSError) as error:  # of the manifest, or of this kind of memory
             log.warning("program %s is read whole before it runs: %s", known.digest, error)
             return None

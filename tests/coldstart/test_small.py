@@ -1,0 +1,181 @@
+"""Small models are asked for in one go, and a load imports nothing that it has no use for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from tests.store.s3_server import S3Server
+from upriver.coldstart import grouping, kept, publish_model
+from upriver.coldstart import programs as cold_programs
+from upriver.coldstart.grouping import GROUPINGS, SMALL_BYTES, is_whole
+from upriver.coldstart.model_load import begin
+from upriver.coldstart.source import find
+from upriver.coldstart.stream import StreamLimits
+from upriver.program.capture import capture
+from upriver.store import Store
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 4)).eval()
+
+
+X = torch.linspace(-1, 1, 16).reshape(2, 8)
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
+
+
+def connected(server: S3Server) -> Store:
+    options = {"endpoint": server.url, "access_key_id": "a", "secret_access_key": "b", "max_retries": "0"}
+    return Store.open("s3://bucket/p", options=options)
+
+
+def asked(server: S3Server) -> list[tuple[str, str]]:
+    """Method and ending of each request, in order; of one byte alone, that too."""
+    return [
+        (method, path.partition("?")[0].rpartition("/")[2].partition(".")[2] + " 1" * (which == "bytes=0-0"))
+        for method, path, which in server.requests
+    ]
+
+
+def loaded(store: Store, **options: object) -> torch.Tensor:
+    model, handle = begin(build, "net", store=store, **options)  # type: ignore[arg-type]
+    answer: torch.Tensor = model(X)
+    assert handle.wait(60)
+    return answer
+
+
+ONE_GO = [
+    ("HEAD", "manifest.json"),
+    ("GET", "manifest.json"),
+    ("HEAD", "safetensors"),
+    ("GET", "safetensors"),
+]
+
+PROBE, LOOK = ("GET", "safetensors 1"), ("HEAD", "groupings.json")
+
+
+def test_a_small_model_is_asked_for_in_one_go(server: S3Server) -> None:
+    store = connected(server)
+    publish_model(build(), store, "net.safetensors", (X,))
+    server.requests.clear()
+    assert torch.equal(loaded(store), build()(X))
+    assert asked(server) == ONE_GO
+    assert kept.kept(find(store, "net")) == {}
+
+
+@pytest.mark.parametrize("grouping_name", ["pisel", "layer_by_layer"])
+def test_whoever_names_another_grouping_gets_it(grouping_name: str, server: S3Server) -> None:
+    store = connected(server)
+    publish_model(build(), store, "net.safetensors", (X,))
+    server.requests.clear()
+    assert torch.equal(loaded(store, grouping=grouping_name), build()(X))
+    assert PROBE in asked(server) and LOOK in asked(server)
+    assert all(name.startswith(grouping_name) for name in kept.kept(find(store, "net")))
+
+
+@pytest.mark.parametrize("large", ["model", "request"])
+def test_a_larger_one_is_grouped_for_the_link(
+    large: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = StreamLimits()
+    if large == "model":
+        monkeypatch.setattr(grouping, "SMALL_BYTES", 1000)
+    else:
+        limits = StreamLimits(request_bytes=64 * 1024)
+    store = connected(server)
+    publish_model(build(), store, "net.safetensors", (X,))
+    for loads in range(2):
+        server.requests.clear()
+        assert torch.equal(loaded(store, limits=limits), build()(X))
+        assert PROBE in asked(server) and LOOK in asked(server)
+        assert loads or ("PUT", "groupings.json") in asked(server)
+    assert kept.kept(find(store, "net"))
+
+
+def test_several_files_are_no_single_request(server: S3Server) -> None:
+    store, index = connected(server), {}
+    for number, (name, value) in enumerate(build().state_dict().items()):
+        path = f"net/model-{number}.safetensors"
+        store.put(path, save({name: value}))
+        index[name] = path.rpartition("/")[2]
+    store.put("net/model.safetensors.index.json", msgspec.json.encode({"weight_map": index}))
+    server.requests.clear()
+    assert torch.equal(loaded(store), build()(X))
+    assert PROBE in asked(server)
+
+
+def test_a_small_program_is_asked_for_in_one_go(server: S3Server) -> None:
+    store, program = connected(server), capture(build(), (X,))
+    cold_programs.publish(program, store)
+    server.requests.clear()
+    cold = cold_programs.open(store=store, digest=program.digest)
+    assert torch.equal(cold.run((X,), 0, cold.num_stages)[0], build()(X))
+    coming = cold_programs.arriving(cold)
+    assert coming is None or coming.wait(60)
+    assert asked(server) == [("HEAD", "json"), ("GET", "json"), *ONE_GO]
+
+
+def test_what_is_small() -> None:
+    assert is_whole("upriver", SMALL_BYTES, 1 << 30) and not is_whole("upriver", SMALL_BYTES + 1, 1 << 30)
+    assert is_whole("upriver", 100, 100) and not is_whole("upriver", 101, 100)
+    assert [name for name in GROUPINGS if is_whole(name, 0, 100)] == ["upriver"]
+    assert StreamLimits().request_bytes >= SMALL_BYTES
+
+
+# ----------------------------------------------------------------------------------------- imports
+
+LOAD = """
+import sys, torch
+from torch import nn
+from upriver.coldstart import load, loading
+model = load(lambda: nn.Linear(8, 4), sys.argv[1])
+answer = model(torch.ones(1, 8))
+handle = loading(model)
+assert handle is None or handle.wait(60)
+print(*sorted(name for name in sys.modules if name.startswith("upriver.")))
+"""
+
+NOT_NEEDED = (
+    "upriver.coldstart.incoming",
+    "upriver.coldstart.order",
+    "upriver.coldstart.programs",
+    "upriver.pipeline",
+    "upriver.program.check",
+    "upriver.program.names",
+    "upriver.program.program",
+    "upriver.program.trace",
+)
+
+
+def test_a_load_of_a_model_imports_nothing_that_runs_or_records_one(tmp_path: Path) -> None:
+    publish_model(nn.Linear(8, 4), Store.open(tmp_path.as_uri()), "net.safetensors", (torch.ones(1, 8),))
+    uri = f"{tmp_path.as_uri()}/net"
+    found = subprocess.run([sys.executable, "-c", LOAD, uri], capture_output=True, text=True, check=True)
+    names = set(found.stdout.split())
+    assert "upriver.coldstart.stream" in names
+    assert not names.intersection(NOT_NEEDED)
+
+
+def test_what_a_package_offers_is_there_all_the_same() -> None:
+    import upriver.coldstart
+    import upriver.program
+
+    for package in (upriver.coldstart, upriver.program):
+        for name in package.__all__:
+            assert getattr(package, name).__module__.startswith("upriver.")
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            _ = package.nothing
