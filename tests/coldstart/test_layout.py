@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
+from upriver.coldstart.execution import Execution
 from upriver.coldstart.layout import (
     CHUNK_BYTES,
     Manifest,
@@ -244,6 +245,10 @@ def shifted(index: int, by: int) -> Callable[[dict[str, Any]], Any]:
     return change
 
 
+def counts(execution: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda manifest: manifest.update(execution=execution)
+
+
 FORGED = {
     "overlap": (shifted(1, -64), "'b' overlaps what is before it"),
     "hole": (shifted(1, 64), "'b' leaves a hole before it"),
@@ -281,6 +286,17 @@ FORGED = {
     "unknown field": (lambda m: m.update(more=1), "manifest: .*unknown field `more`"),
     "missing field": (lambda m: m.pop("etag"), "manifest: .*missing required field `etag`"),
     "another type of field": (lambda m: m.update(tensors={}), "manifest: "),
+    "counts of fewer": (counts([[1, 2]] * 2), "execution: 2 counts for 3 weights"),
+    "counts of more": (counts([[1, 2]] * 4), "execution: 4 counts for 3 weights"),
+    "no counts of some": (counts([]), "execution: 0 counts for 3 weights"),
+    "half a count": (counts([[1, 2], [1], [1, 2]]), "manifest: .*execution"),
+    "three for one": (counts([[1, 2], [1, 2, 3], [1, 2]]), "manifest: .*execution"),
+    "negative count": (counts([[1, 2], [1, -2], [1, 2]]), "manifest: .*>= 0.*execution"),
+    "count of a part": (counts([[1, 2], [1, 2.5], [1, 2]]), "manifest: .*execution"),
+    "infinite count": (counts([[1, 2], [1, 1e300], [1, 2]]), "manifest: .*execution"),
+    "count beyond 64 bits": (counts([[1, 2], [1, 1 << 63], [1, 2]]), "manifest: .*execution"),
+    "count that is no number": (counts([[1, 2], [1, None], [1, 2]]), "manifest: .*execution"),
+    "counts that are none": (counts(None), "manifest: .*execution"),
 }
 
 
@@ -289,6 +305,17 @@ def test_a_forged_manifest_is_refused(forged: str) -> None:
     change, problem = FORGED[forged]
     with pytest.raises(ProgramError, match=problem):
         decode(edited(change))
+
+
+def test_counts_are_read_as_they_were_written(store: Store) -> None:
+    data, _ = small()
+    without = decode(data)
+    assert without.execution is msgspec.UNSET and b"execution" not in data
+    written = {"a": Execution(7, 1), "tied": Execution(1 << 40, 2), "too": Execution(5, 0)}
+    manifest = publish(SMALL, store, PATH, chunk_bytes=64, execution=written)
+    assert manifest.execution == [Execution(7, 1), Execution(0, 0), Execution((1 << 40) + 5, 2)]
+    assert read(store, PATH) == manifest and decode(manifest.encode()).encode() == manifest.encode()
+    assert (manifest.tensors, manifest.ties) == (without.tensors, without.ties)
 
 
 def test_one_manifest_has_one_spelling() -> None:

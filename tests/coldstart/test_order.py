@@ -65,7 +65,7 @@ def both_ways(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     model.eval()
     with torch.no_grad(), no_fast_path():
         call = (args, dict(kwargs or {}))
-        without, touched = without_data(model, state, call), with_data(model, state, call)
+        without, touched = list(without_data(model, state, call)), list(with_data(model, state, call))
     assert without == touched
     return without
 

@@ -30,7 +30,8 @@ from upriver.coldstart import layout
 from upriver.coldstart.programs import find, publish
 from upriver.coldstart.stream import StreamLimits
 from upriver.errors import Damaged, ProgramError, UpriverError
-from upriver.program import Program, capture, weights_path
+from upriver.program import Program, weights_path
+from upriver.program.capture import capture
 from upriver.protocol import RunRequest, error_from, program_head
 from upriver.server import Server, ServerConfig, costs
 from upriver.server.cold import ColdFile
@@ -363,9 +364,13 @@ def test_what_is_uploaded_can_be_streamed_afterwards(s3: GatedServer) -> None:
 
 def cold_file(store: Store, program: Program, limits: StreamLimits, forged: list[int]) -> ColdFile:
     with ThreadPoolExecutor(1) as beside:
-        found = find(store, DEFAULT_PREFIX, program.digest, program.weights_digest, beside=beside)
+        found = find(
+            store, DEFAULT_PREFIX, program.digest, program.weights_digest, limits=limits, beside=beside
+        )
     assert found is not None
-    return ColdFile(found, program.weights_digest, limits, on_forged=lambda: forged.append(1))
+    return ColdFile(
+        found, program.weights_digest, limits, device=torch.device("cpu"), on_forged=lambda: forged.append(1)
+    )
 
 
 LIMITS = [StreamLimits(), StreamLimits(request_bytes=1 << 16, in_flight_bytes=1 << 17, concurrency=3)]

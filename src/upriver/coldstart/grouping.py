@@ -2,7 +2,8 @@
 
 Groups are ranges over the layers in execution order, one request each. Few large ones leave the loader and
 the processor waiting for the first bytes to be of use, many small ones leave the link waiting for requests.
-What that costs is predicted by the same :class:`~upriver.coldstart.timeline.Timeline` for all of them.
+What that costs is predicted by the same :class:`~upriver.coldstart.timeline.Timeline` for all of them, with
+what executing takes as :mod:`upriver.coldstart.execution` says.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Groupings that were found once, kept beside the weights for the next process, as PISeL's partition cache.
 
-By policy, latency and bandwidth, these in buckets: a grouping is found for the middle of a bucket, and all
-who fall into it take the same one. PISeL has an agent that finds groupings ahead (CIKM 2024, section 3.1);
-here whoever loads does it, and writes it down.
+By policy, latency, bandwidth and what the machine computes, these in buckets: a grouping is found for the
+middle of a bucket, and all who fall into it take the same one. PISeL has an agent that finds groupings ahead
+(CIKM 2024, section 3.1); here whoever loads does it, and writes it down.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from upriver.coldstart.execution import Pace
 from upriver.coldstart.source import Source, order_path
 from upriver.errors import ObjectNotFound, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 SCHEMA = "upriver.groupings/1"
 
 PER_DOUBLING = 2
-"""Buckets from one latency, or bandwidth, to twice that."""
+"""Buckets from one latency, bandwidth or rate to twice that."""
 
 LEAST_LATENCY_S = 1e-5
 """Less is a disk's or a memory's, where groups hardly matter."""
@@ -54,18 +55,23 @@ def path_of(source: Source) -> str:
     return f"{order_path(source.path).removesuffix('.order.json')}.groupings.json"
 
 
-def bucket(policy: str, link: Link, in_flight_bytes: int) -> tuple[str, Link]:
-    """What a grouping is kept under, and the link that it is found for.
+def bucket(policy: str, link: Link, in_flight_bytes: int, pace: Pace) -> tuple[str, Link, Pace]:
+    """What a grouping is kept under, and the link and the machine that it is found for.
 
     Args:
         policy: Its name.
         link: As it was found to be.
         in_flight_bytes: That a load may have asked for at once.
+        pace: Of the machine.
     """
     latency = _bucket_of(max(LEAST_LATENCY_S, link.rtt_s))
     bandwidth = _bucket_of(link.bandwidth_bytes_per_s)
-    middle = Link(bandwidth_bytes_per_s=_middle(bandwidth), rtt_s=_middle(latency))
-    return f"{policy} {latency} {bandwidth} {in_flight_bytes}", middle
+    flops, moved = _bucket_of(pace.flops_per_s), _bucket_of(pace.moved_bytes_per_s)
+    return (
+        f"{policy} {latency} {bandwidth} {in_flight_bytes} {flops} {moved}",
+        Link(bandwidth_bytes_per_s=_middle(bandwidth), rtt_s=_middle(latency)),
+        Pace(flops_per_s=_middle(flops), moved_bytes_per_s=_middle(moved)),
+    )
 
 
 def _bucket_of(value: float) -> int:

@@ -3,8 +3,9 @@
 The file is the one of :mod:`upriver.program.weights`: tensors in the order in which they are given, which is
 that of execution, each on a 64-byte boundary, named padding between; any safetensors reader reads it. Its
 manifest, a JSON file, says where in the object each tensor lies, the CRC32C of each chunk of it, which names
-stand for a tensor that has another one, and the object's ETag. A loader that has read it needs nothing else
-before it asks for weights, and any tensors are checked without a byte of others.
+stand for a tensor that has another one, the object's ETag and, where it was counted, what a model computes
+from each tensor on. A loader that has read it needs nothing else before it asks for weights, and any tensors
+are checked without a byte of others.
 
 A reader believes nothing of it. Order, types and shapes decide where every byte of the file lies, those of
 its header too, so what a manifest says of places is held against that, and the object's header against what
@@ -22,6 +23,7 @@ import msgspec
 import torch
 from crc32c import crc32c
 
+from upriver.coldstart.execution import NOTHING, Execution
 from upriver.errors import ConfigError, ObjectChanged, ProgramError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.fetch import get_at_most
@@ -71,6 +73,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         chunk_bytes: How many bytes of a tensor one checksum is for.
         tensors: In the order of the file, which is that of execution.
         ties: Names of tensors that are others too, and the names that those have in ``tensors``.
+        execution: Of each tensor, what runs from its first use until that of the next one; left out where
+            nobody counted it.
     """
 
     schema: str
@@ -79,6 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chunk_bytes: Count
     tensors: list[StoredTensor]
     ties: dict[str, str]
+    execution: list[Execution] | msgspec.UnsetType = msgspec.UNSET
 
     def encode(self) -> bytes:
         """The canonical bytes of the file."""
@@ -114,6 +119,7 @@ def publish(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     tied: bool = True,
+    execution: Mapping[str, Execution] | None = None,
     caps: GraphCaps = DEFAULT_CAPS,
 ) -> Manifest:
     """Write a weights file and, when it is there, its manifest.
@@ -128,6 +134,8 @@ def publish(
         chunk_bytes: How many bytes of a tensor one checksum is for.
         tied: Whether what is the same tensor under several names is stored once, under the first; else under
             each, as a program's weights are.
+        execution: What runs from the first use of tensors until that of the next one, by their names; None
+            where it was not counted.
         caps: What a reader may be expected to take.
 
     Raises:
@@ -140,6 +148,8 @@ def publish(
     stored, ties = _untied(tensors, tied=tied)
     _check_chunk_bytes(chunk_bytes)
     planned = _planned(stored, ties, chunk_bytes)
+    if execution is not None:
+        planned = msgspec.structs.replace(planned, execution=_executions(planned, execution))
     _check(planned, caps)
     sums: list[list[int]] = []
     store.put_stream(path, _pieces(planned, stored, sums))
@@ -231,6 +241,15 @@ def _planned(stored: Mapping[str, torch.Tensor], ties: dict[str, str], chunk_byt
     return Manifest(
         schema=SCHEMA, etag="", nbytes=nbytes, chunk_bytes=chunk_bytes, tensors=tensors, ties=ties
     )
+
+
+def _executions(planned: Manifest, execution: Mapping[str, Execution]) -> list[Execution]:
+    """Of each tensor that is stored; what has several names counts once."""
+    found = {tensor.name: NOTHING for tensor in planned.tensors}
+    for name, each in execution.items():
+        stored = planned.ties.get(name, name)
+        found[stored] = found[stored].plus(each)
+    return list(found.values())
 
 
 def _pieces(
@@ -357,6 +376,8 @@ def _check(manifest: Manifest, caps: GraphCaps) -> None:
         raise ProgramError(
             f"{len(manifest.tensors)} tensors and their padding; at most {caps.header_entries} are allowed"
         )
+    if manifest.execution is not msgspec.UNSET and len(manifest.execution) != len(manifest.tensors):
+        raise ProgramError(f"execution: {len(manifest.execution)} counts for {len(manifest.tensors)} weights")
     for tensor in manifest.tensors:
         _check_tensor(tensor, caps)
     _check_names(manifest, caps)

@@ -20,6 +20,7 @@ from torch import nn
 from upriver.coldstart import kept
 from upriver.coldstart.barrier import Gate
 from upriver.coldstart.construct import construct
+from upriver.coldstart.execution import layer_seconds, pace_of
 from upriver.coldstart.filling import Match, held, match, memories, move
 from upriver.coldstart.grouping import choose
 from upriver.coldstart.guard import Guard
@@ -163,14 +164,15 @@ def begin(
 ) -> tuple[nn.Module, Loading]:
     """:func:`load`, and what tells of it, also when everything is there already."""
     limits, steps = limits or StreamLimits(), {"began": time.monotonic()}
+    place = torch.device(device)
     where, path = (store, uri) if store is not None else opened(uri, store_options)
     with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
         found = beside.submit(_found, where, path, grouping, limits, beside)
         model = construct(build_model)
         steps["constructed"] = time.monotonic()
         source, link, known, steps["found"] = found.result()
-    matched = match(move(model, torch.device(device)), source, strict=strict)
-    groups, news = grouped(matched.source, link, grouping, limits, known)
+    matched = match(move(model, place), source, strict=strict)
+    groups, news = grouped(matched.source, link, grouping, limits, place, known)
     loading = Loading(
         model,
         source,
@@ -205,6 +207,7 @@ def grouped(
     link: Link,
     policy: str,
     limits: StreamLimits,
+    device: torch.device,
     known: Groupings,
 ) -> tuple[list[range], Groupings]:
     """Which weights are asked for together, and what is to be kept of it.
@@ -214,6 +217,7 @@ def grouped(
         link: The way to them.
         policy: One of :data:`~upriver.coldstart.grouping.GROUPINGS`.
         limits: Of the stream.
+        device: Where the model is to run.
         known: What is kept already, by what it is kept under.
 
     Returns:
@@ -225,7 +229,8 @@ def grouped(
     if is_one_request(source, policy, limits):
         return [range(len(source.tensors))] if source.tensors else [], {}
     bandwidth = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
-    name, link = kept.bucket(policy, replace(link, bandwidth_bytes_per_s=bandwidth), limits.in_flight_bytes)
+    link = replace(link, bandwidth_bytes_per_s=bandwidth)
+    name, link, pace = kept.bucket(policy, link, limits.in_flight_bytes, pace_of(device))
     name += "" if source.ordered else " as they lie"
     groups = known.get(name)
     if groups and groups[-1].stop == len(source.tensors):
@@ -237,7 +242,7 @@ def grouped(
     timeline = Timeline(
         sizes,
         [size / LOAD_BYTES_PER_S for size in sizes],
-        [0.0] * len(sizes),
+        layer_seconds([placed.execution for placed in source.tensors], layers, pace),
         latency_s=link.rtt_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         # A layer that is larger comes in parts.

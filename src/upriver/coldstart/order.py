@@ -5,6 +5,9 @@ as touched, in the order in which that happens first. A weight is known by the m
 does not matter under which of its names, through which view, or by which module it is read. Making a view
 reads nothing, so it does not count.
 
+What operators do is counted on the way, with the weight that was touched last until then: that is what they
+would have had to wait for. What runs before the first one waits for none.
+
 The call is made on tensors without data, which takes no memory and hardly any time. A model that has to see
 values on its way, or uses an operator that torch cannot do without data, is called in earnest.
 """
@@ -23,9 +26,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upriver.coldstart.execution import NOTHING, Execution
 from upriver.coldstart.layout import Manifest, publish
 from upriver.errors import ModelError, ProgramError
 from upriver.pipeline.seeding import generators_kept
+from upriver.program.check import flops_of_call
 from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.flow import written_by
@@ -40,8 +45,28 @@ _Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 """What ``torch.tensor`` calls; torch keeps the values of those, so that a model may look at them."""
 
+_PICKS = frozenset(
+    {
+        torch.ops.aten.embedding,
+        torch.ops.aten.gather,
+        torch.ops.aten.index,
+        torch.ops.aten.index_select,
+    }
+)
+"""Read of a table no more than what they give."""
+
+_VIEWS = frozenset({torch.ops.aten._unsafe_view})
+"""Whose signatures do not say that they are."""
+
 
 def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[str]:
+    """The names of a model's state dict, in the order of :func:`counted`."""
+    return list(counted(model, args, kwargs))
+
+
+def counted(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Execution]:
     """The names of a model's state dict, in the order in which a call of it touches them first.
 
     The model is left as it was, and so are the arguments and what random numbers come next. The fused
@@ -53,7 +78,8 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] 
         kwargs: The same, by name.
 
     Returns:
-        All names; those that are never touched come last, in the order of the state dict.
+        All names, each with what runs from then until the next one is touched; those that are never touched
+        come last, in the order of the state dict.
 
     Raises:
         ModelError: If the model cannot be called like that, or has weights that have no shape yet.
@@ -76,7 +102,7 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] 
         except Exception as error:
             log.info("the model is called with data, as it cannot be without: %s", error_text(error))
             touched = with_data(model, state, call)
-    return list(dict.fromkeys([*touched, *whole]))
+    return touched | {name: NOTHING for name in whole if name not in touched}
 
 
 def publish_model(
@@ -92,7 +118,8 @@ def publish_model(
         model: Nothing in it may change meanwhile.
         store: Where to.
         path: The object's name; it ends in ``.safetensors``.
-        args: What the model is called with, as for :func:`recorded`.
+        args: What the model is called with, as for :func:`counted`; the first question that it will be asked
+            is best, since it is that one whose seconds are predicted.
         kwargs: The same, by name.
 
     Raises:
@@ -106,10 +133,11 @@ def publish_model(
             raise ProgramError(
                 f"{name!r} in the state dict is a {type(value).__name__}; only tensors can be published"
             )
-    return publish({name: state[name] for name in recorded(model, args, kwargs)}, store, path)
+    execution = counted(model, args, kwargs)
+    return publish({name: state[name] for name in execution}, store, path, execution=execution)
 
 
-def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) -> list[str]:
+def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) -> dict[str, Execution]:
     """What a call on tensors without data touches; nothing of the model is written to.
 
     Raises:
@@ -125,12 +153,13 @@ def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Cal
         for tensor, twin in zip(state.values(), twins, strict=True):
             weights.stand_in(tensor, twin)
         args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)
-        with _TouchedWithoutData(weights, mode) as touched:
+        touched = _TouchedWithoutData(weights, mode)
+        with touched:
             model(*args, **kwargs)
-    return list(touched.names)
+    return touched.names
 
 
-def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) -> list[str]:
+def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) -> dict[str, Execution]:
     """What a call in earnest touches; whatever it writes to is put back.
 
     Raises:
@@ -148,7 +177,7 @@ def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) 
             ) from error
         finally:
             touched.put_back()
-    return list(touched.names)
+    return touched.names
 
 
 def _copied(call: _Call) -> _Call:
@@ -205,21 +234,23 @@ def _bytes(tensor: torch.Tensor) -> range:
 
 
 class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at the arguments of every operator.
+    """Looks at every operator.
 
     Attributes:
-        names: Of the weights among them so far, in the order of their first time.
+        names: Of the weights among their arguments so far, in the order of their first time, each with what
+            has run since then, until the next one's.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, weights: _Weights) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: dict[str, None] = {}
+        self.names: dict[str, Execution] = {}
         self.weights = weights
+        self._last: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator and note what it touched."""
+        """Call an operator and note what it touched and did."""
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
         result = func(*args, **kwargs)
@@ -229,8 +260,34 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         only_viewed = {self.weights.storage(view) for view in views}
         for tensor in given:
             if self.weights.storage(tensor) not in only_viewed:
-                self.names.update(dict.fromkeys(self.weights.within(tensor)))
+                self._touch(self.weights.within(tensor))
+        if not views and self._last is not None:
+            self.names[self._last] = self.names[self._last].plus(_executed(func, args, kwargs, result))
         return result
+
+    def _touch(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.names:
+                self.names[name] = NOTHING
+                self._last = name
+
+
+def _executed(func: Any, args: Any, kwargs: Any, result: Any) -> Execution:
+    """What an operator does; nothing where its tensors are of a kind that cannot be counted."""
+    try:
+        if func._overloadpacket in _VIEWS:
+            return NOTHING
+        made = tensors_in(result)
+        read = made if func._overloadpacket in _PICKS else tensors_in((args, kwargs))
+        moved_bytes = sum(_nbytes(tensor) for tensor in (*read, *made))
+        return Execution(int(flops_of_call(func, args, kwargs, result)), moved_bytes)
+    except Exception:  # whatever torch's formulas, or a tensor that somebody made up, say to being looked at
+        return NOTHING
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """What is moved if all of it is read or written: an element that is repeated lies in memory once."""
+    return min(tensor.numel() * tensor.itemsize, len(_bytes(tensor)))
 
 
 class _TouchedWithoutData(_Touched):  # type: ignore[no-untyped-call]

@@ -26,6 +26,7 @@ from upriver.coldstart.incoming import Arriving, ArrivingFile, arriving
 from upriver.coldstart.layout import Manifest
 from upriver.coldstart.model_load import grouped
 from upriver.coldstart.source import Source, published
+from upriver.coldstart.stage_work import stage_executions
 from upriver.coldstart.stream import Stream, StreamLimits
 from upriver.coldstart.uris import program_at
 from upriver.coldstart.way import way_to
@@ -73,7 +74,8 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> 
         coming.wait()
     path = weights_path(prefix, program.weights_digest)
     if not _has_manifest(store, path) and _is_ours(program):
-        layout.publish(program.weight_tensors, store, path, tied=False)
+        execution = stage_executions(program.graph, list(program.weight_tensors))
+        layout.publish(program.weight_tensors, store, path, tied=False, execution=execution)
     files.publish(program, store, prefix=prefix)
 
 
@@ -194,7 +196,7 @@ def begin(
     _check_weights(graph, found.manifest)
     wanted = None if stop is None else keys_read(graph, stop)
     source, link, known = found.of(wanted)
-    groups, news = grouped(source, link, grouping, bounds, known)
+    groups, news = grouped(source, link, grouping, bounds, where, known)
     file = ArrivingFile(found.manifest, wanted, where)
     coming = Arriving(
         source,
@@ -278,7 +280,7 @@ def find(
         return None
     source = published(store, path, manifest)
     near = graph_path(prefix, digest)  # nothing of the weights: the graph may be none
-    link, known = way_to(source, near, policy, limits, beside)
+    link, known = way_to(source, near, grouping, limits, beside)
     return Found(manifest=manifest, source=source, link=link, known=known, at_s=time.monotonic())
 
 

@@ -16,10 +16,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import msgspec
 
+from upriver.coldstart.execution import NOTHING, Execution
 from upriver.coldstart.layout import CHUNK_BYTES, ENDING, Manifest, read
 from upriver.errors import ConfigError, ObjectNotFound, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
@@ -68,6 +70,7 @@ class Placed:
         start: Its first byte, counted from the object's.
         stop: The byte behind its last one.
         crc32c: Of each chunk of :attr:`Source.chunk_bytes`, counted from ``start``; empty if none are known.
+        execution: What runs from its first use until that of the next one, as far as it was counted.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Placed:
     start: int
     stop: int
     crc32c: tuple[int, ...] = ()
+    execution: Execution = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +182,9 @@ def _file(store: Store, path: str, caps: GraphCaps) -> Source:
 
 def published(store: Store, path: str, manifest: Manifest) -> Source:
     """What a manifest says of the object that it lies beside."""
+    counted: Iterable[Execution] = (
+        repeat(NOTHING) if manifest.execution is msgspec.UNSET else manifest.execution
+    )
     tensors = tuple(
         Placed(
             name=tensor.name,
@@ -187,8 +194,9 @@ def published(store: Store, path: str, manifest: Manifest) -> Source:
             start=tensor.start,
             stop=tensor.stop,
             crc32c=tuple(tensor.crc32c),
+            execution=execution,
         )
-        for tensor in manifest.tensors
+        for tensor, execution in zip(manifest.tensors, counted, strict=False)
     )
     return Source(
         store=store,

@@ -20,8 +20,10 @@ import numpy as np
 import torch
 
 import upriver
+from upriver.coldstart.execution import keep_pace
 from upriver.errors import ConfigError
 from upriver.profile.keep import Place
+from upriver.profile.pace import pace_from
 from upriver.profile.predict import KindError, ModelName, Predictor, place_of
 from upriver.profile.regression import (
     Correction,
@@ -209,13 +211,15 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def keep(predictor: Predictor) -> Path:
-    """Keep the models of a device in place of those that were kept before.
+    """Keep the models of a device in place of those that were kept before, and for cold starts its rates.
 
     Raises:
         OSError: If the cache folder cannot be written.
     """
     path = _path(predictor.place)
     write_whole(path, predictor_to_json(predictor) + "\n")
+    if (pace := pace_from(predictor)) is not None:
+        keep_pace(torch.device(predictor.place.device), pace, threads=predictor.place.threads)
     return path
 
 

@@ -83,17 +83,12 @@ def moved(call: Call) -> dict[str, float]:
     weights = [call.specs[name] for name in call.read if name in call.fixed]
     return {
         "elements": float(sum(spec.numel for spec in call.made)),
-        "bytes_in": float(sum(map(_nbytes, given))),
-        "bytes_out": float(sum(map(_nbytes, call.made))),
-        "weight_bytes": float(sum(map(_nbytes, weights))),
+        "bytes_in": float(sum(spec.touched_bytes for spec in given)),
+        "bytes_out": float(sum(spec.touched_bytes for spec in call.made)),
+        "weight_bytes": float(sum(spec.touched_bytes for spec in weights)),
         "strided": float(any(not is_contiguous(spec) for spec in given)),
         "in_place": float(call.in_place),
     }
-
-
-def _nbytes(spec: TensorSpec) -> float:
-    """Bytes that are touched: a repeated element lies in memory once."""
-    return float(min(spec.span, spec.numel) * spec.itemsize)
 
 
 def one(kind: str, call: Call, flops: float | None = None, **facts: float) -> tuple[Work, ...]:

@@ -227,14 +227,15 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise ProgramError(
                     f"makes a tensor of {nbytes} bytes, at most {self._caps.tensor_bytes} are allowed"
                 )
-        flops = _flops(func, args, kwargs, result)
+        flops = flops_of_call(func, args, kwargs, result)
         self.flops += flops
         self.work += max(flops, _elements([*made, *_tensors(args)]) * _window(func, args))
         if self.work > self._caps.flops:
             raise ProgramError(f"a micro-batch takes more than the {self._caps.flops:.3g} operations allowed")
 
 
-def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+def flops_of_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """Floating-point operations of a convolution, a matrix product or attention; of anything else none."""
     if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         shapes = [tensor.shape for tensor in args[:3]]
         return float(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]

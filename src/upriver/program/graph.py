@@ -94,6 +94,11 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Bytes of storage it needs."""
         return self.span * self.itemsize
 
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes that reading or writing all of it moves: a repeated element lies in memory once."""
+        return min(self.span, self.numel) * self.itemsize
+
     def empty(self, device: str | torch.device) -> torch.Tensor:
         """An uninitialised tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=DTYPES[self.dtype], device=device)

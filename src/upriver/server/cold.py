@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import torch
+
 from upriver.coldstart.arrivals import Arrivals
 from upriver.coldstart.handle import Groupings, remember
 from upriver.coldstart.incoming import step_back
@@ -41,6 +43,7 @@ class ColdFile:
         found: What is known of the file.
         digest: The file's.
         limits: Of what it takes of a link.
+        device: Where programs with these weights run.
         on_forged: Told where all of it came, each chunk as the manifest has it, and it is another file.
 
     Attributes:
@@ -53,9 +56,15 @@ class ColdFile:
     """
 
     def __init__(
-        self, found: Found, digest: str, limits: StreamLimits, *, on_forged: Callable[[], object]
+        self,
+        found: Found,
+        digest: str,
+        limits: StreamLimits,
+        *,
+        device: torch.device,
+        on_forged: Callable[[], object],
     ) -> None:
-        self._found, self._digest, self._limits = found, digest, limits
+        self._found, self._digest, self._limits, self._device = found, digest, limits, device
         self._tensors = found.manifest.tensors
         self._memory = FillingFile(found.manifest.nbytes)
         head = found.manifest.head()
@@ -178,7 +187,7 @@ class ColdFile:
         some, known = self._found.source, self._found.known
         if len(numbers) < len(self._tensors):
             some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}
-        groups, news = grouped(some, self._found.link, "upriver", self._limits, known)
+        groups, news = grouped(some, self._found.link, "upriver", self._limits, self._device, known)
         stream = Stream(
             some,
             groups,

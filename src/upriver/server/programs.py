@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
+import torch
 
 from upriver.coldstart import layout
 from upriver.coldstart.programs import Found, find
@@ -41,6 +42,8 @@ from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
 
 log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
 
 PIECE_BYTES = 16 << 20
 """One ranged GET of a weights file: long enough to reach a store's rate, short enough to repeat."""
@@ -99,6 +102,7 @@ class Programs:
         shelf: Keeps what was loaded.
         workers: That may load a program.
         copies: Of its weights; see `upriver.server.needs.program_bytes`.
+        device: Where workers compute.
         limits: Of what weights take of a link that come while a program runs; none runs before all of its
             weights are there if None.
     """
@@ -114,12 +118,13 @@ class Programs:
         workers: int,
         metrics: Metrics,
         copies: int = 1,
+        device: torch.device = _CPU,
         limits: StreamLimits | None = None,
     ) -> None:
         self._stores, self._prefix = stores, prefix
         self._shelf, self._caps, self._most_bytes = shelf, caps, most_bytes
         self._workers, self._copies, self._metrics = workers, copies, metrics
-        self._limits = limits
+        self._limits, self._device = limits, device
         self._forged: set[tuple[str, str, str]] = set()
         self._known: OrderedDict[str, Known] = OrderedDict()
         # Programs of one network at several sizes have the same weights: one copy serves them all.
@@ -356,7 +361,13 @@ class Programs:
             found = await asyncio.to_thread(look)
             if found is None or found.manifest.nbytes != known.weights_nbytes:
                 return None
-            file = ColdFile(found, weights_digest, limits, on_forged=lambda: self._forged.add(name))
+            file = ColdFile(
+                found,
+                weights_digest,
+                limits,
+                device=self._device,
+                on_forged=lambda: self._forged.add(name),
+            )
         except (ProgramError, OSError) as error:  # of the manifest, or of this kind of memory
             log.warning("program %s is read whole before it runs: %s", known.digest, error)
             return None

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
+
 from upriver.errors import ConfigError, Overloaded
 from upriver.profile.available import total_bytes
 from upriver.program.devices import check_device
@@ -107,6 +109,7 @@ class Unit:
             most_bytes=config.program_budget_bytes,
             workers=config.workers,
             copies=1 if on_cpu(device) else config.workers,
+            device=torch.device(device),
             limits=config.stream_limits,
             metrics=metrics,
         )
