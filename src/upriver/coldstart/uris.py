@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from upriver.errors import ConfigError
-from upriver.program.files import graph_path
 from upriver.store import Store
 
 
@@ -44,4 +43,6 @@ def program_at(uri: str) -> tuple[str, str, str]:
 
 def program_uri(store_uri: str, prefix: str, digest: str) -> str:
     """The URI of a program: what :func:`upriver.coldstart.open` takes."""
+    from upriver.program.files import graph_path  # what runs programs, which a model's load does without
+
     return f"{store_uri.rstrip('/')}/{graph_path(prefix, digest).removesuffix('/graph.json')}"
