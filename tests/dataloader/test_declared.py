@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchLoader
 
-from tests.dataloader.datasets import same
+from tests.dataloader.datasets import Plain, same
 from tests.pipeline.making import encoded, pixels, write
 from tests.pipeline.test_any_chain import STORED, chains
 from upriver.client.embedded import EmbeddedServer
@@ -104,6 +105,65 @@ def test_batches_are_those_of_pytorchs_loader(
     data: Dataset, reference: list[list[Any]], num_workers: int
 ) -> None:
     assert same(epochs(data, num_workers=num_workers), reference)
+
+
+class Reads:
+    """All but the first batch of an epoch are on their way until the next one reads, which waits for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._turn, self._second, self._old = threading.Condition(), False, 0
+        self._make_all = Declared.make_all
+        monkeypatch.setattr(Declared, "make_all", lambda *args, **more: self.make_all(*args, **more))
+
+    def make_all(self, source: Declared, *args: Any, **more: Any) -> list[Any]:
+        made = self._make_all(source, *args, **more)
+        if more["start"] == source.positions[0]:
+            with self._turn:
+                self._wait(more["epoch"], first=0 in args[0])
+                self._turn.notify_all()
+        return made
+
+    def _wait(self, epoch: int, *, first: bool) -> None:
+        if epoch == 1:
+            self._second = True
+            self._turn.notify_all()
+            assert self._turn.wait_for(lambda: not self._old, 60)
+        elif not first:
+            self._old += 1
+            assert self._turn.wait_for(lambda: self._second, 60)
+            self._old -= 1
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_was_read_for_an_epoch_that_is_left_early_does_not_show_in_the_next(
+    data: Dataset, reference: list[list[Any]], persistent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Reads(monkeypatch)
+    loader = DataLoader(data, batch_size=7, seed=SEED, num_workers=1, persistent_workers=persistent)
+    here = DataLoader(data, batch_size=7, seed=SEED)
+    here.epoch = 1
+    next(iter(loader))
+    assert same(list(loader), list(here))
+
+
+def test_an_epoch_whose_processes_have_begun_another_says_so(data: Dataset) -> None:
+    """In PyTorch's loader it would be the same iterator."""
+    for dataset in (data, Plain(60)):
+        loader = DataLoader(dataset, batch_size=5, seed=SEED, num_workers=1, persistent_workers=True)
+        here = DataLoader(dataset, batch_size=5, seed=SEED)
+        here.epoch = 1
+        old = iter(loader)
+        next(old)
+        new = iter(loader)
+        raised = 0
+        for _ in range(len(loader) - 1):
+            try:
+                next(old)
+            except RuntimeError as error:
+                assert "have begun another epoch" in str(error)
+                raised += 1
+        assert raised and next(old, None) is None
+        assert same(list(new), list(here))
 
 
 STRETCHES = [

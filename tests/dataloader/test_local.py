@@ -63,9 +63,9 @@ def run(
     arrivals: Arrivals = SimpleQueue()
     maker = Maker(MapStyle(dataset or Slow()), default_collate)
     processes = Processes(maker, num_workers=num_workers, **options)
-    processes.start(arrivals, tasks[:given_first])
+    running = processes.start(arrivals, tasks[:given_first])
     for each in tasks[given_first:]:
-        processes.give(each)
+        running.give(each)
     found = [arrivals.get(timeout=60) for _ in tasks]
     processes.stop()
     return found

@@ -51,9 +51,10 @@ class Processes:
     def __init__(self, world: World) -> None:
         self.world, self.free_at = world, [world.now] * world.processes
 
-    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> None:
+    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> Processes:
         for task in tasks:
             self.give(task)
+        return self
 
     def give(self, task: Task) -> None:
         world, work = self.world, self.world.here * len(task.indices)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from queue import Empty
 from typing import Any, Protocol
 
-from upriver.dataloader.local import Fed, Maker, Processes
+from upriver.dataloader.local import Fed, Maker, Processes, Running
 from upriver.dataloader.plan import Stretch
 from upriver.dataloader.share import Backlog
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
@@ -189,7 +189,7 @@ class Epoch:
         self.split, self._on_made = split, on_made
         self._ahead, self._keeps_here = ahead, here
         self._arrivals, self._elsewhere = arrivals, elsewhere
-        self._here: Processes | Fed | None = None
+        self._here: Running | None = None
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
         self._work: dict[int, Work] = {}
@@ -201,9 +201,8 @@ class Epoch:
     def use(self, processes: Processes | Fed) -> None:
         """Have processes do what is done on this machine; without any the thread that iterates does it."""
         self.plan()
-        processes.start(self._arrivals, self._inline)
+        self._here = processes.start(self._arrivals, self._inline)
         self._inline.clear()
-        self._here = processes
 
     # ------------------------------------------------------------------------------------- planning
 

@@ -8,7 +8,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -144,6 +143,23 @@ class Waiting:
             yield task
 
 
+class Running(Protocol):
+    """Loader processes at work for one epoch."""
+
+    def give(self, task: Task) -> None:
+        """Have a task done, for the epoch's arrivals; an error comes for it where they work no more."""
+
+    def let_go(self, made: object) -> None:
+        """Of what was handed out, once there is something newer, and in another thread.
+
+        What processes have made is shared memory, which takes milliseconds to give back: a third of what a
+        small model's step takes, in the thread for which an accelerator waits.
+        """
+
+    def halt(self) -> None:
+        """Let go of what nobody has begun; processes that do not persist end. May be called again."""
+
+
 class Processes:
     """PyTorch's loader processes, which do tasks in the order in which they are given.
 
@@ -162,8 +178,8 @@ class Processes:
             )
         self._forward: _Forward | None = None
 
-    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> None:
-        """Start them with their first tasks; those that persist begin anew.
+    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> Running:
+        """Start them with their first tasks; those that persist begin anew, and work for nobody else any more.
 
         In the thread that trains, from which processes are forked.
         """
@@ -172,38 +188,16 @@ class Processes:
         self._waiting.taken.clear()
         for task in tasks:
             self._waiting.add(task)
-        self._forward = _Forward(iter(self._loader), self._waiting.taken, arrivals)
-        for _ in tasks:
-            self._forward.expect()
+        self._forward = _Forward(iter(self._loader), self._waiting, arrivals, tasks)
+        return self._forward
 
     def pids(self) -> list[int]:
         """Of those that were started last."""
         return [] if self._forward is None else self._forward.pids()
 
-    def give(self, task: Task) -> None:
-        """Have a task done, for the arrivals.
-
-        Raises:
-            RuntimeError: If they were not started.
-        """
-        if self._forward is None:
-            raise RuntimeError("loader processes were not started, or were stopped")
-        self._waiting.add(task)
-        self._forward.expect()
-
-    def let_go(self, made: object) -> None:
-        """Of what was handed out, once there is something newer, and in another thread.
-
-        What processes have made is shared memory, which takes milliseconds to give back: a third of what a
-        small model's step takes, in the thread for which an accelerator waits.
-        """
-        if self._forward is not None and _has_room():
-            self._forward.let_go(made)
-
     def halt(self) -> None:
-        """Let go of what nobody has begun; processes that do not persist end. May be called again."""
+        """See `Running`."""
         if self._forward is not None:
-            self._waiting.tasks.clear()
             self._forward.halt()
 
     def stop(self) -> None:
@@ -227,48 +221,62 @@ class Fed:
 
     def __init__(self, source: Source, processes: Processes) -> None:
         self._source, self._processes = source, processes
-        self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
-        self._arrivals: Arrivals = SimpleQueue()
+        self._readers: _Readers | None = None
 
-    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> None:
+    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> Running:
         """See `Processes`."""
-        self._processes.start(arrivals, ())
-        self._arrivals = arrivals
-        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="upriver-read")
+        self.halt()
+        self._readers = _Readers(self._source, self._processes.start(arrivals, ()), arrivals)
         for task in tasks:
-            self.give(task)
+            self._readers.give(task)
+        return self._readers
 
     def pids(self) -> list[int]:
         """See `Processes`."""
         return self._processes.pids()
 
-    def give(self, task: Task) -> None:
-        """See `Processes`."""
-        if task.given is not None:
-            self._work(task)
-        elif self._threads is None:
-            raise RuntimeError("loader processes were not started, or were stopped")
-        else:
-            self._threads.submit(self._read, task)
-
-    def let_go(self, made: object) -> None:
-        """See `Processes`."""
-        self._processes.let_go(made)
-
     def halt(self) -> None:
-        """See `Processes`."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
-        self._processes.halt()
+        """See `Running`."""
+        if self._readers is not None:
+            self._readers.halt()
 
     def stop(self) -> None:
         """See `Processes`."""
         self.halt()
         self._processes.stop()
 
+
+class _Readers:
+    """Threads that read for the loader processes of one epoch."""
+
+    def __init__(self, source: Source, processes: Running, arrivals: Arrivals) -> None:
+        self._source, self._processes, self._arrivals = source, processes, arrivals
+        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="upriver-read")
+        self._over = False
+
+    def give(self, task: Task) -> None:
+        """See `Running`."""
+        if task.given is not None:
+            self._work(task)
+        elif self._over:
+            self._processes.give(task)  # which have an answer to that
+        else:
+            self._threads.submit(self._read, task)
+
+    def let_go(self, made: object) -> None:
+        """See `Running`."""
+        self._processes.let_go(made)
+
+    def halt(self) -> None:
+        """See `Running`. Whatever a thread still reads comes to nobody's processes but this epoch's."""
+        self._over = True
+        self._processes.halt()
+        self._threads.shutdown(wait=False)
+
     def _read(self, task: Task) -> None:
+        if self._over:
+            self._processes.give(task)
+            return
         read = self._source.positions[1]
         try:
             values = self._source.make_all(
@@ -285,64 +293,95 @@ class Fed:
         if task.stop == read:
             self._arrivals.put(Arrival(task.number, values))
         else:
-            with suppress(RuntimeError):  # the epoch is over
-                self._work(task._replace(start=read, given=values))
+            self._work(task._replace(start=read, given=values))
 
     def _work(self, task: Task) -> None:
         given = [each.numpy() if isinstance(each, torch.Tensor) else each for each in task.given]
-        with self._lock:
-            self._processes.give(task._replace(given=given))
+        self._processes.give(task._replace(given=given))
 
 
 class _Forward(threading.Thread):
-    """Hands on a result, or what the dataset raised, for each task that was given, as soon as it is there."""
+    """Hands on a result, or what the dataset raised, for each task that was given, as soon as it is there.
 
-    def __init__(self, source: Iterator[Made], taken: deque[int], arrivals: Arrivals) -> None:
+    One epoch's: whatever it still gets when it is over, and whatever it is given then, is an error.
+    """
+
+    def __init__(
+        self, source: Iterator[Made], waiting: Waiting, arrivals: Arrivals, begun: Iterable[Task]
+    ) -> None:
         super().__init__(name="upriver-here", daemon=True)
-        self._source, self._taken, self._arrivals = source, taken, arrivals
+        self._source, self._waiting, self._arrivals = source, waiting, arrivals
         self._expected: SimpleQueue[None] = SimpleQueue()
         self._handed: deque[object] = deque(maxlen=MOST_HANDED)
-        self._over = False
+        self._outstanding = {task.number for task in begun}
+        self._lock = threading.Lock()
+        self._ended = ""
+        for _ in self._outstanding:
+            self._expected.put(None)
         self.start()
 
     def pids(self) -> list[int]:
         """Of the processes whose results these are."""
         return [process.pid for process in getattr(self._source, "_workers", ()) if process.pid is not None]
 
-    def expect(self) -> None:
-        """One more."""
-        self._expected.put(None)
+    def give(self, task: Task) -> None:
+        """See `Running`."""
+        with self._lock:
+            if not self._ended:
+                self._outstanding.add(task.number)
+                self._waiting.add(task)
+                self._expected.put(None)
+                return
+        self._arrivals.put(self._none_of(task.number))
 
     def let_go(self, made: object) -> None:
-        """Of what was handed out, unless it is the newest, when the next result is there."""
-        self._handed.append(made)
+        """See `Running`; unless it is the newest, when the next result is there."""
+        if _has_room():
+            self._handed.append(made)
 
     def halt(self) -> None:
-        """No more; it ends by itself."""
-        self._over = True
-        self._expected.put(None)
+        """See `Running`. It ends by itself."""
+        self._end("they were halted, or have begun another epoch")
 
     def run(self) -> None:
         """Until it is over."""
         while True:
             self._expected.get()
-            while not self._over and (arrival := self._next()).number == IDLE.number:
+            while not self._ended and (arrival := self._next()).number == IDLE.number:
                 pass
-            if self._over:
+            if self._ended:
                 self._handed.clear()
+                self._source = iter(())  # or processes would live as long as whoever gives them tasks
                 return
-            self._arrivals.put(arrival)
+            with self._lock:
+                self._outstanding.discard(arrival.number)
+                self._arrivals.put(arrival)
             del arrival
             while len(self._handed) > 1:
                 self._handed.popleft()
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = why
+            self._waiting.tasks.clear()
+            left, self._outstanding = sorted(self._outstanding), set()
+        for number in left:
+            self._arrivals.put(self._none_of(number))
+        self._expected.put(None)
+
+    def _none_of(self, task: int) -> Arrival:
+        error = RuntimeError(f"loader processes work for this epoch no more: {self._ended}")
+        return Arrival(task, error=error, final=True)
 
     def _next(self) -> Arrival:
         """What came of the task that was taken longest ago: results come in that order."""
         try:
             made = next(self._source)
         except Exception as error:
-            return Arrival(self._taken.popleft(), error=error, final=True)
-        self._taken.popleft()
+            return Arrival(self._waiting.taken.popleft(), error=error, final=True)
+        self._waiting.taken.popleft()
         return Arrival(made.number, made.value)
 
 
