@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
@@ -231,3 +231,71 @@ def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
     )
     for handed_out, _ in enumerate(epoch):
         assert asked[-1] <= handed_out + 6
+
+
+class Silent(SimpleQueue[Arrival]):
+    """Where nothing comes for as long as is waited, by a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Arrival:
+        if self.empty():
+            self.now += timeout or 0.0
+            raise Empty
+        return super().get(False)
+
+
+class Later:
+    """Loader processes that do a task when they are told to."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self.tasks: list[Task] = []
+        self._arrivals = arrivals
+
+    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> Later:
+        self.tasks.extend(tasks)
+        return self
+
+    def give(self, task: Task) -> None:
+        self.tasks.append(task)
+
+    def do(self) -> None:
+        task = self.tasks.pop(0)
+        self._arrivals.put(Arrival(task.number, list(task.indices)))
+
+    def let_go(self, made: object) -> None: ...
+
+    def halt(self) -> None: ...
+
+
+def test_processes_may_take_as_long_as_they_may_while_somebody_waits() -> None:
+    arrivals = Silent()
+    processes = Later(arrivals)
+    epoch = Epoch(
+        0,
+        iter([(0, 1), (2, 3), (4, 5)]),
+        maker=Maker(MapStyle(Noisy(9)), list),
+        number_of=int,
+        split=Part(0.0, Stretch(start=START, stop=DONE, whole=True)),
+        arrivals=arrivals,
+        timeout_s=5.0,
+        clock=lambda: arrivals.now,
+    )
+    epoch.use(processes)  # type: ignore[arg-type]
+    for _ in range(2):
+        before = arrivals.now
+        with pytest.raises(RuntimeError, match=r"timed out after 5\.0 seconds"):
+            next(epoch)
+        assert arrivals.now - before == 5 and epoch.handed_out == 0
+    processes.do()
+    assert next(epoch) == [0, 1]
+    arrivals.now += 100  # in which the model trains
+    processes.do()
+    assert next(epoch) == [2, 3] and epoch.handed_out == 2
+    epoch.prepare(1)  # is not where anybody hears of it
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(epoch)
+    processes.do()
+    assert next(epoch) == [4, 5] and next(epoch, None) is None and epoch.handed_out == 3

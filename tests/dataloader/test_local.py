@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
@@ -141,3 +143,91 @@ def test_another_thread_lets_go_of_what_was_handed_out_where_memory_is_not_short
     wait_for(lambda: len(Noted.threads) >= 30)  # nothing is kept: the other thread lets go at its end
     assert len(Noted.threads) == 30
     assert ("upriver-here" in Noted.threads) is room
+
+
+class Deadly:
+    """One sample ends the process that makes it, as one that takes too much memory may; but only once."""
+
+    def __init__(self, done: Path) -> None:
+        self.done = done
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 17 and not self.done.exists():
+            self.done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_process_that_is_killed_is_told_and_nobody_waits_for_it(
+    num_workers: int, persistent: bool, tmp_path: Path
+) -> None:
+    loader = DataLoader(
+        Deadly(tmp_path / "done"), batch_size=2, num_workers=num_workers, persistent_workers=persistent
+    )
+    iterator, found, raised, states = iter(loader), dict[int, list[int]](), [], []
+    while True:
+        try:
+            batch = next(iterator).tolist()
+        except StopIteration:
+            break
+        except RuntimeError as error:
+            raised.append(str(error))
+            states.append(loader.state_dict())
+        else:
+            found[loader.state_dict()["batches"] - 1] = batch
+    assert all(batch == [2 * at, 2 * at + 1] for at, batch in found.items()) and 8 not in found
+    assert raised and all("killed by SIGKILL" in each for each in raised), raised
+    assert len(found) + len(raised) == 20
+    first = states[0]["batches"]
+    assert set(range(first)) <= set(found) and first <= 8  # of what was lost, nothing counts as handed out
+    other = DataLoader(Deadly(tmp_path / "done"), batch_size=2, num_workers=num_workers)
+    other.load_state_dict({**states[0], "seed": other.seed})
+    assert [batch.tolist() for batch in other] == [[2 * at, 2 * at + 1] for at in range(first, 20)]
+    assert len(list(loader)) == 20  # with others
+
+
+def test_what_a_process_fails_with_when_it_begins_is_each_batchs(tmp_path: Path) -> None:
+    def begin(number: int) -> None:
+        raise LookupError("no file")
+
+    loader = DataLoader(Slow(), batch_size=1, sampler=range(3), num_workers=1, worker_init_fn=begin)
+    iterator = iter(loader)
+    for _ in range(3):
+        with pytest.raises(LookupError, match="no file"):
+            next(iterator)
+    assert next(iterator, None) is None
+
+
+class Blocked(Slow):
+    """Makes one sample only when a file is there."""
+
+    def __init__(self, there: Path) -> None:
+        self.there = there
+
+    def transform(self, raw: int) -> int:
+        while raw == 2 and not self.there.exists():
+            time.sleep(0.001)
+        return -raw
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_has_not_come_in_time_comes_later(num_workers: int, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    loader = DataLoader(Blocked(there), sampler=range(6), num_workers=num_workers, timeout=0.05)
+    iterator, found = iter(loader), list[int]()
+    for _ in range(2000):
+        try:
+            found += next(iterator).tolist()
+        except RuntimeError as error:
+            assert "timed out after 0.05 seconds" in str(error)
+            assert loader.state_dict()["batches"] == len(found)
+            if len(found) == 2:
+                there.touch()
+        except StopIteration:
+            break
+    assert found == [0, -1, -2, -3, -4, -5] and there.exists()

@@ -358,7 +358,8 @@ class Auto(Iterator[Any]):
         last, self._last = self._last, None
         if last is not None:
             last = replace(last, consumed_s=self._clock() - self._handed_s)
-        self._course.send(last)
+        with suppress(StopIteration):  # it has no end but what was raised in it, such as that a process died
+            self._course.send(last)
         waits, asked_s = copy(self._epoch.waits), self._clock()
         batch = next(self._epoch)
         self._handed_s, waits = self._clock(), self._epoch.waits - waits

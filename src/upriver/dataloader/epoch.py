@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from queue import Empty
 from typing import Any, Protocol
 
-from upriver.dataloader.local import Fed, Maker, Processes, Running
+from upriver.dataloader.local import Fed, Maker, Processes, ProcessesEnded, Running
 from upriver.dataloader.plan import Stretch
 from upriver.dataloader.share import Backlog
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
@@ -159,9 +159,12 @@ class Epoch:
         on_made: Told of each batch that is handed out how many of its samples were made where.
         hold: Whether nothing is planned before it is asked for.
         first: Number of the first batch.
+        timeout_s: So long nothing may come while something is awaited that this machine's processes make; 0
+            for any time.
         clock: Seconds.
 
     Attributes:
+        handed_out: Batches, and errors in their place, with those before the first.
         waits: What handing out has waited for.
         hold: Whether nothing further is planned for now.
     """
@@ -181,6 +184,7 @@ class Epoch:
         on_made: Callable[[Mapping[str, int]], object] = lambda made: None,
         hold: bool = False,
         first: int = 0,
+        timeout_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._number, self._batches = number, batches
@@ -193,7 +197,8 @@ class Epoch:
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
         self._work: dict[int, Work] = {}
-        self._next_task, self._next_batch = 0, first
+        self._next_task, self._next_batch, self.handed_out = 0, first, first
+        self._timeout_s, self._quiet_s, self._overdue, self._told = timeout_s, 0.0, False, False
         self._failed = set[str]()
         self._all_planned = False
         self.hold, self.waits, self._clock = hold, Waits(), clock
@@ -223,7 +228,7 @@ class Epoch:
         """Have that many batches made before the next one is handed out; how many there are."""
         self._plan_to(count)
         ready = list(self._planned)[:count]
-        while any(batch.missing for batch in ready):
+        while any(batch.missing for batch in ready) and not self._overdue:
             self._wait()
         return len(ready)
 
@@ -308,7 +313,13 @@ class Epoch:
 
         Raises:
             Exception: What the dataset raised for one of its samples; the next call goes on behind it.
+            ProcessesEnded: If processes that were to make it have ended; the same.
+            RuntimeError: If processes take longer than they may; the next call waits for the same batch.
         """
+        if self._told:  # and whoever goes on does without that batch
+            self._told = False
+            self._planned.popleft()
+            self.handed_out += 1
         self.plan()
         if not self._planned and self.hold:
             self._plan_to(1)
@@ -318,9 +329,29 @@ class Epoch:
             raise StopIteration
         batch = self._planned[0]
         while batch.missing:
+            if self._overdue:
+                self._overdue = False
+                raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
             self._wait_for(batch)
+        if isinstance(batch.error, ProcessesEnded):
+            self._told = True
+            raise batch.error
         self._planned.popleft()
         self.plan()
+        try:
+            value = self._value(batch)
+        except Exception:
+            self.handed_out += 1
+            raise
+        self.handed_out += 1
+        return value
+
+    def _value(self, batch: Batch) -> Any:
+        """What is handed out.
+
+        Raises:
+            Exception: What stands in its place.
+        """
         if batch.error is not None:
             raise batch.error
         self._on_made(batch.made)
@@ -353,15 +384,30 @@ class Epoch:
             Whether this thread had nothing to do meanwhile.
         """
         if self._inline and self._arrivals.empty():
-            self._arrived(self._made_inline(self._inline.popleft()))
+            arrival = self._made_inline(self._inline[0])
+            self._inline.popleft()  # only now: who was interrupted at it may go on
+            self._arrived(arrival)
             return False
+        began = self._clock()
         try:
-            arrival = self._arrivals.get(True, LOOK_S)
+            arrival = self._arrivals.get(True, min(LOOK_S, self._timeout_s or LOOK_S))
         except Empty:
             self._call_back()
+            self._count(self._clock() - began)
         else:
+            self._quiet_s, self._overdue = 0.0, False
             self._arrived(arrival)
         return True
+
+    def _count(self, more_s: float) -> None:
+        """Seconds in which nothing has come while this machine's processes were at something.
+
+        As PyTorch's loader counts: only while somebody waits, and whatever comes begins anew.
+        """
+        if self._timeout_s and any(not work.away for work in self._work.values()):
+            self._quiet_s += more_s
+            if self._quiet_s >= self._timeout_s:
+                self._quiet_s, self._overdue = 0.0, True
 
     def _call_back(self) -> None:
         """What others have had for far too long: they hang, and it is done here."""

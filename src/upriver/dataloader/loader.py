@@ -202,6 +202,7 @@ class DataLoader(TorchLoader[Any]):
             here=self.num_workers * (self.prefetch_factor or 0),
             on_made=self._made.update,
             hold=decides and self._measured.measuring,
+            timeout_s=self.timeout,
         )
         if elsewhere is not None:
             closed_with(epoch, elsewhere.close)
@@ -233,7 +234,7 @@ class DataLoader(TorchLoader[Any]):
                 )
 
             batches = begin(candidates) if self._growth is None else self._growth.batches(begin)
-        return Counted(map(pinned, batches) if self._pins else batches, self._place)
+        return Counted(map(pinned, batches) if self._pins else batches, self._place, lambda: epoch.handed_out)
 
     def _begun(self, number: int) -> tuple[int, Iterator[tuple[Any, ...]], Place]:
         """What PyTorch's loader draws for its processes, before its sampler does; batches; where that is."""
@@ -463,7 +464,6 @@ class DataLoader(TorchLoader[Any]):
         processes = Processes(
             self._maker,
             num_workers=self.num_workers,
-            timeout=self.timeout,
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,
             generator=torch.Generator().manual_seed(drawn),

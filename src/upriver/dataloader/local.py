@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
 from collections import deque
@@ -10,12 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import signal_handling
 
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import DONE
@@ -32,6 +37,9 @@ MOST_HANDED = 2
 
 SHARED_MEMORY, ROOM_BYTES = "/dev/shm", 2**28
 """Where loader processes put what they make. A batch more is kept there only where there is so much room."""
+
+DYING_S = 1.0
+"""A process whose connections have broken off may be there for a moment more."""
 
 IDLE = Task(number=-1, epoch=0, batch=0, indices=(), samples=(), whole=False)
 """Nothing to do: a loader process that got no task at all would be ended."""
@@ -99,10 +107,11 @@ class Maker:
 
 
 class Made(NamedTuple):
-    """What a loader process made of a task, by its number."""
+    """What a loader process made of a task, by its number; or what the dataset raised there."""
 
     number: int
-    value: Any
+    value: Any = None
+    failed: ExceptionWrapper | None = None
 
 
 class Tasks(TorchDataset[Made]):
@@ -110,10 +119,28 @@ class Tasks(TorchDataset[Made]):
 
     def __init__(self, maker: Maker) -> None:
         self._maker = maker
+        self.begun_with: ExceptionWrapper | None = None
+        """What this process failed with when it began, and so with each task."""
 
     def __getitem__(self, task: Task) -> Made:
-        """Do one."""
-        return Made(task.number, self._maker.make(task))
+        """Do one. What is raised goes with the task's number: any other error is the process's."""
+        if self.begun_with is not None:
+            return Made(task.number, failed=self.begun_with)
+        try:
+            return Made(task.number, self._maker.make(task))
+        except Exception:
+            return Made(task.number, failed=_wrapped())
+
+
+class ProcessesEnded(RuntimeError):
+    """Loader processes do no more for an epoch: what is said is no sample's fault.
+
+    Args:
+        why: They do not.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"loader processes work for this epoch no more: {why}")
 
 
 class Waiting:
@@ -124,7 +151,6 @@ class Waiting:
 
     def __init__(self) -> None:
         self.tasks: deque[Task] = deque()
-        self.taken: deque[int] = deque()
 
     def add(self, task: Task) -> None:
         """One more. One that only reads comes first: others wait for it, and have work of their own to do."""
@@ -136,11 +162,9 @@ class Waiting:
     def __iter__(self) -> Iterator[Task]:
         while True:
             try:
-                task = self.tasks.popleft()
+                yield self.tasks.popleft()
             except IndexError:
-                task = IDLE
-            self.taken.append(task.number)
-            yield task
+                yield IDLE
 
 
 class Running(Protocol):
@@ -179,16 +203,21 @@ class Processes:
         self._forward: _Forward | None = None
 
     def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> Running:
-        """Start them with their first tasks; those that persist begin anew, and work for nobody else any more.
+        """Start them with their first tasks; those that persist begin anew, and leave what they were at.
 
         In the thread that trains, from which processes are forked.
         """
         self.stop()
         tasks = list(tasks)
-        self._waiting.taken.clear()
         for task in tasks:
             self._waiting.add(task)
-        self._forward = _Forward(iter(self._loader), self._waiting, arrivals, tasks)
+        try:
+            processes = iter(self._loader)
+            _told_by_waiting(processes)
+        except Exception:
+            self._forget()
+            raise
+        self._forward = _Forward(processes, self._waiting, arrivals, tasks)
         return self._forward
 
     def pids(self) -> list[int]:
@@ -205,7 +234,14 @@ class Processes:
         self.halt()
         if self._forward is not None:
             self._forward.join()
+            if self._forward.failed:
+                self._forget()
             self._forward = None
+
+    def _forget(self) -> None:
+        """Processes that persist, one of which has ended: there will be others."""
+        self._waiting.tasks.clear()
+        self._loader._iterator = None
 
 
 class Fed:
@@ -303,7 +339,11 @@ class _Readers:
 class _Forward(threading.Thread):
     """Hands on a result, or what the dataset raised, for each task that was given, as soon as it is there.
 
-    One epoch's: whatever it still gets when it is over, and whatever it is given then, is an error.
+    One epoch's: whatever it still gets when it is over, and whatever it is given then, is an error. So it is
+    where a process has ended: PyTorch's loader leaves out what that was to do.
+
+    Attributes:
+        failed: Whether processes have ended that were to go on.
     """
 
     def __init__(
@@ -315,7 +355,7 @@ class _Forward(threading.Thread):
         self._handed: deque[object] = deque(maxlen=MOST_HANDED)
         self._outstanding = {task.number for task in begun}
         self._lock = threading.Lock()
-        self._ended = ""
+        self._ended, self.failed = "", False
         for _ in self._outstanding:
             self._expected.put(None)
         self.start()
@@ -345,20 +385,42 @@ class _Forward(threading.Thread):
 
     def run(self) -> None:
         """Until it is over."""
-        while True:
+        while not self._ended:
             self._expected.get()
-            while not self._ended and (arrival := self._next()).number == IDLE.number:
-                pass
+            try:
+                arrival = self._next()
+            except Exception as error:
+                self.failed = True
+                self._end(f"{str(error) or type(error).__name__}{_killed(self._source)}")
+            else:
+                self._hand_on(arrival)
+                del arrival
+        self._handed.clear()
+        self._source = iter(())  # or processes would live as long as whoever gives them tasks
+
+    def _next(self) -> Arrival | None:
+        """What came of the next task that there is; None where it is over.
+
+        Raises:
+            RuntimeError: If a process has ended.
+        """
+        made = Made(IDLE.number)
+        while made.number == IDLE.number:
             if self._ended:
-                self._handed.clear()
-                self._source = iter(())  # or processes would live as long as whoever gives them tasks
-                return
-            with self._lock:
-                self._outstanding.discard(arrival.number)
-                self._arrivals.put(arrival)
-            del arrival
-            while len(self._handed) > 1:
-                self._handed.popleft()
+                return None
+            made = next(self._source)
+        if made.failed is None:
+            return Arrival(made.number, made.value)
+        return Arrival(made.number, error=_raised(made.failed), final=True)
+
+    def _hand_on(self, arrival: Arrival | None) -> None:
+        if arrival is None:
+            return
+        with self._lock:
+            self._outstanding.discard(arrival.number)
+            self._arrivals.put(arrival)
+        while len(self._handed) > 1:
+            self._handed.popleft()
 
     def _end(self, why: str) -> None:
         with self._lock:
@@ -372,17 +434,36 @@ class _Forward(threading.Thread):
         self._expected.put(None)
 
     def _none_of(self, task: int) -> Arrival:
-        error = RuntimeError(f"loader processes work for this epoch no more: {self._ended}")
-        return Arrival(task, error=error, final=True)
+        return Arrival(task, error=ProcessesEnded(self._ended), final=True)
 
-    def _next(self) -> Arrival:
-        """What came of the task that was taken longest ago: results come in that order."""
-        try:
-            made = next(self._source)
-        except Exception as error:
-            return Arrival(self._waiting.taken.popleft(), error=error, final=True)
-        self._waiting.taken.popleft()
-        return Arrival(made.number, made.value)
+
+def _told_by_waiting(processes: Any) -> None:
+    """PyTorch's handler raises in the thread that trains, in whatever line that is, when a process dies.
+
+    Whoever waits for the process is told, too, and an epoch that is interrupted anywhere may lose a batch.
+    """
+    if processes._worker_pids_set:
+        signal_handling._remove_worker_pids(id(processes))  # type: ignore[attr-defined]
+        processes._worker_pids_set = False
+
+
+def _killed(processes: Any) -> str:
+    """By which signals some of them were, in words."""
+    workers = getattr(processes, "_workers", ())
+    wait([each.sentinel for each in workers], DYING_S)
+    codes = {each.exitcode for each in workers}
+    names = sorted(signal.Signals(-code).name for code in codes if code is not None and code < 0)
+    full = f"; {SHARED_MEMORY} may be full" if "SIGBUS" in names else ""
+    return f", killed by {' and '.join(names)}{full}" if names else ""
+
+
+def _raised(failed: ExceptionWrapper) -> Exception:
+    """What PyTorch's loader raises for it."""
+    try:
+        failed.reraise()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return error
+    raise AssertionError("it was raised")
 
 
 def _has_room() -> bool:
@@ -398,8 +479,26 @@ def _begin(worker_init_fn: Callable[[int], object] | None, number: int) -> None:
     """What a loader process does first."""
     if hasattr(os, "nice"):
         os.nice(MAKES_WAY)
-    if worker_init_fn is not None:
+    if worker_init_fn is None:
+        return
+    try:
         worker_init_fn(number)
+    except Exception:
+        _info().dataset.begun_with = _wrapped()
+
+
+def _wrapped() -> ExceptionWrapper:
+    """What is being raised in a loader process, as PyTorch sends it."""
+    where = f"in DataLoader worker process {_info().id}"
+    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+
+
+def _info() -> Any:
+    """Of this loader process."""
+    info = get_worker_info()
+    if info is None:
+        raise RuntimeError("this is no loader process")
+    return info
 
 
 def _as_it_is(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -162,22 +162,25 @@ class Place:
 
 
 class Counted(Iterator[Any]):
-    """Batches, and how many there were: what a sample raises stands in place of its batch."""
+    """Batches, and how many there were: what a sample raises stands in place of its batch.
 
-    def __init__(self, batches: Iterator[Any], place: Place) -> None:
-        self._batches, self._place = batches, place
+    Args:
+        batches: An epoch's.
+        place: Told of it.
+        handed_out: How many there were, with those before the first.
+    """
+
+    def __init__(self, batches: Iterator[Any], place: Place, handed_out: Callable[[], int]) -> None:
+        self._batches, self._place, self._handed_out = batches, place, handed_out
 
     def __next__(self) -> Any:
         try:
-            batch = next(self._batches)
+            return next(self._batches)
         except StopIteration:
             self._place.over = True
             raise
-        except Exception:
-            self._place.batches += 1
-            raise
-        self._place.batches += 1
-        return batch
+        finally:
+            self._place.batches = self._handed_out()
 
 
 def behind(indices: Iterable[Any], count: int) -> Iterator[Any]:
