@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -216,3 +216,14 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return iter(())
+
+
+class Buckets:
+    """Batches of several sizes, drawn as soon as they are asked for, and not when the first is."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.count).tolist()
+        return iter([order[:5], *([each] for each in order[5:9]), order[9:]])

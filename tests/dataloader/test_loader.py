@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
-from tests.dataloader.datasets import Broken, Divided, Mute, Noisy, Plain, mute_rows, same
+from tests.dataloader.datasets import Broken, Buckets, Divided, Mute, Noisy, Plain, mute_rows, same
 from upriver.dataloader import DataLoader
 from upriver.errors import ConfigError
 
@@ -35,6 +36,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "one by one, shuffled": {"batch_size": None, "sampler": RandomSampler(range(23))},
     "collated by the user": {"batch_size": 4, "collate_fn": list},
 }
+
+
+class Drawing(Buckets):
+    """The same, one by one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(self.count).tolist())
 
 
 def epochs(loader: Any, count: int = 2) -> list[list[Any]]:
@@ -277,3 +285,21 @@ def test_every_epoch_has_the_order_of_pytorchs_loader_where_processes_persist(nu
         return [[repr(each) for batch in loader for each in batch] for _ in range(3)]
 
     assert orders(DataLoader) == orders(TorchLoader)
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("single", [False, True])
+def test_the_order_of_pytorchs_loader_where_a_sampler_draws_as_soon_as_it_is_begun(
+    num_workers: int, persistent: bool, single: bool
+) -> None:
+    """Which is before a number is drawn for processes; and where these are started, once more after it."""
+
+    def orders(kind: Any) -> tuple[list[list[Any]], float]:
+        torch.manual_seed(11)
+        batches: dict[str, Any] = {"batch_sampler": Buckets(20)}
+        if single:
+            batches = {"batch_size": None, "sampler": Drawing(20)}
+        loader = kind(Plain(20), num_workers=num_workers, persistent_workers=persistent, **batches)
+        return [[batch[1] for batch in loader] for _ in range(3)], float(torch.rand(1))
+
+    assert same(orders(DataLoader), orders(TorchLoader))

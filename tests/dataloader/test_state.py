@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.dataloader.datasets import Broken, Noisy, same
+from tests.dataloader.datasets import Broken, Buckets, Noisy, same
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
@@ -229,3 +229,118 @@ def test_the_state_of_another_loader_is_refused(change: dict[str, Any], said: st
     for nothing in ({}, None, [], "state"):
         with pytest.raises(ConfigError, match="not a state"):
             loader.load_state_dict(nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_sampler_that_draws_as_soon_as_it_is_begun_goes_on_with_other_processes(
+    before: int, after: int
+) -> None:
+    def loader_with(num_workers: int) -> DataLoader:
+        return DataLoader(Noisy(COUNT), batch_sampler=Buckets(COUNT), seed=3, num_workers=num_workers)
+
+    set_all(5)
+    here = list(loader_with(before))
+    set_all(5)
+    loader = loader_with(before)
+    iterator = iter(loader)
+    found = [next(iterator) for _ in range(2)]
+    set_all(6)
+    other = loader_with(after)
+    other.load_state_dict(loader.state_dict())
+    assert same(found + list(other), here)
+
+
+class Hidden(Sampler[int]):
+    """Draws from a generator of its own, which nobody sees."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (int(each) for each in self.rng.permutation(COUNT))
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+class Stateful(Hidden):
+    """Says how that stands."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.bit_generator.state = state["rng"]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_sampler_whose_order_cannot_be_had_again_is_refused_unless_it_has_a_state(batched: bool) -> None:
+    def loader_with(sampler: Sampler[int]) -> DataLoader:
+        if batched:
+            return DataLoader(Noisy(COUNT), batch_sampler=BatchSampler(sampler, 4, False), seed=3)
+        return DataLoader(Noisy(COUNT), batch_size=4, sampler=sampler, seed=3)
+
+    for kind in (Hidden, Stateful):
+        loader = loader_with(kind())
+        for _ in range(3):
+            list(loader)
+        between = json.loads(json.dumps(loader.state_dict()))
+        iterator = iter(loader)
+        found = [next(iterator) for _ in range(3)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        reference = found + list(iterator)
+        other = loader_with(kind())
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        if kind is Hidden:
+            with pytest.raises(ConfigError, match="another order"):
+                iter(other)
+            continue
+        assert same(found + list(other), reference)
+        other.load_state_dict(between)
+        assert same(list(other), reference)
+        with pytest.raises(ConfigError, match="only its sampler has a state_dict"):
+            loader_with(Hidden()).load_state_dict(state)
+
+
+def test_a_sampler_whose_state_json_cannot_say_is_named() -> None:
+    class Odd(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"rng": self.rng}
+
+    loader = DataLoader(Noisy(COUNT), batch_size=4, sampler=Odd())
+    assert len(list(loader)) == 8
+    with pytest.raises(ConfigError, match="JSON cannot say"):
+        loader.state_dict()
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_the_state_of_another_rank_or_of_other_ranks_is_refused(batches: int) -> None:
+    def loader_of(ranks: int, rank: int) -> DataLoader:
+        sampler = DistributedSampler(range(COUNT), num_replicas=ranks, rank=rank)  # type: ignore[arg-type]
+        return DataLoader(Noisy(COUNT), batch_size=4, sampler=sampler, seed=3)
+
+    loader = loader_of(2, 0)
+    iterator = iter(loader)
+    for _ in range(batches):
+        next(iterator)
+    state = loader.state_dict()
+    with pytest.raises(ConfigError, match="its rank is 0, and here 1"):
+        loader_of(2, 1).load_state_dict(state)
+    with pytest.raises(ConfigError, match="its num_replicas is 2, and here 3"):
+        loader_of(3, 0).load_state_dict(state)
+    loader_of(2, 0).load_state_dict(state)
+
+
+def test_states_that_say_less_are_read() -> None:
+    loader = loader_of("shuffled")
+    iterator = iter(loader)
+    found = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    for name in ("drop_last", "num_replicas", "rank", "digest", "sampler"):
+        del state[name]
+    del state["drawn"]["twice"]
+    other = loader_of("shuffled")
+    other.load_state_dict(state)
+    assert same(found + list(other), found + list(iterator))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
@@ -35,7 +35,7 @@ from upriver.dataloader.named import NamedDataset, name_of
 from upriver.dataloader.plan import CANDIDATES, Offloading, stretch_of
 from upriver.dataloader.recall import Recall
 from upriver.dataloader.share import AllHere, Part
-from upriver.dataloader.state import Counted, Drawn, Place, State, behind
+from upriver.dataloader.state import Counted, Drawn, Order, Place, State, own_state, stateful_of
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
@@ -184,15 +184,16 @@ class DataLoader(TorchLoader[Any]):
         if type(self.epoch) is not int or not 0 <= self.epoch <= MOST_SEED:
             raise ConfigError(f"epoch must be a whole number in 0..{MOST_SEED}, got {self.epoch!r}")
         number, self.epoch = self.epoch, self.epoch + 1
-        drawn, indices, self._place = self._begun(number)
+        base, place = self._begun(number)
+        self._place = place
         arrivals: Arrivals = SimpleQueue()
         asked = self._hired if self._offload != "never" else None
         elsewhere = None if asked is None else asked.work(number, arrivals)
         decides = asked is not None and self._offload == "auto"
         epoch = Epoch(
             number,
-            indices,
-            first=self._place.batches,
+            place.order,
+            first=place.batches,
             maker=self._maker,
             number_of=sample_number,
             split=self._split(),
@@ -208,7 +209,7 @@ class DataLoader(TorchLoader[Any]):
             closed_with(epoch, elsewhere.close)
         cpu_s = CpuSeconds()
         if self.num_workers:
-            processes = self._processes(drawn)
+            processes = self._processes(base)
             epoch.use(processes)
             cpu_s = CpuSeconds(processes.pids)
             if not self.persistent_workers:
@@ -234,27 +235,30 @@ class DataLoader(TorchLoader[Any]):
                 )
 
             batches = begin(candidates) if self._growth is None else self._growth.batches(begin)
-        return Counted(map(pinned, batches) if self._pins else batches, self._place, lambda: epoch.handed_out)
+        return Counted(map(pinned, batches) if self._pins else batches, place, lambda: epoch.handed_out)
 
-    def _begun(self, number: int) -> tuple[int, Iterator[tuple[Any, ...]], Place]:
-        """What PyTorch's loader draws for its processes, before its sampler does; batches; where that is."""
+    def _begun(self, number: int) -> tuple[int, Place]:
+        """What PyTorch's loader draws for its processes, and where the epoch stands."""
         state, self._goes_on = self._goes_on, None
         drawn = state.drawn if state is not None and state.epoch == number else None
-        starts = self._kept is None if drawn is None else drawn.starts
-
-        def draw() -> int:
-            if not starts:  # processes that persist have been started
-                return 0
-            return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-
+        sampler = own_state(self.batch_sampler, self._sampler)
         if state is None or drawn is None:
-            place = Place(number, Drawn.now(self._generators, starts=starts))
-            return draw(), self._indices(), place
-        if not state.batches:  # the sampler has not begun, and is about to
+            starts = self._kept is None  # processes that persist have been started
+            drawn = Drawn.now(self._generators, starts=starts, twice=starts and self.num_workers > 0)
+        elif state.batches:
+            with drawn.again(self._generators):
+                base, begun = drawn.begin(self._batches, self._draw)
+                order = Order(begun)
+                order.go_behind(state.batches, state.digest)
+            return base, Place(number, drawn, order, state.batches, sampler)
+        else:  # the sampler has not begun, and is about to
             drawn.set(self._generators)
-            return draw(), self._indices(), Place(number, drawn)
-        with drawn.again(self._generators):
-            return draw(), behind(self._indices(), state.batches), Place(number, drawn, state.batches)
+        base, begun = drawn.begin(self._batches, self._draw)
+        return base, Place(number, drawn, Order(begun), sampler=sampler)
+
+    def _draw(self) -> int:
+        """A number for loader processes."""
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -264,8 +268,7 @@ class DataLoader(TorchLoader[Any]):
         Batches that were handed out count as done. Which workers there are, or what is offloaded, is no part
         of it. With `load_state_dict` this is the protocol of torchdata's stateful loader.
         """
-        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self._state()))
-        return found
+        return self._state().plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: the next ``iter()`` gives the batch after it.
@@ -280,6 +283,8 @@ class DataLoader(TorchLoader[Any]):
                 pass
         if found.sampler_epoch is not None:
             self._sampler.set_epoch(found.sampler_epoch)
+        if found.sampler is not None:
+            stateful_of(self.batch_sampler, self._sampler).load_state_dict(found.sampler)
         self.epoch, self._goes_on, self._place = found.epoch, found, None
 
     def _state(self) -> State:
@@ -293,13 +298,29 @@ class DataLoader(TorchLoader[Any]):
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             sampler_epoch=sampler_epoch,
+            num_replicas=_whole(getattr(self._sampler, "num_replicas", None)),
+            rank=_whole(getattr(self._sampler, "rank", None)),
             drawn=None,
+            sampler=own_state(self.batch_sampler, self._sampler),
         )
         if place is not None and not place.over:
-            return msgspec.structs.replace(state, epoch=place.epoch, batches=place.batches, drawn=place.drawn)
+            return msgspec.structs.replace(
+                state,
+                epoch=place.epoch,
+                batches=place.batches,
+                drawn=place.drawn,
+                digest=place.order.digest if place.batches else None,
+                sampler=place.sampler,
+            )
         goes_on = self._goes_on
         if goes_on is not None and goes_on.epoch == self.epoch:
-            return msgspec.structs.replace(state, batches=goes_on.batches, drawn=goes_on.drawn)
+            return msgspec.structs.replace(
+                state,
+                batches=goes_on.batches,
+                drawn=goes_on.drawn,
+                digest=goes_on.digest,
+                sampler=goes_on.sampler,
+            )
         return state
 
     @property
@@ -448,11 +469,14 @@ class DataLoader(TorchLoader[Any]):
     def _pins(self) -> bool:
         return bool(self.pin_memory) and torch.cuda.is_available()
 
-    def _indices(self) -> Iterator[tuple[Any, ...]]:
-        """Of each batch. Nothing is drawn before the first is asked for, as in PyTorch's loader."""
-        if self.batch_sampler is None:
-            return ((index,) for index in self.sampler)
-        return (tuple(indices) for indices in self.batch_sampler)
+    @property
+    def _batches(self) -> Iterable[tuple[Any, ...]]:
+        """Indices of each batch, from the sampler, which begins where somebody iterates, and not before."""
+        return (
+            _Batches(self.sampler, single=True)
+            if self.batch_sampler is None
+            else _Batches(self.batch_sampler)
+        )
 
     def _collate(self) -> Callable[[list[Any]], Any]:
         return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)
@@ -477,6 +501,17 @@ class DataLoader(TorchLoader[Any]):
         return found
 
 
+class _Batches:
+    """Indices of each batch, as tuples."""
+
+    def __init__(self, sampler: Iterable[Any], *, single: bool = False) -> None:
+        self._sampler, self._single = sampler, single
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        begun = iter(self._sampler)
+        return ((each,) for each in begun) if self._single else map(tuple, begun)
+
+
 class _OnlyOne:
     """Collating where samples are handed out one by one."""
 
@@ -494,6 +529,10 @@ def _source(dataset: Any, seed: int) -> Source:
         case NamedDataset():
             return MapStyle(dataset.dataset, seed)
     return MapStyle(dataset, seed)
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
 
 
 def _policy(name: str) -> OffloadPolicy:

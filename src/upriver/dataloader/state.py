@@ -3,13 +3,19 @@
 The protocol of torchdata's stateful loader: ``state_dict`` at any step, ``load_state_dict`` before the next
 ``iter()``. The order of an epoch is the sampler's, which may draw from any generator when it begins. So how
 these stood then is part of the state: whoever goes on lets the sampler begin in the same way, and leaves out
-what was handed out. No sample is made for that.
+what was handed out. No sample is made for that. A sampler that draws from what nobody sees must have a state
+of its own; whether it gives the same order again shows by a digest of what was handed out.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import itertools
+import json
 import random
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +39,10 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         numpy: `numpy.random.get_state`.
         shared: PyTorch's default generator, in hexadecimal digits.
         own: Those that the loader and its sampler were given, likewise.
-        starts: Whether a number is drawn for loader processes before: PyTorch does not where they persist.
+        starts: Whether a number is drawn for loader processes: PyTorch does not where they persist.
+        twice: Whether the sampler was begun once before that number was drawn and once after, and not only
+            before, as by PyTorch where processes start; None in states that do not say, of loaders that began
+            it after.
     """
 
     python: tuple[int, tuple[int, ...], float | None]
@@ -41,9 +50,10 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     shared: str
     own: list[str]
     starts: bool
+    twice: bool | None = None
 
     @classmethod
-    def now(cls, own: Sequence[torch.Generator], *, starts: bool) -> Drawn:
+    def now(cls, own: Sequence[torch.Generator], *, starts: bool, twice: bool) -> Drawn:
         """As they stand."""
         name, keys, position, has_gauss, gauss = np.random.get_state()
         version, words, following = random.getstate()
@@ -53,7 +63,26 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             shared=_hex(torch.default_generator),
             own=[_hex(each) for each in own],
             starts=starts,
+            twice=twice,
         )
+
+    def begin(self, batches: Iterable[Any], draw: Callable[[], int]) -> tuple[int, Iterator[Any]]:
+        """Draw and begin in PyTorch's order, as a sampler may draw as soon as it is begun.
+
+        Args:
+            batches: Of the sampler.
+            draw: A number for loader processes.
+
+        Returns:
+            The number, 0 where none is drawn, and what the sampler gives.
+        """
+        if self.twice is None:
+            return draw() if self.starts else 0, iter(batches)
+        begun = iter(batches)
+        if not self.starts:
+            return 0, begun
+        number = draw()
+        return number, iter(batches) if self.twice else begun
 
     @contextmanager
     def again(self, own: Sequence[torch.Generator]) -> Iterator[None]:
@@ -100,7 +129,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         batch_size: As the loader was told.
         drop_last: As the loader was told; None in states that do not say.
         sampler_epoch: What the sampler was told by ``set_epoch``; None where it has none.
+        num_replicas: Ranks that train together; None where the sampler does not know, or the state not say.
+        rank: Of them, likewise.
         drawn: None where no epoch has begun.
+        digest: Of the indices that were handed out; None in states that do not say.
+        sampler: What its own ``state_dict`` gave when the epoch began; None where it has none.
     """
 
     schema: Literal["upriver.loader-state/1"] = "upriver.loader-state/1"
@@ -111,7 +144,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     batch_size: int | None
     drop_last: bool | None = None
     sampler_epoch: int | None
+    num_replicas: int | None = None
+    rank: int | None = None
     drawn: Drawn | None
+    digest: str | None = None
+    sampler: Any = None
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> State:
@@ -125,6 +162,21 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         except msgspec.ValidationError as error:
             raise ConfigError(f"not a state of a loader: {error}") from None
 
+    def plain(self) -> dict[str, Any]:
+        """What JSON can say, and `read` reads.
+
+        Raises:
+            ConfigError: If JSON cannot say the sampler's own state.
+        """
+        found: dict[str, Any] = msgspec.json.decode(
+            msgspec.json.encode(msgspec.structs.replace(self, sampler=None))
+        )
+        try:
+            found["sampler"] = json.loads(json.dumps(self.sampler))  # of numbers of any size
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the sampler's state_dict gives what JSON cannot say: {error}") from None
+        return found
+
     def check(self, mine: State) -> None:
         """Whether it is of a loader like the one that gives ``mine``.
 
@@ -135,13 +187,69 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             theirs, here = getattr(self, name), getattr(mine, name)
             if theirs != here:
                 raise ConfigError(f"the state is of another loader: its {name} is {theirs}, and here {here}")
-        if self.drop_last not in (None, mine.drop_last):
-            raise ConfigError(
-                f"the state is of another loader: its drop_last is {self.drop_last}, and here "
-                f"{mine.drop_last}"
-            )
+        for name in ("drop_last", "num_replicas", "rank"):
+            theirs, here = getattr(self, name), getattr(mine, name)
+            if theirs not in (None, here):
+                raise ConfigError(f"the state is of another loader: its {name} is {theirs}, and here {here}")
+        if self.sampler is not None and mine.sampler is None:
+            raise ConfigError("the state is of another loader: only its sampler has a state_dict")
         if (self.sampler_epoch is None) != (mine.sampler_epoch is None):
             raise ConfigError("the state is of another loader: only one of both has a sampler with set_epoch")
+
+
+class Order(Iterator[tuple[Any, ...]]):
+    """Indices of an epoch's batches, and a digest of those that were handed out.
+
+    Args:
+        batches: Of indices, as the sampler gives them.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Any, ...]]) -> None:
+        self._batches = batches
+        self._planned: deque[tuple[Any, ...]] = deque()
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    @property
+    def digest(self) -> str:
+        """In hexadecimal digits."""
+        return self._digest.hexdigest()
+
+    def __next__(self) -> tuple[Any, ...]:
+        indices = next(self._batches)
+        self._planned.append(indices)
+        return indices
+
+    def leave(self) -> None:
+        """The first that was not is handed out."""
+        self._digest.update(_said(self._planned.popleft()))
+
+    def go_behind(self, count: int, digest: str | None) -> None:
+        """Leave out the first ``count``; these are drawn now, and the next one too.
+
+        Args:
+            digest: Of those that were handed out; None if not known.
+
+        Raises:
+            ConfigError: If these are others.
+        """
+        head = list(itertools.islice(self._batches, count + 1))
+        for indices in head[:count]:
+            self._digest.update(_said(indices))
+        if digest not in (None, self.digest):
+            raise ConfigError(
+                "the sampler gives another order than the one that the state's epoch had: it draws from "
+                "something that is in no state; give it state_dict and load_state_dict, or have it draw from "
+                "the generators that torch, numpy and random share, or from its attribute generator"
+            )
+        self._batches = itertools.chain(head[count:], self._batches)
+
+
+def _said(indices: tuple[Any, ...]) -> bytes:
+    """The same for the same indices in every process: numbers, or what JSON says of them."""
+    try:
+        return array("q", indices).tobytes()
+    except (TypeError, OverflowError):
+        return json.dumps(indices, default=lambda each: type(each).__name__).encode()
 
 
 @dataclass(slots=True)
@@ -151,14 +259,24 @@ class Place:
     Attributes:
         epoch: Its number.
         drawn: Generators as it found them.
+        order: What it hands out.
         batches: How many were handed out.
+        sampler: What its own ``state_dict`` gave when the epoch began; None where it has none.
         over: Whether that was all.
     """
 
     epoch: int
     drawn: Drawn
+    order: Order
     batches: int = 0
+    sampler: Any = None
     over: bool = False
+
+    def go_on(self, batches: int) -> None:
+        """So many have been handed out by now."""
+        while self.batches < batches:
+            self.order.leave()
+            self.batches += 1
 
 
 class Counted(Iterator[Any]):
@@ -180,14 +298,21 @@ class Counted(Iterator[Any]):
             self._place.over = True
             raise
         finally:
-            self._place.batches = self._handed_out()
+            self._place.go_on(self._handed_out())
 
 
-def behind(indices: Iterable[Any], count: int) -> Iterator[Any]:
-    """What comes after the first ``count``; these are drawn now, and the next one too."""
-    drawn = iter(indices)
-    head = list(itertools.islice(drawn, count + 1))
-    return itertools.chain(head[count:], drawn)
+def own_state(*samplers: Any) -> Any:
+    """What the first of them gives that has a state of its own; None where none has."""
+    stateful = stateful_of(*samplers)
+    return None if stateful is None else copy.deepcopy(stateful.state_dict())
+
+
+def stateful_of(*samplers: Any) -> Any:
+    """The first of them that has a state of its own, as torchdata's protocol says; None where none has."""
+    for each in samplers:
+        if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
+            return each
+    return None
 
 
 def _hex(generator: torch.Generator) -> str:
