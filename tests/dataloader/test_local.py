@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 import time
@@ -11,11 +12,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
-from torch.utils.data import default_collate
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import default_collate, get_worker_info
 
 from tests.server.running import wait_for
-from upriver.dataloader import DataLoader, local
+from upriver.dataloader import DataLoader, dataset, local
 from upriver.dataloader.local import MAKES_WAY, Maker, Processes
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
@@ -143,6 +147,47 @@ def test_another_thread_lets_go_of_what_was_handed_out_where_memory_is_not_short
     wait_for(lambda: len(Noted.threads) >= 30)  # nothing is kept: the other thread lets go at its end
     assert len(Noted.threads) == 30
     assert ("upriver-here" in Noted.threads) is room
+
+
+class Opened:
+    """Says what a loader process was begun with: the file that each opens, and its generators."""
+
+    file: Any = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None and info.dataset is self
+        return (*self.file, info.id, info.num_workers, info.seed)
+
+
+def opened(number: int) -> None:
+    """As PyTorch's documentation has it."""
+    info = get_worker_info()
+    assert info is not None and info.id == number
+    drawn = torch.initial_seed(), torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
+    info.dataset.file = (f"file {number}", info.seed, *drawn)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_what_a_process_begins_with_is_the_users_dataset_and_pytorchs_seeds(context: str) -> None:
+    def found(kind: Any, dataset: Any) -> Any:
+        torch.manual_seed(5)
+        loader = kind(
+            dataset,
+            batch_size=2,
+            num_workers=2,
+            collate_fn=list,
+            worker_init_fn=opened,
+            multiprocessing_context=context,
+        )
+        return [list(loader) for _ in range(2)]
+
+    theirs = found(TorchLoader, Opened())
+    assert found(DataLoader, Opened()) == theirs
+    assert found(DataLoader, dataset("tests.dataloader.test_local:Opened")) == theirs
 
 
 class Deadly:

@@ -481,16 +481,16 @@ class DataLoader(TorchLoader[Any]):
     def _collate(self) -> Callable[[list[Any]], Any]:
         return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)
 
-    def _processes(self, drawn: int) -> Processes | Fed:
+    def _processes(self, base_seed: int) -> Processes | Fed:
         """PyTorch's own; those that persist do one epoch after another."""
         if self._kept is not None:
             return self._kept
         processes = Processes(
             self._maker,
+            base_seed=base_seed,
             num_workers=self.num_workers,
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,
-            generator=torch.Generator().manual_seed(drawn),
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.persistent_workers,
         )

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import signal_handling, worker
 
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import DONE
@@ -47,6 +49,10 @@ IDLE = Task(number=-1, epoch=0, batch=0, indices=(), samples=(), whole=False)
 
 class Source(Protocol):
     """A dataset, as a chain of stages from a sample's index to what a batch is made of."""
+
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
 
     @property
     def seed(self) -> int:
@@ -122,6 +128,11 @@ class Tasks(TorchDataset[Made]):
         self.begun_with: ExceptionWrapper | None = None
         """What this process failed with when it began, and so with each task."""
 
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        return self._maker.source.dataset
+
     def __getitem__(self, task: Task) -> Made:
         """Do one. What is raised goes with the task's number: any other error is the process's."""
         if self.begun_with is not None:
@@ -189,12 +200,14 @@ class Processes:
 
     Args:
         maker: What they do them with.
+        base_seed: Each is seeded by it and its own number when it begins, as by PyTorch's loader.
         arguments: Of PyTorch's loader: ``num_workers``, and whatever else concerns processes.
     """
 
-    def __init__(self, maker: Maker, **arguments: Any) -> None:
+    def __init__(self, maker: Maker, *, base_seed: int = 0, **arguments: Any) -> None:
         self._waiting = Waiting()
-        arguments["worker_init_fn"] = partial(_begin, arguments.get("worker_init_fn"))
+        arguments["worker_init_fn"] = partial(_begin, arguments.get("worker_init_fn"), base_seed)
+        arguments["generator"] = torch.Generator()  # of which nothing is used, or the shared one would go on
         with warnings.catch_warnings():  # of arguments the user's own loader has warned already
             warnings.simplefilter("ignore")
             self._loader = TorchLoader(
@@ -475,16 +488,22 @@ def _has_room() -> bool:
     return room.f_bavail * room.f_frsize >= ROOM_BYTES
 
 
-def _begin(worker_init_fn: Callable[[int], object] | None, number: int) -> None:
-    """What a loader process does first."""
+def _begin(worker_init_fn: Callable[[int], object] | None, base_seed: int, number: int) -> None:
+    """What a loader process does first: to the user's code it is one of PyTorch's."""
     if hasattr(os, "nice"):
         os.nice(MAKES_WAY)
+    info = _info()
+    tasks, seed = info.dataset, base_seed + number
+    worker._worker_info = replace(info, dataset=tasks.dataset, seed=seed)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(worker._generate_state(base_seed, number))  # type: ignore[no-untyped-call]
     if worker_init_fn is None:
         return
     try:
         worker_init_fn(number)
     except Exception:
-        _info().dataset.begun_with = _wrapped()
+        tasks.begun_with = _wrapped()
 
 
 def _wrapped() -> ExceptionWrapper:
