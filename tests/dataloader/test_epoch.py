@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
@@ -18,6 +20,7 @@ from torch.utils.data import default_collate
 from tests.dataloader.datasets import Divided, Noisy, same
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local import Maker, Processes
+from upriver.dataloader.pinning import Pinned
 from upriver.dataloader.plan import Stretch
 from upriver.dataloader.share import Part
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
@@ -299,3 +302,51 @@ def test_processes_may_take_as_long_as_they_may_while_somebody_waits() -> None:
         next(epoch)
     processes.do()
     assert next(epoch) == [4, 5] and next(epoch, None) is None and epoch.handed_out == 3
+
+
+class Pinnable(list[Any]):
+    """A batch that notes by whom it was pinned."""
+
+    by: tuple[str, ...] = ()
+
+    def pin_memory(self) -> Pinnable:
+        found = Pinnable(self)
+        found.by = (*self.by, threading.current_thread().name)
+        return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("reads_here", [False, True])
+def test_a_batch_is_pinned_once_and_by_the_thread_that_got_it_where_one_did(
+    num_workers: int, share: float, whole: bool, reads_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
+    batches = batches_of([4] * 12, list(range(48)))
+    dataset = Divided(200) if reads_here else Noisy(200)
+    maker = Maker(MapStyle(dataset, seed=3), Pinnable)
+    arrivals = Pinned()
+    epoch = Epoch(
+        2,
+        iter(batches),
+        maker=maker,
+        number_of=int,
+        split=Part(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
+        elsewhere=There(maker, arrivals),
+        arrivals=arrivals,
+    )
+    processes = Processes(maker, num_workers=num_workers) if num_workers else None
+    if processes is not None:
+        epoch.use(processes)
+    found = list(epoch)
+    if processes is not None:
+        processes.stop()
+    assert [len(batch.by) for batch in found] == [1] * 12
+    here = sum(batch.by == (threading.current_thread().name,) for batch in found)
+    if (share == 1 and whole) or (share == 0 and num_workers):
+        assert here == 0 and set(devices) == {3}
+    elif share != 0.5:
+        assert here == 12 and not devices  # this thread made it, or put its samples together

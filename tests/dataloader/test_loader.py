@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -303,3 +304,46 @@ def test_the_order_of_pytorchs_loader_where_a_sampler_draws_as_soon_as_it_is_beg
         return [[batch[1] for batch in loader] for _ in range(3)], float(torch.rand(1))
 
     assert same(orders(DataLoader), orders(TorchLoader))
+
+
+class OwnPinning(dict[str, Any]):
+    """A batch of the user's own, which pins itself."""
+
+    pins: tuple[str, ...] = ()
+
+    def pin_memory(self) -> OwnPinning:
+        found = OwnPinning(self)
+        found.pins = (*self.pins, threading.current_thread().name)
+        return found
+
+
+def own_pinning(rows: list[Any]) -> OwnPinning:
+    return OwnPinning(rows=[row[1] for row in rows])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_pinned_where_there_is_an_accelerator(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    arguments: dict[str, Any] = {"batch_size": 4, "pin_memory": True, "collate_fn": own_pinning}
+    found = list(DataLoader(Plain(), num_workers=num_workers, **arguments))
+    assert same(found, list(TorchLoader(Plain(), num_workers=num_workers, **arguments)))
+    assert len(found) == 6 and all(len(batch.pins) == 1 for batch in found)
+    assert {batch.pins[0] == threading.current_thread().name for batch in found} == {not num_workers}
+
+
+@pytest.mark.parametrize("accelerator", [None, "mps"])
+def test_a_loader_that_cannot_pin_warns_as_pytorchs_does(
+    accelerator: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator or "cpu"))
+    for kind in (DataLoader, TorchLoader):
+        loader = kind(Plain(), batch_size=4, pin_memory=True, collate_fn=own_pinning)
+        with pytest.warns(UserWarning, match=r"pin_memory.* set"):
+            found = list(loader)
+        assert not any(batch.pins for batch in found)

@@ -15,6 +15,7 @@ from queue import Empty
 from typing import Any, Protocol
 
 from upriver.dataloader.local import Fed, Maker, Processes, ProcessesEnded, Running
+from upriver.dataloader.pinning import Pinned, pinned
 from upriver.dataloader.plan import Stretch
 from upriver.dataloader.share import Backlog
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
@@ -101,6 +102,7 @@ class Batch:
         away: Of these, those that others are at.
         value: The batch, where one task has made all of it.
         whole: Whether one has.
+        pinned: Whether that is in pinned memory.
         error: What stands in its place.
         made: How many samples were made where.
         given: Samples that were to be made elsewhere.
@@ -114,6 +116,7 @@ class Batch:
     away: int = 0
     value: Any = None
     whole: bool = False
+    pinned: bool = False
     error: Exception | None = None
     made: Counter[str] = field(default_factory=Counter, repr=False)
     given: int = 0
@@ -152,7 +155,7 @@ class Epoch:
         maker: Makes here what nobody else does.
         number_of: A number for an index, for what is drawn.
         split: Which samples go elsewhere.
-        arrivals: Where what others do comes.
+        arrivals: Where what others do comes; where it pins batches, so does the epoch those that it makes.
         elsewhere: Who takes what goes elsewhere; None where nobody does.
         ahead: Batches that are planned beyond the one that is handed out next, at least.
         here: Of these, such as keep this machine busy; what others can have at once comes on top.
@@ -193,6 +196,7 @@ class Epoch:
         self.split, self._on_made = split, on_made
         self._ahead, self._keeps_here = ahead, here
         self._arrivals, self._elsewhere = arrivals, elsewhere
+        self._pins = arrivals if isinstance(arrivals, Pinned) else None
         self._here: Running | None = None
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
@@ -206,6 +210,8 @@ class Epoch:
     def use(self, processes: Processes | Fed) -> None:
         """Have processes do what is done on this machine; without any the thread that iterates does it."""
         self.plan()
+        for task in self._inline:
+            self._expect(task)
         self._here = processes.start(self._arrivals, self._inline)
         self._inline.clear()
 
@@ -286,6 +292,7 @@ class Epoch:
     def _give(self, work: Work, stretch: Stretch, values: Sequence[Any] | None) -> None:
         """To others, from where ``values`` stand; to this machine where none of them takes it."""
         task = work.task._replace(start=stretch.start, stop=stretch.stop)
+        self._expect(task)
         if self._elsewhere is not None and self._elsewhere.give(task, values):
             work.away = True
             work.batch.away += 1
@@ -301,7 +308,12 @@ class Epoch:
         if self._here is None:
             self._inline.append(task)
         else:
+            self._expect(task)
             self._here.give(task)
+
+    def _expect(self, task: Task) -> None:
+        if self._pins is not None and task.whole and task.stop == DONE:
+            self._pins.expect(task.number)
 
     # ------------------------------------------------------------------------------------ handing out
 
@@ -361,9 +373,11 @@ class Epoch:
         if self._here is not None and HERE in batch.made:
             self._here.let_go(batch)
         if batch.whole:
-            return batch.value
-        with apart():
-            return self._maker.join(batch.rows, epoch=self._number, batch=batch.number)
+            value = batch.value
+        else:
+            with apart():
+                value = self._maker.join(batch.rows, epoch=self._number, batch=batch.number)
+        return value if self._pins is None or batch.pinned else pinned(value)
 
     def _wait_for(self, batch: Batch) -> None:
         """For whatever comes next, at the expense of whoever keeps the batch waiting."""
@@ -462,7 +476,7 @@ class Epoch:
             log.warning("made here in epoch %d, as it could not be %s", self._number, _told(work.failed))
         batch.made[arrival.place if work.place == HERE else work.place] += len(work.at)
         if work.task.whole:
-            batch.value, batch.whole = arrival.value, True
+            batch.value, batch.whole, batch.pinned = arrival.value, True, arrival.pinned
             return
         for at, sample in zip(work.at, arrival.value, strict=True):
             batch.rows[at] = sample

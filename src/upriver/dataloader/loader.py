@@ -32,6 +32,7 @@ from upriver.dataloader.growth import growth
 from upriver.dataloader.hired import Hired
 from upriver.dataloader.local import Fed, Maker, Processes, Source
 from upriver.dataloader.named import NamedDataset, name_of
+from upriver.dataloader.pinning import Pinned, pins
 from upriver.dataloader.plan import CANDIDATES, Offloading, stretch_of
 from upriver.dataloader.recall import Recall
 from upriver.dataloader.share import AllHere, Part
@@ -186,7 +187,7 @@ class DataLoader(TorchLoader[Any]):
         number, self.epoch = self.epoch, self.epoch + 1
         base, place = self._begun(number)
         self._place = place
-        arrivals: Arrivals = SimpleQueue()
+        arrivals: Arrivals = Pinned() if pins(self) else SimpleQueue()
         asked = self._hired if self._offload != "never" else None
         elsewhere = None if asked is None else asked.work(number, arrivals)
         decides = asked is not None and self._offload == "auto"
@@ -235,7 +236,7 @@ class DataLoader(TorchLoader[Any]):
                 )
 
             batches = begin(candidates) if self._growth is None else self._growth.batches(begin)
-        return Counted(map(pinned, batches) if self._pins else batches, place, lambda: epoch.handed_out)
+        return Counted(batches, place, lambda: epoch.handed_out)
 
     def _begun(self, number: int) -> tuple[int, Place]:
         """What PyTorch's loader draws for its processes, and where the epoch stands."""
@@ -466,10 +467,6 @@ class DataLoader(TorchLoader[Any]):
     # ------------------------------------------------------------------------------------ as PyTorch
 
     @property
-    def _pins(self) -> bool:
-        return bool(self.pin_memory) and torch.cuda.is_available()
-
-    @property
     def _batches(self) -> Iterable[tuple[Any, ...]]:
         """Indices of each batch, from the sampler, which begins where somebody iterates, and not before."""
         return (
@@ -559,29 +556,3 @@ def sample_number(index: Any) -> int:
     except (TypeError, ValueError):
         text = repr(index)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & MOST_SEED
-
-
-def pinned(value: Any) -> Any:
-    """A batch with its tensors in pinned memory, as PyTorch's loader gives it."""
-    match value:
-        case torch.Tensor():
-            return value.pin_memory()
-        case str() | bytes():
-            return value
-        case Mapping():
-            return _like(value, {key: pinned(item) for key, item in value.items()})
-        case tuple() if hasattr(value, "_fields"):
-            return type(value)(*map(pinned, value))
-        case tuple():
-            return tuple(map(pinned, value))
-        case Sequence():
-            return _like(value, [pinned(item) for item in value])
-    return value.pin_memory() if hasattr(value, "pin_memory") else value
-
-
-def _like(value: Any, items: Any) -> Any:
-    """Of the same type where that can be made of its items."""
-    try:
-        return type(value)(items)
-    except TypeError:
-        return items

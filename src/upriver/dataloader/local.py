@@ -431,7 +431,7 @@ class _Forward(threading.Thread):
             return
         with self._lock:
             self._outstanding.discard(arrival.number)
-            self._arrivals.put(arrival)
+        self._arrivals.put(arrival)
         while len(self._handed) > 1:
             self._handed.popleft()
 

@@ -45,6 +45,7 @@ class Arrival(NamedTuple):
         error: Why there is nothing.
         final: Whether the error takes the place of the batch; otherwise the task is done here.
         place: Where it was done.
+        pinned: Whether it is in pinned memory.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Arrival(NamedTuple):
     error: Exception | None = None
     final: bool = False
     place: str = HERE
+    pinned: bool = False
 
 
 Arrivals: TypeAlias = "SimpleQueue[Arrival]"

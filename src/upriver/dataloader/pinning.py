@@ -1,0 +1,78 @@
+"""Batches in pinned memory, as PyTorch's loader gives them: copied by who gets them, while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from upriver.dataloader.tasks import Arrival
+
+
+def pins(loader: Any) -> bool:
+    """Whether batches are pinned; warns as PyTorch's loader does where they were to be and are not.
+
+    Args:
+        loader: With PyTorch's arguments.
+    """
+    if not loader.pin_memory:
+        return False
+    if loader.pin_memory_device:
+        _warn(
+            f"pin_memory_device={loader.pin_memory_device!r} is ignored: memory is the current accelerator's"
+        )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        _warn("pin_memory is set, and there is no accelerator: memory is not pinned")
+    elif accelerator.type == "mps":
+        _warn("pin_memory is set, and not supported on MPS: memory is not pinned")
+        accelerator = None
+    return accelerator is not None
+
+
+def _warn(what: str) -> None:
+    warnings.warn(what, UserWarning, stacklevel=4)
+
+
+class Pinned(SimpleQueue[Arrival]):
+    """Arrivals, of which those that are batches are pinned by the thread that puts them.
+
+    For the accelerator that is current where this is constructed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._device = torch.accelerator.current_device_index()
+        self._batches: set[int] = set()
+        self._thread = threading.local()
+
+    def expect(self, task: int) -> None:
+        """What comes of this task is a batch."""
+        self._batches.add(task)
+
+    def put(self, arrival: Arrival, block: bool = True, timeout: float | None = None) -> None:
+        """See `queue.SimpleQueue`; an error of pinning takes the batch's place."""
+        if arrival.number in self._batches:
+            self._batches.discard(arrival.number)
+            if arrival.error is None:
+                arrival = self._pinned(arrival)
+        super().put(arrival)
+
+    def _pinned(self, arrival: Arrival) -> Arrival:
+        try:
+            if not hasattr(self._thread, "ready"):
+                torch.set_num_threads(1)  # of this thread: a copy must not take the CPUs that training has
+                torch.accelerator.set_device_index(self._device)
+                self._thread.ready = True
+            return arrival._replace(value=pinned(arrival.value), pinned=True)
+        except Exception as error:
+            return Arrival(arrival.number, error=error, final=True)
+
+
+def pinned(batch: Any) -> Any:
+    """A batch whose tensors are in pinned memory."""
+    return pin_memory(batch)  # type: ignore[no-untyped-call]
