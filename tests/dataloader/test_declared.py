@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchLoader
 
 from tests.dataloader.datasets import Plain, same
+from tests.dataloader.leaving import nothing_left
 from tests.pipeline.making import encoded, pixels, write
 from tests.pipeline.test_any_chain import STORED, chains
 from upriver.client.embedded import EmbeddedServer
@@ -164,6 +165,15 @@ def test_an_epoch_whose_processes_have_begun_another_says_so(data: Dataset) -> N
                 raised += 1
         assert raised and next(old, None) is None
         assert same(list(new), list(here))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_thread_process_or_memory_outlives_a_loader(data: Dataset, persistent: bool) -> None:
+    with nothing_left():
+        loader = DataLoader(data, batch_size=5, num_workers=1, persistent_workers=persistent)
+        list(loader)
+        next(iter(loader))
+        del loader
 
 
 STRETCHES = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +25,8 @@ from hypothesis import strategies as st
 from torch.utils.data import SubsetRandomSampler
 
 from tests.dataloader.datasets import STEPS, VICTIM, same
+from tests.dataloader.leaving import nothing_left
+from tests.server.running import wait_for
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
@@ -409,16 +414,62 @@ def test_two_epochs_side_by_side(workers: list[EmbeddedServer], reference: list[
     assert same([[first for first, _ in pairs], [second for _, second in pairs]], reference)
 
 
-def test_no_thread_or_process_outlives_a_loader(workers: list[EmbeddedServer]) -> None:
-    before = {thread.name for thread in threading.enumerate()}
-    loader = DataLoader(named(), batch_size=7, workers=urls(workers), offload="always", num_workers=2)
-    next(iter(loader))
-    list(loader)
-    del loader
-    until = time.monotonic() + 60
-    while {thread.name for thread in threading.enumerate()} - before and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not {thread.name for thread in threading.enumerate()} - before
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("left_early", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+def test_no_thread_process_or_memory_outlives_a_loader(
+    workers: list[EmbeddedServer], persistent: bool, left_early: bool, asks: bool
+) -> None:
+    offload = Offloading(candidate="p2", ratio=0.5)
+    arguments = {"workers": urls(workers), "offload": offload} if asks else {}
+    with nothing_left():
+        loader = DataLoader(
+            named("Noisy"), batch_size=4, num_workers=2, persistent_workers=persistent, **arguments
+        )
+        list(loader)
+        iterator = iter(loader)
+        next(iterator)
+        if not left_early:
+            list(iterator)
+        del loader, iterator
+
+
+INTERRUPTED = """
+import multiprocessing, os, signal, sys
+from upriver.dataloader import DataLoader, dataset, epoch
+
+url, worker, where, num_workers = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+def interrupt(*args):
+    os.kill(os.getpid(), signal.SIGINT)
+
+epoch.Epoch._call_back = interrupt  # nothing comes any more
+data = dataset("tests.dataloader.datasets:Slow", count=600)
+loader = DataLoader(data, batch_size=7, num_workers=num_workers, workers=[url], offload="always")
+for number, batch in enumerate(loader):
+    if number == 0:
+        print(*(each.pid for each in multiprocessing.active_children()), flush=True)
+        os.kill(worker, signal.SIGSTOP)
+        if where == "training":
+            interrupt()
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("where", ["waiting", "training"])
+def test_a_job_that_is_interrupted_ends_also_where_a_worker_hangs(where: str, num_workers: int) -> None:
+    worker = EmbeddedServer.start_worker(ALLOW, workers=1)
+    try:
+        command = [sys.executable, "-c", INTERRUPTED, worker.url, str(worker.pid), where, str(num_workers)]
+        job = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+        worker.close()
+    assert job.returncode == -signal.SIGINT and "KeyboardInterrupt" in job.stderr, job.stderr
+    processes = [int(each) for each in job.stdout.split()]
+    assert len(processes) == num_workers
+    wait_for(lambda: not any(map(psutil.pid_exists, processes)))
+    assert not [each for each in os.listdir("/dev/shm") if set(each.split("_")) & set(job.stdout.split())]
 
 
 def kinds(numbers: list[int]) -> dict[str, Any]:

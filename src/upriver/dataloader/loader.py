@@ -207,7 +207,7 @@ class DataLoader(TorchLoader[Any]):
             timeout_s=self.timeout,
         )
         if elsewhere is not None:
-            closed_with(epoch, elsewhere.close)
+            closed_with(epoch, elsewhere.close, at_exit=True)
         cpu_s = CpuSeconds()
         if self.num_workers:
             processes = self._processes(base)
@@ -495,6 +495,7 @@ class DataLoader(TorchLoader[Any]):
         found = Fed(source, processes) if isinstance(source, Declared) else processes
         if self.persistent_workers:
             self._kept = found
+            closed_with(self, found.halt)
         return found
 
 

@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -25,6 +24,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling, worker
 
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
+from upriver.dataloader.threads import Threads
 from upriver.pipeline.mapstyle import DONE
 
 READERS = 4
@@ -300,7 +300,8 @@ class _Readers:
 
     def __init__(self, source: Source, processes: Running, arrivals: Arrivals) -> None:
         self._source, self._processes, self._arrivals = source, processes, arrivals
-        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="upriver-read")
+        self._threads = Threads(READERS, "upriver-read")
+        self._lock, self._unread = threading.Lock(), dict[int, Task]()
         self._over = False
 
     def give(self, task: Task) -> None:
@@ -310,7 +311,9 @@ class _Readers:
         elif self._over:
             self._processes.give(task)  # which have an answer to that
         else:
-            self._threads.submit(self._read, task)
+            with self._lock:
+                self._unread[task.number] = task
+            self._threads.submit(partial(self._read, task))
 
     def let_go(self, made: object) -> None:
         """See `Running`."""
@@ -320,12 +323,16 @@ class _Readers:
         """See `Running`. Whatever a thread still reads comes to nobody's processes but this epoch's."""
         self._over = True
         self._processes.halt()
-        self._threads.shutdown(wait=False)
+        self._threads.shutdown()
+        with self._lock:
+            unread, self._unread = self._unread, {}
+        for task in unread.values():
+            self._processes.give(task)
 
     def _read(self, task: Task) -> None:
-        if self._over:
-            self._processes.give(task)
-            return
+        with self._lock:
+            if self._unread.pop(task.number, None) is None:
+                return
         read = self._source.positions[1]
         try:
             values = self._source.make_all(

@@ -1,4 +1,4 @@
-"""Batches in pinned memory, as PyTorch's loader gives them: copied by who gets them, as training goes on."""
+"""Batches in pinned memory, as PyTorch's loader gives them, copied by the threads that get them."""
 
 from __future__ import annotations
 

@@ -7,14 +7,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from upriver.client.transport import AnswerClosed, RunAnswer
 from upriver.dataloader.asked import Asked
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
+from upriver.dataloader.threads import Threads
 from upriver.dataloader.worker import LATE_S, Worker, deal, usual_s
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
@@ -115,7 +116,7 @@ class Workers:
         self._held: dict[int, Held] = {}
         self._proving: set[Worker] = set()
         self._under_way: Counter[str] = Counter()
-        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="upriver-worker")
+        self._threads = Threads(MOST_THREADS, "upriver-worker")
 
     @property
     def slots(self) -> int:
@@ -173,7 +174,7 @@ class Workers:
                 worker.proving_s = None
         for answer in answers:
             answer.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
     # --------------------------------------------------------------------------------------- proving
 
@@ -203,7 +204,7 @@ class Workers:
             ):
                 worker.proving_s = now
                 self._proving.add(worker)
-                self._threads.submit(self._prove, worker, self._canary)
+                self._threads.submit(partial(self._prove, worker, self._canary))
 
     def _prove(self, worker: Worker, canary: Canary) -> None:
         """Whether it makes the same bits."""
@@ -267,7 +268,7 @@ class Workers:
                 tasks = self._under_way[worker.url]
                 worker.given(now, samples=len(task.samples), tasks=tasks)
                 held = self._held[task.number] = Held(worker, task, now, tasks)
-                self._threads.submit(self._ask, held, raw)
+                self._threads.submit(partial(self._ask, held, raw))
         return []
 
     def _is_late(self, held: Held, now: float, usual_s: float) -> bool:
