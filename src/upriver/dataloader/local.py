@@ -470,7 +470,10 @@ def _told_by_waiting(processes: Any) -> None:
 def _killed(processes: Any) -> str:
     """By which signals some of them were, in words."""
     workers = getattr(processes, "_workers", ())
-    wait([each.sentinel for each in workers], DYING_S)
+    ended = wait([each.sentinel for each in workers], DYING_S)
+    for each in workers:
+        if each.sentinel in ended:
+            each.join(DYING_S)
     codes = {each.exitcode for each in workers}
     names = sorted(signal.Signals(-code).name for code in codes if code is not None and code < 0)
     full = f"; {SHARED_MEMORY} may be full" if "SIGBUS" in names else ""
