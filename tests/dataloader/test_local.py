@@ -20,7 +20,8 @@ from torch.utils.data import default_collate, get_worker_info
 
 from tests.server.running import wait_for
 from upriver.dataloader import DataLoader, dataset, local
-from upriver.dataloader.local import MAKES_WAY, Maker, Processes
+from upriver.dataloader.inner import MAKES_WAY
+from upriver.dataloader.local import Maker, Processes
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
 

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import wait
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import get_worker_info
-from torch.utils.data._utils import signal_handling, worker
 
+from upriver.dataloader.inner import begin, killed, raised, told_by_waiting, wrapped
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.dataloader.threads import Threads
 from upriver.pipeline.mapstyle import DONE
@@ -30,18 +25,11 @@ from upriver.pipeline.mapstyle import DONE
 READERS = 4
 """Threads that read at once, each the samples of one task."""
 
-MAKES_WAY = 10
-"""By so much loader processes are nicer than the training process, which has work of its own for a moment in
-each step; behind their turns an accelerator would wait for it."""
-
 MOST_HANDED = 2
 """Batches that are kept for another thread to let go of."""
 
 SHARED_MEMORY, ROOM_BYTES = "/dev/shm", 2**28
 """Where loader processes put what they make. A batch more is kept there only where there is so much room."""
-
-DYING_S = 1.0
-"""A process whose connections have broken off may be there for a moment more."""
 
 IDLE = Task(number=-1, epoch=0, batch=0, indices=(), samples=(), whole=False)
 """Nothing to do: a loader process that got no task at all would be ended."""
@@ -140,7 +128,7 @@ class Tasks(TorchDataset[Made]):
         try:
             return Made(task.number, self._maker.make(task))
         except Exception:
-            return Made(task.number, failed=_wrapped())
+            return Made(task.number, failed=wrapped())
 
 
 class ProcessesEnded(RuntimeError):
@@ -206,7 +194,7 @@ class Processes:
 
     def __init__(self, maker: Maker, *, base_seed: int = 0, **arguments: Any) -> None:
         self._waiting = Waiting()
-        arguments["worker_init_fn"] = partial(_begin, arguments.get("worker_init_fn"), base_seed)
+        arguments["worker_init_fn"] = partial(begin, arguments.get("worker_init_fn"), base_seed)
         arguments["generator"] = torch.Generator()  # of which nothing is used, or the shared one would go on
         with warnings.catch_warnings():  # of arguments the user's own loader has warned already
             warnings.simplefilter("ignore")
@@ -226,7 +214,7 @@ class Processes:
             self._waiting.add(task)
         try:
             processes = iter(self._loader)
-            _told_by_waiting(processes)
+            told_by_waiting(processes)
         except Exception:
             self._forget()
             raise
@@ -411,7 +399,7 @@ class _Forward(threading.Thread):
                 arrival = self._next()
             except Exception as error:
                 self.failed = True
-                self._end(f"{str(error) or type(error).__name__}{_killed(self._source)}")
+                self._end(f"{str(error) or type(error).__name__}{killed(self._source)}")
             else:
                 self._hand_on(arrival)
                 del arrival
@@ -431,7 +419,7 @@ class _Forward(threading.Thread):
             made = next(self._source)
         if made.failed is None:
             return Arrival(made.number, made.value)
-        return Arrival(made.number, error=_raised(made.failed), final=True)
+        return Arrival(made.number, error=raised(made.failed), final=True)
 
     def _hand_on(self, arrival: Arrival | None) -> None:
         if arrival is None:
@@ -457,38 +445,6 @@ class _Forward(threading.Thread):
         return Arrival(task, error=ProcessesEnded(self._ended), final=True)
 
 
-def _told_by_waiting(processes: Any) -> None:
-    """PyTorch's handler raises in the thread that trains, in whatever line that is, when a process dies.
-
-    Whoever waits for the process is told, too, and an epoch that is interrupted anywhere may lose a batch.
-    """
-    if processes._worker_pids_set:
-        signal_handling._remove_worker_pids(id(processes))  # type: ignore[attr-defined]
-        processes._worker_pids_set = False
-
-
-def _killed(processes: Any) -> str:
-    """By which signals some of them were, in words."""
-    workers = getattr(processes, "_workers", ())
-    ended = wait([each.sentinel for each in workers], DYING_S)
-    for each in workers:
-        if each.sentinel in ended:
-            each.join(DYING_S)
-    codes = {each.exitcode for each in workers}
-    names = sorted(signal.Signals(-code).name for code in codes if code is not None and code < 0)
-    full = f"; {SHARED_MEMORY} may be full" if "SIGBUS" in names else ""
-    return f", killed by {' and '.join(names)}{full}" if names else ""
-
-
-def _raised(failed: ExceptionWrapper) -> Exception:
-    """What PyTorch's loader raises for it."""
-    try:
-        failed.reraise()  # type: ignore[no-untyped-call]
-    except Exception as error:
-        return error
-    raise AssertionError("it was raised")
-
-
 def _has_room() -> bool:
     """Whether shared memory is far from full."""
     try:
@@ -496,38 +452,6 @@ def _has_room() -> bool:
     except (AttributeError, OSError):  # another system
         return False
     return room.f_bavail * room.f_frsize >= ROOM_BYTES
-
-
-def _begin(worker_init_fn: Callable[[int], object] | None, base_seed: int, number: int) -> None:
-    """What a loader process does first: to the user's code it is one of PyTorch's."""
-    if hasattr(os, "nice"):
-        os.nice(MAKES_WAY)
-    info = _info()
-    tasks, seed = info.dataset, base_seed + number
-    worker._worker_info = replace(info, dataset=tasks.dataset, seed=seed)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    np.random.seed(worker._generate_state(base_seed, number))  # type: ignore[no-untyped-call]
-    if worker_init_fn is None:
-        return
-    try:
-        worker_init_fn(number)
-    except Exception:
-        tasks.begun_with = _wrapped()
-
-
-def _wrapped() -> ExceptionWrapper:
-    """What is being raised in a loader process, as PyTorch sends it."""
-    where = f"in DataLoader worker process {_info().id}"
-    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
-
-
-def _info() -> Any:
-    """Of this loader process."""
-    info = get_worker_info()
-    if info is None:
-        raise RuntimeError("this is no loader process")
-    return info
 
 
 def _as_it_is(value: Any) -> Any:
