@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dataloader.world import BATCH, World
+from tests.dataloader.world import BATCH, World, part
 from upriver.dataloader.auto import LEAST_STEPS, PREPARED, SKIPPED, Measured, Steps, num_bytes
 from upriver.dataloader.tasks import Task
 
@@ -197,3 +197,20 @@ def test_what_workers_add_is_enough_when_it_is_known_as_exactly_as_what_there_is
 def test_bytes_of_a_batch():
     batch = {"x": torch.zeros(3, 4), "more": [torch.zeros(2, dtype=torch.uint8), ("abc", 5, None)]}
     assert num_bytes(batch) == 48 + 2 + 3
+
+
+def test_an_epoch_whose_measuring_was_interrupted_has_all_of_its_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, measured = World(here=0.1, there=0.05, step=0.1), Measured()
+    epoch = world.epoch(40, part(None), hold=True)
+    batches = world.auto_of(epoch, measured, candidates=("p2",))
+
+    def interrupted(count: int) -> int:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(epoch, "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert len(world.train(batches)) == 40 and measured.decision is None
