@@ -140,9 +140,12 @@ def test_a_request_is_known_to_be_under_way(hedge_s: float | None, between: Prox
             busy.append(uplink.busy_since_s < math.inf)
             between.forward(exchange)
 
+        def asked() -> list[bool]:
+            answer(x)
+            return busy
+
         between.instead = look
-        answer(x)
-        wait_for(lambda: busy)
+        wait_for(asked)  # beside the device a request may have nothing left to send
         assert all(busy) or hedge_s == 0.0, "there the device may have been first"
         assert uplink.busy_since_s == math.inf
         answer.warm()

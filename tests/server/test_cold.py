@@ -29,11 +29,11 @@ from tests.store.gated_server import GatedServer
 from upriver.coldstart import layout
 from upriver.coldstart.programs import find, publish
 from upriver.coldstart.stream import StreamLimits
-from upriver.errors import Damaged, ProgramError, UpriverError
+from upriver.errors import ConfigError, Damaged, ProgramError, UpriverError
 from upriver.program import Program, weights_path
 from upriver.program.capture import capture
 from upriver.protocol import RunRequest, error_from, program_head
-from upriver.server import Server, ServerConfig, costs
+from upriver.server import Server, ServerConfig, cold, costs
 from upriver.server.cold import ColdFile
 from upriver.server.memory import FillingFile, map_privately
 from upriver.server.scale import MOST_RUNS, runs_of
@@ -411,6 +411,30 @@ def test_whatever_is_asked_for_in_whatever_order_comes_to_its_place(data: st.Dat
             assert view == file
         cold.cancel()
         await asyncio.to_thread(cold.join)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("error", [ConfigError("no such group"), RuntimeError("can't start new thread")])
+def test_what_cannot_be_asked_for_is_an_error_of_all_who_wait(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = wide()
+    store = Store.open("memory://cold")
+    publish(program, store)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    async def go() -> None:
+        file = cold_file(store, program, StreamLimits(), [])
+        monkeypatch.setattr(cold, "grouped", fail)
+        file.ask([1])
+        for waiting in (file.ready([1], [1], within_s=0.0), file.over(), file.checked()):
+            with pytest.raises(UpriverError, match=str(error)):
+                await waiting
+        file.cancel()
+        await asyncio.to_thread(file.join)
 
     asyncio.run(go())
 

@@ -210,8 +210,12 @@ class ColdFile:
             numbers = set(range(len(self._tensors))) - self._asked
         if numbers and not self._arrivals.over:
             self._asked |= numbers
-            self._part = _Part(self, sorted(numbers))
-            self._part.stream.start()
+            try:
+                self._part = _Part(self, sorted(numbers))
+                self._part.stream.start()
+            except (UpriverError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                self._part = None
+                self.failed(UpriverError(f"{self._found.source.path} cannot be read: {error_text(error)}"))
 
     def _part_is_here(self) -> None:
         self._next()
