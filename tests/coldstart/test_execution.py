@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import random
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ COUNTED = {
 
 
 def new_store() -> Store:
-    return Store.open(f"memory://execution-{random.getrandbits(60)}")
+    return Store.open(f"memory://execution-{uuid.uuid4().hex}")
 
 
 # ---------------------------------------------------------------------------------------- counting

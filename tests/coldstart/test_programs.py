@@ -10,6 +10,7 @@ import json
 import random
 import threading
 import time
+import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,7 +124,7 @@ def whole(name: str) -> Program:
 
 
 def new_store() -> Store:
-    return Store.open(f"memory://programs-{random.getrandbits(60)}")
+    return Store.open(f"memory://programs-{uuid.uuid4().hex}")
 
 
 def published(name: str) -> tuple[Store, Program, Tensors]:
