@@ -13,7 +13,7 @@ from tests.dataloader.world import World
 from upriver.dataloader.auto import Measured
 from upriver.dataloader.epoch import Waits
 from upriver.dataloader.rivals import MORE_TURNS, NEAR, TURNS, Rivals
-from upriver.dataloader.steer import Step, Window
+from upriver.dataloader.steer import Steering, Step, Window
 from upriver.policies import OFFLOAD_POLICIES, Offload
 from upriver.policies.pipeline import highest
 from upriver.profile.metrics import Candidate, Metrics
@@ -37,11 +37,13 @@ def rivals(policy: str = "upriver", **rthp: float) -> Rivals | None:
     return Rivals.of(OFFLOAD_POLICIES[policy], found, OFFLOAD_POLICIES[policy].decide(found))
 
 
-def window(mb: float) -> Window:
-    """16 batches of 4, half of them made elsewhere."""
+def window(mb: float, *, elsewhere_s: float = 0.0, given: int = 32) -> Window:
+    """16 batches of 4, half of them made elsewhere, or as many as are given."""
     found = Window()
     for number in range(16):
-        waits = Waits(samples=4, given=4 * (number % 2))
+        there = min(4, given) if number % 2 else 0
+        given -= there
+        waits = Waits(samples=4, given=there, elsewhere_s=elsewhere_s)
         found.add(Step(waited_s=0.5, consumed_s=0.5, nbytes=int(mb * 1e6), waits=waits))
     return found
 
@@ -109,7 +111,8 @@ def test_whoever_gives_clearly_more_at_the_median_is_taken_else_who_costs_less(
 
 
 def test_of_equals_in_all_the_one_that_was_decided_for_is_taken() -> None:
-    found = Rivals(1.0, {"p2": 10.0, "p1": 10.0}, {"p1": 0.1, "p2": 0.1})
+    steered = {name: Steering(0.5, here=1.0, elsewhere=1.0) for name in ("p1", "p2")}
+    found = Rivals(1.0, {"p2": 10.0, "p1": 10.0}, {"p1": 0.1, "p2": 0.1}, steered)
     turns(found, p1=[10.0] * MORE_TURNS, p2=[10.0] * MORE_TURNS)
     assert found.best == "p2"
 
@@ -140,6 +143,7 @@ def test_promises_become_what_turns_have_shown(given_mb: dict[str, float]) -> No
         before.lthp,
         {name: promises.get(name, before.lthp) for name in given_mb},
         {each.name: each.ocycle for each in before.candidates},
+        {},
     )
     for name, mb in given_mb.items():
         found.seen[name].extend([mb] * TURNS)
@@ -165,6 +169,63 @@ def test_a_job_in_which_workers_turn_out_to_be_of_no_use_offloads_nothing() -> N
     again.ocycles = measured.ocycles
     again.decide(OURS, 1.1, ["p1"])
     assert again.decision is not None and not again.decision.offload
+
+
+def decided(**rthp: float) -> Measured:
+    """That has rivals now."""
+    found = Measured(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, spent=1)
+    found.rthp, found.ocycles = dict(rthp), dict.fromkeys(rthp, 0.1)
+    found.decide(OURS, 1.1, list(rthp))
+    assert found.rivals is not None
+    return found
+
+
+def test_what_one_waits_for_is_nothing_to_the_ratio_of_another() -> None:
+    measured = decided(p1=150.0, p2=120.0)
+    found, ratios = measured.rivals, dict[str, list[float]]()
+    assert found is not None
+    while (name := found.next) is not None:
+        assert measured.in_force == name and measured.ratio == found.ratio(name)
+        ratios.setdefault(name, []).append(measured.ratio)
+        found.add(name, window(10.0) if name == "p1" else window(5.0, elsewhere_s=0.9))
+    own = [OURS.decide(metrics(**{name: rthp})).ratio for name, rthp in (("p1", 150.0), ("p2", 120.0))]
+    assert ratios["p1"] == [own[0]] * TURNS, "the ratio at which it promises the most"
+    assert ratios["p2"][0] == own[1] and ratios["p2"][-1] < ratios["p2"][0] / 2
+    measured.settle(found)
+    assert measured.in_force == "p1" and measured.ratio == own[0]
+    for _ in range(3):
+        ratio = measured.steer(window(10.0, elsewhere_s=0.9))
+    assert ratio == measured.ratio < own[0], "and from there it is steered on"
+
+
+def test_one_that_is_steered_to_nothing_has_no_further_turn() -> None:
+    measured = decided(p1=150.0, p2=120.0)
+    found = measured.rivals
+    assert found is not None
+    found.steered["p2"].ratio = 0.002
+    order = []
+    while (name := found.next) is not None:
+        order.append(name)
+        found.add(name, window(10.0) if name == "p1" else window(10.0, elsewhere_s=0.9, given=1))
+    assert order == ["p1", "p2"] + ["p1"] * (TURNS - 1) and found.useless == ["p2"]
+    assert "p1 is taken (p1 10 MB/s; p2 was of no use)" in found.told()
+    measured.settle(found)
+    assert measured.in_force == "p1" and measured.rthp["p1"] > 0 == measured.rthp["p2"]
+
+
+def test_where_all_are_steered_to_nothing_nothing_is_offloaded() -> None:
+    measured = decided(p1=150.0, p2=120.0)
+    found = measured.rivals
+    assert found is not None
+    for name in ("p1", "p2"):
+        assert found.next == name
+        found.steered[name].ratio = 0.002
+        found.add(name, window(10.0, elsewhere_s=0.9, given=1))
+    assert found.next is None and measured.ratio > 0, "of what was decided before"
+    measured.settle(found)
+    assert measured.settled and measured.in_force is None and not measured.ratio
+    assert measured.decision is not None and not measured.decision.offload
+    assert "nothing is offloaded (p1 was of no use; p2 was of no use)" in measured.decision.why
 
 
 def test_a_job_takes_the_better_one_and_another_job_goes_by_it() -> None:

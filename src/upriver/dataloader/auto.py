@@ -211,6 +211,13 @@ class Measured:
             return self.rivals.next or None
         return None if self.decision is None else self.decision.candidate
 
+    @property
+    def ratio(self) -> float:
+        """For what share of the samples."""
+        if self.rivals is not None and (name := self.rivals.next) is not None:
+            return self.rivals.ratio(name)
+        return 0.0 if self.decision is None else self.decision.ratio
+
     def forget(self) -> None:
         """All figures, to be measured anew; what was decided holds until there is another decision."""
         self.gthp = self.lthp = self.pcycle = self.pseconds = None
@@ -251,8 +258,10 @@ class Measured:
             kept.steering = None
             self.decision = replace(decision, offload=False, candidate=None, ratio=0.0, why=kept.why)
         else:
-            self.decision = replace(decision, candidate=best, why=kept.why)
+            kept.steering = rivals.steered[best]
+            self.decision = replace(decision, candidate=best, ratio=rivals.ratio(best), why=kept.why)
         self.rivals = None
+        self.rthp |= dict.fromkeys(rivals.useless, 0.0)
         self.rthp |= {name: rivals.factor(name) * self.rthp[name] for name in rivals.seen if name != HERE}
         promised = rivals.throughput(best)
         kept.watch.expect(promised=promised, waited=1 - promised / _positive(self.gthp))
@@ -472,12 +481,11 @@ class _Course:
         """
         self.epoch.hold = False
         while (name := rivals.next) is not None:
-            assert self.found.decision is not None
             size, skip = WINDOW, max(SKIPPED, planned_before)
             if name == HERE:
                 self.epoch.split = AllHere()
             else:
-                part = self.part(name, self.found.decision.ratio)
+                part = self.part(name, rivals.ratio(name))
                 self.epoch.split, size = self._evened(part), window_of(part.ratio, whole=part.stretch.whole)
                 skip += settling(part.ratio, whole=part.stretch.whole)  # else the others' turns tell of it
             rivals.window = rivals.window or Window()
@@ -488,12 +496,8 @@ class _Course:
                     skip -= 1
                 elif step is not None:
                     rivals.window.add(step)
-            window = rivals.window
-            rivals.add(name, window)
+            rivals.add(name, rivals.window)
             planned_before = self.epoch.planned
-            if not self.found.steer(window):  # nobody is needed, whoever it were
-                self.found.rivals = None
-                return
         self.found.settle(rivals)
         self.on_decided()
 

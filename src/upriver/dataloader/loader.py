@@ -347,10 +347,8 @@ class DataLoader(TorchLoader[Any]):
             return self._offload
         if self._offload == "always":
             return Offloading(candidate=self._hired.candidates[-1])
-        decision, candidate = self._measured.decision, self._measured.in_force
-        if decision is None or candidate is None:
-            return None
-        return Offloading(candidate=candidate, ratio=decision.ratio)
+        candidate = self._measured.in_force
+        return None if candidate is None else Offloading(candidate=candidate, ratio=self._measured.ratio)
 
     @property
     def decided(self) -> bool:

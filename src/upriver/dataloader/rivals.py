@@ -2,9 +2,10 @@
 
 What is measured of one candidate after another is not of one moment. Where machines are shared, a third of
 their speed comes and goes meanwhile, and whichever candidate had luck would be taken. In turns all see the
-same; every batch is handed out, at about the throughput that was promised. What a batch made elsewhere still
-costs the training node (Ocycle) is known better than throughputs are: it decides between those that turns do
-not tell apart.
+same; every batch is handed out, at about the throughput that was promised. Each has a ratio of its own,
+steered by its own turns: that the workers of one wait for a slow disk is nothing to another. What a batch
+made elsewhere still costs the training node (Ocycle) is known better than throughputs are: it decides between
+those that turns do not tell apart.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from upriver.dataloader.steer import Window
+from upriver.dataloader.steer import Steering, Window
 from upriver.policies import Offload, OffloadPolicy
 from upriver.profile.metrics import Metrics
 
@@ -41,16 +42,20 @@ class Rivals:
         alone: MB/s with nothing offloaded, as it was measured before.
         promises: MB/s that each one promises; of equals in all the first is taken.
         ocycles: CPU seconds that a batch which is made elsewhere costs the training node.
+        steered: The ratio of each one but nothing.
 
     Attributes:
         seen: MB/s of each one's turns.
+        useless: Who was steered to nothing, and has no further turn.
         window: The turn that is not over.
     """
 
     alone: float
     promises: Mapping[str, float]
     ocycles: Mapping[str, float]
-    seen: Mapping[str, list[float]] = field(init=False)
+    steered: Mapping[str, Steering]
+    seen: dict[str, list[float]] = field(init=False)
+    useless: list[str] = field(default_factory=list)
     window: Window | None = None
 
     def __post_init__(self) -> None:
@@ -63,15 +68,24 @@ class Rivals:
             return None
         alone = min(metrics.gthp, metrics.lthp)
         promises = {HERE: alone, decision.candidate: 0.0}
-        promises |= {each.name: _promise(policy, metrics, each.name) for each in metrics.candidates}
+        steered = dict[str, Steering]()
+        for each in metrics.candidates:
+            by_itself = replace(metrics, candidates=(each,))
+            found = policy.decide(by_itself)
+            promises[each.name] = policy.promise(by_itself, found)
+            # Who promises nothing is tried at the ratio of the one that promises the most.
+            ratio = found.ratio or decision.ratio
+            steered[each.name] = Steering(ratio, here=metrics.lthp, elsewhere=each.rthp)
         least = NEAR * max(promises.values())
         near = {name: promised for name, promised in promises.items() if promised >= least}
         ocycles = {each.name: each.ocycle for each in metrics.candidates}
-        return cls(alone, near, ocycles) if len(near) > 1 else None
+        return cls(alone, near, ocycles, steered) if len(near) > 1 else None
 
     @property
     def next(self) -> str | None:
         """Whose turn it is; None once all have had theirs, or one is far ahead."""
+        if not self.seen.keys() - {HERE}:
+            return None
         name = min(self.seen, key=self._turns)
         if self._turns(name) < TURNS:
             return name
@@ -83,10 +97,17 @@ class Rivals:
         """One's turn is over."""
         self.seen[name].append(window.throughput)
         self.window = None
+        if name != HERE and not self.steered[name].turn(window):
+            del self.seen[name]
+            self.useless.append(name)
+
+    def ratio(self, name: str) -> float:
+        """Of one, as it is steered."""
+        return 0.0 if name == HERE else self.steered[name].ratio
 
     def throughput(self, name: str) -> float:
-        """MB/s of one, the median of its turns."""
-        return median(self.seen[name])
+        """MB/s of one, the median of its turns; of nothing as it was measured before, where it had none."""
+        return median(self.seen.get(name) or [self.alone])
 
     @property
     def best(self) -> str:
@@ -95,8 +116,8 @@ class Rivals:
         Nobody, unless one gives clearly more than that: what others make is not free, on their machines and
         on the link, and the first batches of an epoch, when nothing is made ahead yet, are later for it.
         """
-        most = max(map(self.throughput, self.seen))
-        if HERE in self.seen and most <= (1 + SAME) * self.throughput(HERE):
+        most = max(map(self.throughput, self.seen), default=0.0)
+        if not self.seen or (HERE in self.seen and most <= (1 + SAME) * self.throughput(HERE)):
             return HERE
         return min(self._with(1 - SAME), key=self.ocycles.__getitem__)
 
@@ -117,7 +138,8 @@ class Rivals:
         best = f"{self.best} is taken" if self.best else "nothing is offloaded"
         if self.best and len(self._with(1 - SAME)) > 1:
             best += ", which costs the least here of those that give as much"
-        return f"of those that promise about as much, tried in turns, {best} ({each} MB/s)"
+        found = "; ".join(filter(None, [f"{each} MB/s" if each else "", *map(_useless, self.useless)]))
+        return f"of those that promise about as much, tried in turns, {best} ({found})"
 
     def _turns(self, name: str) -> int:
         return len(self.seen[name])
@@ -128,8 +150,5 @@ class Rivals:
         return [name for name in self.seen if self.throughput(name) >= share * most]
 
 
-def _promise(policy: OffloadPolicy, metrics: Metrics, name: str) -> float:
-    """MB/s that one promises at its own best ratio."""
-    alone = replace(metrics, candidates=tuple(each for each in metrics.candidates if each.name == name))
-    assert policy.promise is not None
-    return policy.promise(alone, policy.decide(alone))
+def _useless(name: str) -> str:
+    return f"{name} was of no use"
