@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from upriver.client.inference.decide import ESTIMATES, Choice, Now, Rule, choose, likely
+from upriver.client.inference.decide import ESTIMATES, Choice, Now, Rule, choose, kept_away, likely
 from upriver.errors import ConfigError
 from upriver.latency import LatencyModel, Sums, last_of_least
 from upriver.policies import inference, loadpart
@@ -148,6 +149,26 @@ def test_of_several_servers_the_one_with_the_least_seconds_is_asked(seed: int) -
     assert found.seconds == pytest.approx(min(seconds))
     if found.server is not None:
         assert by_hand(profiles[found.server], found.cut, states[found.server]) == pytest.approx(min(seconds))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_request_is_kept_away_from_servers_that_would_be_asked_if_they_were_free(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, states = drawn(rng, rng.randint(1, 6)), [now_of(rng) for _ in range(2)]
+    sums, stages = sums_of(profile), len(profile.stages)
+    local = sum(stage.seconds["compute"][1] for stage in profile.stages)
+    offers = [(sums, states[0]), (sums, states[1]), (sums, None)]
+    for deadline_s in (4.5, math.inf):
+        choice = choose(Rule(), local, stages, offers, deadline_s=deadline_s)
+        away = []
+        for server, now in enumerate(states):
+            free = replace(now, load=1.0, wait_s=0.0)
+            least = min(by_hand(profile, cut, free) for cut in range(stages))
+            if free != now and server != choice.server and least < min(choice.seconds, deadline_s) - 1e-9:
+                away.append(server)
+        assert kept_away(Rule(), choice, offers, deadline_s=deadline_s) == away
+        for rule in (Rule(policy="loadpart"), Rule(policy="local"), Rule(cut=0)):
+            assert kept_away(rule, choice, offers) == []
 
 
 def flat(stages: int) -> Sums:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -347,6 +348,32 @@ def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: T
     costs = far._costs[wide.program.digest]
     far._costs[wide.program.digest] = replace(costs, handling=Handling(front_s=1.0))
     assert probes_beside(far, there, wide, 0, took_s=0.1) >= 9, "it took less than the front is known to"
+
+
+def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, networks[0])
+    turn(far)
+    there.did.clear()
+    far._probed_at = math.inf  # it is about the load
+    assert turn(far) == 10.0
+    far._wake.clear()
+    for _ in range(3):
+        far.seek()
+        assert far._wake.is_set(), "its thread sleeps for longer than that"
+        assert turn(far) == 1.0 and there.did == []
+        there.now_s += 0.75
+        far.seek()
+        assert turn(far) == 0.25
+        there.now_s += 0.25
+        assert turn(far) == 10.0 and there.did == ["load"], "once, until the next request is kept away"
+        there.did.clear()
+        far._wake.clear()
+    far.seek()
+    far.answered(networks[0], 0, finished())
+    far._probed_at = math.inf
+    assert turn(far) == 10.0, "it has told by itself"
 
 
 def test_a_probe_waits_for_a_request_that_is_under_way(

@@ -261,6 +261,22 @@ def test_a_thread_asks_for_what_no_request_brings(server: Running) -> None:
         assert answer.why.count("Not asked") == 0
 
 
+def test_a_server_that_requests_are_kept_away_from_is_asked_whether_it_is_free(
+    server: Running, slow_device: None
+) -> None:
+    model, x = chain(), torch.randn(100, 64)
+    with upriver.offload(model, example_inputs=x, servers=[server.url], probe_s=3600.0, load_s=5.0) as answer:
+        far = far_of(answer)
+        tell_link(answer, 1e9)
+        tell_load(answer, 1.0, wait_s=1e6)
+        heard = far._heard_at
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.cut == 7 and not answer.last.why_not
+        assert far._sought or far._heard_at > heard
+        wait_for(lambda: far._heard_at > heard)
+        assert far._wait_s < 1e6 and answer.decide().server == server.url
+
+
 # ---------------------------------------------------------------------------------------- programs
 
 

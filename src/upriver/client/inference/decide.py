@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -174,6 +174,29 @@ def choose(
     if best.server is None:
         return Choice(cut=num_stages, server=None, seconds=device_s)
     return best
+
+
+def kept_away(
+    rule: Rule, choice: Choice, offers: Sequence[tuple[Sums, Now | None]], *, deadline_s: float = np.inf
+) -> list[int]:
+    """Servers that would be faster than what was chosen if they were free; only our own policy looks.
+
+    Args:
+        rule: How the request is cut.
+        choice: What `choose` has made of the same offers and deadline.
+        offers: As there.
+        deadline_s: As there.
+    """
+    if rule.policy != DEFAULT_POLICY or rule.cut is not None:
+        return []
+    found = []
+    for server, (sums, now) in enumerate(offers):
+        if server == choice.server or now is None or (now.load == 1 and not now.wait_s):
+            continue
+        seconds = _inference(sums, replace(now, load=1.0, wait_s=0.0))[:-1]
+        if seconds.size and seconds.min() < min(choice.seconds, deadline_s):
+            found.append(server)
+    return found
 
 
 def likely(rule: Rule, sums: Sums, *, most: int) -> tuple[int, ...]:

@@ -39,6 +39,10 @@ log = logging.getLogger("upriver")
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """For how long a server that has failed, or refused a network, is left alone, the first time and at most."""
 
+SOONER = 0.1
+"""Of the time between two questions for its load, for a server that is left alone because of that while
+requests come: no answer tells then that it is free again."""
+
 OF_ONE = (ProgramNotFound, Forbidden)
 """Said of one program where a server is to be let in: it may have others, or be sent them by others."""
 
@@ -51,7 +55,8 @@ class Terms:
         push: Whether one that has not the program is sent it.
         exact: Whether its bits must be the device's.
         probe_s: Between two probes of the link (5 s: LoADPart, section V-A).
-        load_s: Between two questions for its load (10 s: likewise).
+        load_s: Between two questions for its load (10 s: likewise); a tenth of it while requests come that
+            are kept away by that.
         window: Transfers that the link is judged by.
     """
 
@@ -99,6 +104,7 @@ class Far:
         self._provisional: set[str] = set()
         self._load, self._wait_s = 1.0, 0.0
         self._probed_at = self._heard_at = -math.inf
+        self._sought = False
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
         self._rest = Rest(self._backoff)
         self._closed, self._wake = False, threading.Event()
@@ -170,6 +176,12 @@ class Far:
         """A question for what the network gives from a cut on, to the process that was let in."""
         return Exchange(self._client, captured, cut, tensors, process=process)
 
+    def seek(self) -> None:
+        """Have its load asked for soon, as a request was kept away by it."""
+        if not self._sought:
+            self._sought = True
+            self._wake.set()
+
     def under_way(self) -> AbstractContextManager[None]:
         """While a request is: probes are put off, since both would see a part of the link."""
         return self._uplink.in_use()
@@ -191,6 +203,7 @@ class Far:
             now = time.monotonic()
             # Whether it is free again only /v1/load tells.
             self._heard_at = self._heard_at if self._provisional else now
+            self._sought = False
             self._probed_at = now if shown else self._probed_at
             self._rest.answered()
             self._wanted[program.digest].rest.answered()
@@ -285,6 +298,11 @@ class Far:
         return self._probed_at + self._terms.probe_s
 
     @property
+    def _hear_at(self) -> float:
+        load_s = self._terms.load_s
+        return self._heard_at + (SOONER * load_s if self._sought else load_s)
+
+    @property
     def _may_probe(self) -> bool:
         """Whether nothing is under way any more that was when the probe became due.
 
@@ -303,7 +321,7 @@ class Far:
                 self._try(form)
         if self._costs and time.monotonic() >= self._probe_at and self._may_probe:
             self._probe()
-        if self._costs and time.monotonic() >= self._heard_at + self._terms.load_s:
+        if self._costs and time.monotonic() >= self._hear_at:
             self._ask_load()
         with self._lock:
             if self._rest.error is known:  # nor has it failed meanwhile
@@ -314,7 +332,7 @@ class Far:
         """Until there is something to be done."""
         due_s = [form.rest.left_s for digest, form in self._wanted.items() if digest not in self._costs]
         if self._costs:
-            now, hear_at = time.monotonic(), self._heard_at + self._terms.load_s
+            now, hear_at = time.monotonic(), self._hear_at
             waits = now >= self._probe_at and not self._may_probe  # until it is told that a request has ended
             due_s.append(max(0.0, (hear_at if waits else min(self._probe_at, hear_at)) - now))
         return min(due_s)
@@ -369,7 +387,7 @@ class Far:
         load = self._client.load()
         with self._lock:
             self._load, self._wait_s = load.k, load.expected_wait_s
-            self._heard_at = time.monotonic()
+            self._heard_at, self._sought = time.monotonic(), False
             again = sorted(self._provisional & self._costs.keys()) if load.machine < BUSY else []
         for digest in again:
             self._try(self._wanted[digest])

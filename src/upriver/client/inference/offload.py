@@ -19,7 +19,7 @@ from upriver.client.compare import Exact
 from upriver.client.connection import Timeouts
 from upriver.client.discover import is_directory
 from upriver.client.inference.costs import WAYS, Measure, device_seconds
-from upriver.client.inference.decide import DEFAULT_POLICY, ESTIMATES, Rule, choose, likely
+from upriver.client.inference.decide import DEFAULT_POLICY, ESTIMATES, Rule, choose, kept_away, likely
 from upriver.client.inference.decision import Decision
 from upriver.client.inference.far import Far, Terms
 from upriver.client.inference.forms import Forms, Network
@@ -117,13 +117,12 @@ class Offload:
         offered = [(far, costs) for far in self._fars if (costs := far.costs(captured)) is not None]
         states = [far.now(costs) for far, costs in offered]
         sums = [costs.sums for _, costs in offered]
+        offers, deadline_s = list(zip(sums, states, strict=True)), self._patience.deadline_s
         choice = choose(
-            self._rule,
-            network.total_s,
-            captured.program.num_stages,
-            list(zip(sums, states, strict=True)),
-            deadline_s=self._patience.deadline_s,
+            self._rule, network.total_s, captured.program.num_stages, offers, deadline_s=deadline_s
         )
+        for server in kept_away(self._rule, choice, offers, deadline_s=deadline_s):
+            offered[server][0].seek()
         far = None if choice.server is None else offered[choice.server][0]
         shown = choice.server or 0
         missing = self._fars if len(offered) < len(self._fars) else ()
@@ -134,7 +133,7 @@ class Offload:
             server=far.url if far is not None else "",
             costs=offered[shown][1] if offered else None,
             now=states[shown] if offered else None,
-            deadline_s=self._patience.deadline_s,
+            deadline_s=deadline_s,
             not_used=tuple(reason for each in missing if (reason := each.why_not(captured))),
         )
         return decision, far
@@ -261,7 +260,8 @@ def offload(
         measure: Whether the device's seconds are predicted, if ``upriver calibrate`` has made models of it,
             or measured; or such models.
         probe_s: Between two probes of the link to a server, where no request has shown it.
-        load_s: Between two questions for its load, likewise.
+        load_s: Between two questions for its load, likewise; a tenth of it where requests would go there if
+            it were free.
         window: Transfers that a link is judged by.
         cached_cuts: Cuts that ``warm()`` prepares at most.
         token: Sent with everything that servers are asked.
