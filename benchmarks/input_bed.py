@@ -62,8 +62,8 @@ class Setting:
     mbit: float | None = None
     disk_mbit: float | None = None
     batch_scale: float = 1.0
-    batches: int = 40
-    repeats: int = 8
+    batches: int = 100
+    repeats: int = 5
     ratios: tuple[float, ...] = TENTHS
     peers: tuple[str, ...] = ()
 

@@ -66,7 +66,7 @@ SETTINGS = (
         Setting(workload=workload, stall=0.6, mbit=SHAPED_MBIT, batch_scale=0.5, peers=peers)
         for workload, peers in (("R", BOTH), ("L", ()), ("T", ()))
     ),
-    Setting(workload="R", stall=0.6, disk_mbit=SLOW_DISK_MBIT, batches=20),
+    Setting(workload="R", stall=0.6, disk_mbit=SLOW_DISK_MBIT, batches=50),
 )
 """Over stalls; over workloads, about as much as they stall in the paper (Figure 7); over a slow link and a
 slow disk. Behind the slow link batches have half the samples, as one takes that many times longer there."""
