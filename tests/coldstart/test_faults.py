@@ -1,0 +1,159 @@
+"""A thousand loads from a store on a bad day: the right answer or a typed error, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.coldstart.networks import NETWORKS, answer
+from tests.store.faulty_server import FaultyServer
+from upriver import coldstart
+from upriver.coldstart.layout import publish
+from upriver.coldstart.model_load import loading
+from upriver.coldstart.stream import StreamLimits
+from upriver.errors import UpriverError
+from upriver.store import Store
+
+FAULTS = ("cut", "reset", "stalled", "silent", "flipped", "short", "changed", "gone", 403, 404, 503)
+BROKEN = ("stalled", "flipped", "short", "reset")
+"""What may come for good."""
+
+GROUPINGS = ("upriver", "pisel", "layer_by_layer")
+NAMES = ("encoder", "bare", "tied")
+RUNS, AT_ONCE, CALLERS = 1000, 4, 3
+WAIT_S = 60.0
+
+
+def connected(server: FaultyServer) -> Store:
+    options = {
+        "endpoint": server.url,
+        "access_key_id": "KEY",
+        "secret_access_key": "SECRET",
+        "max_retries": "1",
+        "read_timeout_s": "0.2",
+    }
+    return Store.open("s3://bucket/p", options=options)
+
+
+class Weights:
+    """Of a model, in a store: each run reads a copy of its own."""
+
+    def __init__(self, name: str, server: FaultyServer, store: Store) -> None:
+        self.build, make = NETWORKS[name]
+        self.arguments = make()
+        torch.manual_seed(31)
+        model = self.build().eval()
+        publish(model.state_dict(), store, f"{name}.safetensors", chunk_bytes=1024)
+        self.right = answer(model, self.arguments)
+        prefix = f"bucket/p/{name}."
+        self._objects = {
+            path.removeprefix(prefix): content
+            for path, content in server.objects.items()
+            if path.startswith(prefix)
+        }
+
+    def put(self, server: FaultyServer, run: str) -> None:
+        with server.lock:
+            server.objects |= {f"bucket/p/{run}.{ending}": body for ending, body in self._objects.items()}
+
+    def is_right(self, found: list[torch.Tensor]) -> bool:
+        return len(found) == len(self.right) and all(map(torch.equal, found, self.right))
+
+
+@pytest.mark.slow
+def test_every_caller_gets_the_right_answer_or_one_typed_error() -> None:
+    with FaultyServer() as server:
+        store = connected(server)
+        known = [Weights(name, server, store) for name in NAMES]
+        one_load(0, server, store, known[0], faults=[])  # what the process needs once for all
+        before = left()
+
+        def run(number: int) -> str:
+            chance = random.Random(number)
+            faults: list[Any] = chance.choices(FAULTS, k=chance.randint(0, 3))
+            if chance.random() < 0.1:
+                faults += [chance.choice(BROKEN)] * 12
+            return one_load(number, server, store, chance.choice(known), faults=faults)
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            ends = Counter(pool.map(run, range(1, RUNS + 1)))
+        server.faults.clear()
+        assert ends.total() == RUNS
+        assert {"right", "store", "cancelled", "object_changed", "not_found"} <= set(ends), ends
+        assert [one_load(-1 - at, server, store, each, faults=[]) for at, each in enumerate(known)] == (
+            ["right"] * len(known)
+        )
+        until_left(before)
+
+
+def one_load(number: int, server: FaultyServer, store: Store, weights: Weights, *, faults: list[Any]) -> str:
+    """Load and ask, from several threads, beside a cancel at times; how it ended, the same for all of them."""
+    chance, run = random.Random(f"load {number}"), f"run-{number}"
+    weights.put(server, run)
+    with server.lock:
+        server.faults += faults
+    limits = StreamLimits(
+        request_bytes=chance.choice((2048, 20_000)), in_flight_bytes=40_000, concurrency=3, timeout_s=0.5
+    )
+    try:
+        model, handle = coldstart.begin(
+            weights.build, run, store=store, grouping=chance.choice(GROUPINGS), limits=limits
+        )
+    except UpriverError as error:
+        return error.code
+    model.eval()
+    cancels = threading.Timer(chance.random() * 0.02, handle.cancel)
+    if number > 0 and chance.random() < 0.15:
+        cancels.start()
+    with ThreadPoolExecutor(CALLERS) as pool:
+        asked = [pool.submit(_asked, model, weights.arguments) for _ in range(CALLERS)]
+    cancels.cancel()
+    if cancels.ident is not None:
+        cancels.join()
+    found = [each.result() for each in asked]
+    assert all(isinstance(each, UpriverError) or weights.is_right(each) for each in found)
+    try:
+        assert handle.wait(WAIT_S)
+    except UpriverError as error:
+        # What was answered before it broke was right; nobody is answered any more.
+        assert {each.code for each in found if isinstance(each, UpriverError)} <= {error.code}
+        later = _asked(model, weights.arguments)
+        assert isinstance(later, UpriverError) and later.code == error.code
+        return error.code
+    assert all(isinstance(each, list) for each in found)
+    assert loading(model) is None
+    assert weights.is_right(answer(model, weights.arguments))
+    return "right"
+
+
+def _asked(model: nn.Module, arguments: Mapping[str, Any]) -> list[torch.Tensor] | UpriverError:
+    try:
+        return answer(model, arguments)
+    except UpriverError as error:
+        return error
+
+
+def left() -> tuple[int, list[str]]:
+    """File descriptors, and our threads."""
+    gc.collect()
+    names = [each.name for each in threading.enumerate() if each.name.startswith("upriver-coldstart")]
+    return len(os.listdir("/proc/self/fd")), names
+
+
+def until_left(before: tuple[int, list[str]]) -> None:
+    """Wait until there are no more of them than there were."""
+    deadline = time.monotonic() + WAIT_S
+    while not ((now := left())[0] <= before[0] and not now[1]):
+        assert time.monotonic() < deadline, (before, now)
+        time.sleep(0.05)
