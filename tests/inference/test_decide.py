@@ -54,6 +54,7 @@ def now_of(rng: random.Random) -> Now:
         download_bytes_per_s=rng.choice([None, 1e6, 2e6]),
         rtt_s=float(rng.randint(0, 2)),
         load=float(rng.randint(1, 3)),
+        slowed=rng.choice([1.0, 1.0, 5.0]),
         wait_s=float(rng.randint(0, 2)),
     )
 
@@ -65,7 +66,7 @@ def cluster_of(now: Now) -> Cluster:
             rtt_s=now.rtt_s,
             download_bytes_per_s=now.download_bytes_per_s,
         ),
-        storage=StorageTier(load=now.load, wait_s=now.wait_s),
+        storage=StorageTier(load=max(now.load, now.slowed), wait_s=now.wait_s),
     )
 
 
@@ -80,7 +81,7 @@ def by_hand(profile: Profile, cut: int, now: Now) -> float:
     if cut == len(stages):
         return seconds
     seconds += profile.cut_bytes(cut) / now.upload_bytes_per_s + now.rtt_s + now.wait_s
-    seconds += now.load * sum(stage.seconds["storage"][1] for stage in stages[cut:])
+    seconds += max(now.load, now.slowed) * sum(stage.seconds["storage"][1] for stage in stages[cut:])
     if now.download_bytes_per_s is not None:
         seconds += stages[-1].out_bytes / now.download_bytes_per_s
     return seconds
@@ -162,7 +163,7 @@ def test_a_request_is_kept_away_from_servers_that_would_be_asked_if_they_were_fr
         choice = choose(Rule(), local, stages, offers, deadline_s=deadline_s)
         away = []
         for server, now in enumerate(states):
-            free = replace(now, load=1.0, wait_s=0.0)
+            free = replace(now, load=1.0, slowed=1.0, wait_s=0.0)
             least = min(by_hand(profile, cut, free) for cut in range(stages))
             if free != now and server != choice.server and least < min(choice.seconds, deadline_s) - 1e-9:
                 away.append(server)

@@ -58,6 +58,7 @@ class There:
         rate: Bytes per second of the way there.
         refuses: By digest what it says to whoever is to be let in with that program.
         down: What it says to all else.
+        machine: How busy it is.
         did: Probes, questions and let-ins, in order.
     """
 
@@ -65,13 +66,14 @@ class There:
     rate: float = 1e6
     refuses: dict[str, UpriverError] = field(default_factory=dict)
     down: UpriverError | None = None
+    machine: float = 0.0
     did: list[str] = field(default_factory=list)
     url: str = "http://there"
     meter: Any = field(default_factory=lambda: SimpleNamespace(observed_bandwidth=lambda: None))
 
     def load(self, **_: Any) -> Any:
         self._do("load")
-        return SimpleNamespace(k=1.0, expected_wait_s=0.0, machine=0.0)
+        return SimpleNamespace(k=1.0, expected_wait_s=0.0, machine=self.machine)
 
     def admit(
         self, _: Any, captured: Captured, device_s: Sequence[float], *, link: LinkWindow, **__: Any
@@ -149,8 +151,9 @@ def turn(far: Far) -> float:
         return 0.0
 
 
-def finished(took_s: float = 0.1) -> Finished:
-    return Finished(tensors=(), timings=Timings(k=2.0, expected_wait_s=0.0), took_s=took_s)
+def finished(took_s: float = 0.1, stages_s: float = 0.0) -> Finished:
+    timings = Timings(k=2.0, expected_wait_s=0.0, stages={1: stages_s / 4, 7: stages_s * 3 / 4})
+    return Finished(tensors=(), timings=timings, took_s=took_s)
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -374,6 +377,44 @@ def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
     far.answered(networks[0], 0, finished())
     far._probed_at = math.inf
     assert turn(far) == 10.0, "it has told by itself"
+
+
+def test_an_answer_that_took_far_longer_than_k_says_counts_at_once(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    captured = networks[0]
+    serve(far, captured)
+    turn(far)
+
+    def known(**answer: float) -> tuple[float, float]:
+        far.answered(captured, 0, finished(**answer))
+        costs = far.costs(captured)
+        assert costs is not None and costs.sums.server_s[0] == pytest.approx(0.007)
+        now = far.now(costs)
+        assert now is not None
+        return now.load, now.slowed
+
+    def still() -> float:
+        costs = far.costs(captured)
+        assert costs is not None and (now := far.now(costs)) is not None
+        return now.slowed
+
+    assert known(stages_s=0.014) == (2.0, 1.0), "as k says"
+    assert known(stages_s=0.029) == (2.0, 1.0), "of 0.1 s that is next to nothing"
+    assert known(stages_s=0.07, took_s=0.1) == (2.0, pytest.approx(10.0))
+    assert known(stages_s=0.014) == (2.0, 1.0), "the next one was as k says"
+    there.machine = 0.95
+    for busy in (True, False):
+        known(stages_s=0.07)
+        far._heard_at = -math.inf
+        there.machine = 0.95 if busy else 0.85
+        turn(far)
+        assert still() == (pytest.approx(10.0) if busy else 1.0)
+    known(stages_s=0.07)
+    there.now_s += 9.9
+    assert still() > 1
+    there.now_s += 0.2
+    assert still() == 1.0
 
 
 def test_a_probe_waits_for_a_request_that_is_under_way(

@@ -17,6 +17,7 @@ import upriver
 from tests.inference.asking import SELDOM, Two, chain, cut_at, far_of, here, proxy, tell_link, tell_load
 from tests.program.nets import Small
 from tests.server.running import Running, running, wait_for
+from upriver.client.inference import far as far_module
 from upriver.client.inference import offload as offload_module
 from upriver.client.inference.decide import Rule
 from upriver.client.inference.offload import Offload
@@ -275,6 +276,30 @@ def test_a_server_that_requests_are_kept_away_from_is_asked_whether_it_is_free(
         assert far._sought or far._heard_at > heard
         wait_for(lambda: far._heard_at > heard)
         assert far._wait_s < 1e6 and answer.decide().server == server.url
+
+
+def test_a_real_answer_tells_of_a_load_that_k_does_not_know(
+    server: Running, slow_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(far_module, "LATE", 1e-6)
+    model, x = chain(), torch.randn(100, 64)
+    with upriver.offload(
+        model, example_inputs=x, servers=[server.url], probe_s=3600.0, load_s=3600.0
+    ) as answer:
+        far = far_of(answer)
+        tell_link(answer, 1e9)
+        for there_s, is_news in ((1e3, False), (1e-9, True)):
+            tell_load(answer, 1.0)
+            far._costs = {
+                digest: replace(costs, server_s=(there_s,) * len(costs.server_s))
+                for digest, costs in far._costs.items()
+            }
+            cut_at(answer, 3)
+            assert torch.equal(answer(x), here(model, x))
+            assert answer.last is not None and answer.last.server == server.url
+            now = answer.decide().now
+            assert now is not None and (now.slowed > 2) == is_news
+            assert ("by the last answer" in answer.why) == is_news
 
 
 # ---------------------------------------------------------------------------------------- programs

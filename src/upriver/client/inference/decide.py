@@ -39,6 +39,7 @@ class Now:
         download_bytes_per_s: None where an answer is free to fetch, as far as anybody knows.
         rtt_s: What a request takes beside its bytes and the work there.
         load: The server's factor k.
+        slowed: The factor of the last request there, where that was much more than k; else 1.
         wait_s: What a request would wait there for others.
     """
 
@@ -46,6 +47,7 @@ class Now:
     download_bytes_per_s: float | None = None
     rtt_s: float = 0.0
     load: float = 1.0
+    slowed: float = 1.0
     wait_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,6 +56,7 @@ class Now:
             BANDWIDTH.check("download_bytes_per_s", self.download_bytes_per_s)
         require_finite("rtt_s", self.rtt_s)
         require_finite("load", self.load, at_least=1.0)
+        require_finite("slowed", self.slowed, at_least=1.0)
         require_finite("wait_s", self.wait_s)
 
 
@@ -65,7 +68,7 @@ def _inference(sums: Sums, now: Now) -> Array:
     return sums.request_s(
         upload=now.upload_bytes_per_s,
         download=now.download_bytes_per_s,
-        load=now.load,
+        load=max(now.load, now.slowed),
         rtt_s=now.rtt_s,
         wait_s=now.wait_s,
     )
@@ -191,9 +194,12 @@ def kept_away(
         return []
     found = []
     for server, (sums, now) in enumerate(offers):
-        if server == choice.server or now is None or (now.load == 1 and not now.wait_s):
+        if server == choice.server or now is None:
             continue
-        seconds = _inference(sums, replace(now, load=1.0, wait_s=0.0))[:-1]
+        free = replace(now, load=1.0, slowed=1.0, wait_s=0.0)
+        if free == now:
+            continue
+        seconds = _inference(sums, free)[:-1]
         if seconds.size and seconds.min() < min(choice.seconds, deadline_s):
             found.append(server)
     return found

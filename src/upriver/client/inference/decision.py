@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from upriver.client.inference.costs import Costs
-from upriver.client.inference.decide import ESTIMATES, Choice, Now, Rule
+from upriver.client.inference.decide import DEFAULT_POLICY, ESTIMATES, Choice, Now, Rule
 from upriver.client.inference.forms import Network
 from upriver.latency import LatencyModel
 from upriver.text import rate_text, seconds_text
@@ -119,6 +119,8 @@ class Decision:
         now = self.now
         text = f", at {rate_text(now.upload_bytes_per_s)}, a round trip of {seconds_text(now.rtt_s)} s"
         text += f", load {now.load:.3g}"
+        if now.slowed > now.load and self.rule.policy == DEFAULT_POLICY:
+            text += f" ({now.slowed:.3g} by the last answer)"
         return text + (f" and a wait of {seconds_text(now.wait_s)} s" if now.wait_s > 0 else "")
 
     def _route(self) -> Route:

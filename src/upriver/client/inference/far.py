@@ -43,6 +43,10 @@ SOONER = 0.1
 """Of the time between two questions for its load, for a server that is left alone because of that while
 requests come: no answer tells then that it is free again."""
 
+SLOWED, LATE = 2.0, 0.1
+"""An answer is news of a load where its stages took so many times what k says, and what is beyond that is so
+much of the request."""
+
 OF_ONE = (ProgramNotFound, Forbidden)
 """Said of one program where a server is to be let in: it may have others, or be sent them by others."""
 
@@ -103,6 +107,7 @@ class Far:
         self._looked_up: set[tuple[str, int]] = set()
         self._provisional: set[str] = set()
         self._load, self._wait_s = 1.0, 0.0
+        self._slowed, self._slowed_until = 1.0, -math.inf
         self._probed_at = self._heard_at = -math.inf
         self._sought = False
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
@@ -169,6 +174,7 @@ class Far:
             download_bytes_per_s=download,
             rtt_s=link.rtt_s + costs.handling.fixed_s(download),
             load=self._load,
+            slowed=self._slowed if time.monotonic() < self._slowed_until else 1.0,
             wait_s=self._wait_s,
         )
 
@@ -189,10 +195,15 @@ class Far:
     def answered(self, captured: Captured, cut: int, finished: Finished) -> None:
         """Take in what an answer shows of the link and of the load.
 
-        The first one from a cut says nothing of the link: the server has looked up what crosses there.
+        The first one from a cut says nothing of the link: the server has looked up what crosses there. k is a
+        median over some seconds; an answer that took much longer there than by it is news of the load, which
+        counts until there is other news, or the machine there is not busy, or ``load_s`` is over.
         """
         program, costs = captured.program, self._costs.get(captured.program.digest)
         shown = False
+        spent_s, alone_s = sum(finished.timings.stages.values()), 0.0
+        if costs is not None:
+            alone_s = float(costs.sums.server_s[cut])
         if costs is not None and (program.digest, cut) in self._looked_up:
             crossing, handling = crossing_bytes(program, cut), costs.handling
             packing_s = (handling.encode_s_per_byte + handling.decode_s_per_byte) * crossing
@@ -201,6 +212,9 @@ class Far:
         with self._lock:
             self._load, self._wait_s = finished.timings.k, finished.timings.expected_wait_s
             now = time.monotonic()
+            self._slowed_until = -math.inf
+            if alone_s > 0 and spent_s - SLOWED * self._load * alone_s > LATE * finished.took_s:
+                self._slowed, self._slowed_until = spent_s / alone_s, now + self._terms.load_s
             # Whether it is free again only /v1/load tells.
             self._heard_at = self._heard_at if self._provisional else now
             self._sought = False
@@ -388,6 +402,8 @@ class Far:
         with self._lock:
             self._load, self._wait_s = load.k, load.expected_wait_s
             self._heard_at, self._sought = time.monotonic(), False
+            if load.machine < BUSY:
+                self._slowed_until = -math.inf
             again = sorted(self._provisional & self._costs.keys()) if load.machine < BUSY else []
         for digest in again:
             self._try(self._wanted[digest])
