@@ -14,7 +14,7 @@ Run ``python benchmarks/load_aware.py`` as root; it may be ended at any moment: 
 a line of ``results/load_aware.jsonl``, and the next start goes on from there. ``--only load`` takes a part,
 ``--only link-alexnet`` a part with one network, ``--minutes 20`` begins no further one after so many,
 ``--list`` says how far all are, ``--quick`` shows in some minutes that it works, ``--write`` only writes
-``results/load_aware.md`` and its pictures from what is there. All of it takes some 50 minutes on two cores.
+``results/load_aware.md`` and its pictures from what is there. All of it takes some 65 minutes on two cores.
 
 The device has the first core and a network namespace, the server the second, its disturbers, and another one.
 """
