@@ -146,9 +146,9 @@ at each rate and load."""
 
 COMPARED_S, LOAD_PHASE_S, LINK_PHASE_S = (60.0, 22.5), 27.0, 13.5
 """Of phases of load and of link with those networks, and of others. All are longer than what a device is told
-of late: LoADPart asks every 5 s, its server looks every 10 s. In the paper the highest load lasts for some 70 s
-(section V-C). The whole has to end within about an hour, and with networks whose requests take seconds a phase
-lasts until everybody has had a turn."""
+of late: LoADPart asks every 5 s, its server looks every 10 s. In the paper the highest load lasts for some
+70 s (section V-C). The whole has to end within about an hour, and with networks whose requests take seconds a
+phase lasts until everybody has had a turn."""
 
 
 def load_setting(network: str, *, seconds: float | None = None, levels: Sequence[str] = LOADS) -> Setting:

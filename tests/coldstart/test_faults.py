@@ -1,4 +1,4 @@
-"""A thousand loads from a store on a bad day: the right answer or a typed error, and nothing is left behind."""
+"""A thousand loads from a store on a bad day: the right answer or a typed error, and nothing is left."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_every_caller_gets_the_right_answer_or_one_typed_error() -> None:
 
 
 def one_load(number: int, server: FaultyServer, store: Store, weights: Weights, *, faults: list[Any]) -> str:
-    """Load and ask, from several threads, beside a cancel at times; how it ended, the same for all of them."""
+    """Load and ask, from several threads, beside a cancel at times; how it ended for all of them."""
     chance, run = random.Random(f"load {number}"), f"run-{number}"
     weights.put(server, run)
     with server.lock:

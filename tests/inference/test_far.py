@@ -396,7 +396,9 @@ def test_an_answer_that_took_far_longer_than_k_says_counts_at_once(
 
     def still() -> float:
         costs = far.costs(captured)
-        assert costs is not None and (now := far.now(costs)) is not None
+        assert costs is not None
+        now = far.now(costs)
+        assert now is not None
         return now.slowed
 
     assert known(stages_s=0.014) == (2.0, 1.0), "as k says"
