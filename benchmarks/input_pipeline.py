@@ -79,6 +79,9 @@ _here = Path(__file__).resolve().parent
 MEASURING = ("bed", "data", "job", "measure", "model", "pace", "workloads")
 """Modules that decide what a setting's figures are, beside the package."""
 
+APART = ("coldstart", "client/inference")
+"""Parts of the package that have no part in it."""
+
 ENVIRONMENTS: Mapping[str, tuple[str, str]] = {
     "tfdata": ("TENSORFLOW", "tensorflow-cpu==2.21.0"),
     "ray": ("RAY", "ray[data]==2.60.0"),
@@ -108,10 +111,12 @@ def interpreter(name: str) -> Path:
 
 
 def version(*names: str, package: Path = ROOT / "src" / "upriver") -> str:
-    """Of what a figure depends on: these modules beside this one, and a package."""
+    """Of what a figure depends on: these modules beside this one, and a package, but for what no input passes."""
     digest = hashlib.sha256()
     files = [_here / f"input_{name}.py" for name in names]
-    for path in [*files, *sorted(package.rglob("*.py"))]:
+    apart = [package / part for part in APART]
+    files += [path for path in sorted(package.rglob("*.py")) if not {*apart} & {*path.parents}]
+    for path in files:
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

@@ -428,7 +428,12 @@ def test_a_version_is_of_the_code_that_it_depends_on(tmp_path: Path) -> None:
     first = version("job", package=tmp_path)
     assert first == version("job", package=tmp_path) != version("bed", package=tmp_path)
     module.write_text("one = 2\n")
-    assert version("job", package=tmp_path) != first
+    second = version("job", package=tmp_path)
+    assert second != first
+    for part in ("coldstart", "client/inference", "client"):
+        (tmp_path / part).mkdir(parents=True, exist_ok=True)
+        (tmp_path / part / "b.py").write_text("two = 2\n")
+        assert (version("job", package=tmp_path) == second) == (part != "client"), part
 
 
 def test_settings_have_keys_of_their_own_and_cover_every_stall_and_workload() -> None:

@@ -367,6 +367,7 @@ def test_phases_count_alike_and_so_do_gains(tmp_path: Path) -> None:
     assert found.total_s(NEUROSURGEON) == pytest.approx(2 * idle_s + busy_s)
     assert found.total_s(OURS) == pytest.approx(2 * idle_s + ours_busy_s)
     assert found.mean_gain(NEUROSURGEON) == pytest.approx(1 - 2.5 / 3.0)
+    assert found.most_gain(NEUROSURGEON) == pytest.approx(1 - 2.5 / 3.0), "ours could not be better"
     gain, phase = found.best_gain(NEUROSURGEON)
     assert phase == 1 and gain == pytest.approx(1 - ours_busy_s / busy_s)
     assert found.goals["mean"] and not found.goals["best"] and gain < BEST_GAIN["alexnet"]
@@ -376,6 +377,7 @@ def test_phases_count_alike_and_so_do_gains(tmp_path: Path) -> None:
 def test_who_is_blind_gains_nothing(tmp_path: Path) -> None:
     found = found_in(tmp_path, aware=False)
     assert found.mean_gain(NEUROSURGEON) == pytest.approx(0.0)
+    assert found.most_gain(NEUROSURGEON) == pytest.approx(1 - 2.5 / 3.0), "others took the better cut"
     assert not found.goals["mean"] and MEAN_GAIN["alexnet"] > 0
     other = found_in(tmp_path / "other", load_setting("vgg16", levels=("0%", "100%(h)")), aware=False)
     assert other.goals["mean"] and "best" not in other.goals, "3 % worse would do"

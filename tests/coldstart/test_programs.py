@@ -27,6 +27,7 @@ from tests.store.faulty_server import FaultyServer
 from tests.store.s3_server import S3Server
 from upriver.coldstart import layout
 from upriver.coldstart import programs as under_test
+from upriver.coldstart.handle import under_way
 from upriver.coldstart.incoming import Arriving
 from upriver.coldstart.layout import manifest_path
 from upriver.coldstart.programs import arriving, publish
@@ -472,21 +473,78 @@ def test_a_manifest_of_other_forms_is_refused_before_the_download(monkeypatch: p
         under_test.open(store=store, digest=program.digest)
 
 
-def test_a_graph_is_checked_before_anything_of_its_weights_is_read(server: S3Server) -> None:
+def forged(program: Program, store: Store) -> str:
+    """The digest of a graph that lies about a shape, with the same weights."""
+    document = json.loads(program.graph_bytes)
+    document["nodes"][0]["outputs"][0]["spec"]["shape"][1] += 1
+    graph = msgspec.json.encode(msgspec.json.decode(json.dumps(document), type=Graph))
+    store.put(graph_path(DEFAULT_PREFIX, digest_of(graph)), graph)
+    store.put(graph_path(DEFAULT_PREFIX, program.digest), graph)
+    return digest_of(graph)
+
+
+def test_a_graph_that_is_not_sound_is_never_a_program(server: S3Server) -> None:
     program, _ = made("small")
     store = connected(server)
     publish(program, store)
-    document = json.loads(program.graph_bytes)
-    document["nodes"][0]["outputs"][0]["spec"]["shape"][1] += 1
-    forged = msgspec.json.encode(msgspec.json.decode(json.dumps(document), type=Graph))
-    store.put(graph_path(DEFAULT_PREFIX, digest_of(forged)), forged)
+    digest = forged(program, store)
+    for stop in (None, 2):
+        with pytest.raises(ProgramError, match="declares"):
+            under_test.open(store=store, digest=digest, stop=stop)
+        until_nothing_is_left()
     server.requests.clear()
-    with pytest.raises(ProgramError, match="declares"):
-        under_test.open(store=store, digest=digest_of(forged))
-    assert not asked(server, ".safetensors")
-    store.put(graph_path(DEFAULT_PREFIX, program.digest), forged)
     with pytest.raises(ProgramError, match="has digest"):
         under_test.open(store=store, digest=program.digest)
+    assert not asked(server, ".safetensors"), "it is not what it is called"
+
+
+def test_weights_come_while_a_graph_is_checked(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, inputs = made("small")
+    store = connected(server)
+    publish(program, store)
+    seen = list[list[range]]()
+
+    def checked(graph: Graph, **options: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not (found := asked(server, ".safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(found)
+
+    monkeypatch.setattr(under_test, "check", checked)
+    server.requests.clear()
+    cold = under_test.open(store=store, digest=program.digest)
+    assert seen and seen[0]
+    assert same(cold.run(inputs, 0, cold.num_stages), whole("small").run(inputs, 0, program.num_stages))
+
+
+@pytest.mark.parametrize("error", [ProgramError("not sound"), KeyboardInterrupt()])
+def test_a_check_that_fails_ends_the_load(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, program, _ = published("small")
+    for lets in (threading.Semaphore(0), None):  # nothing has come by then, or all of it
+        stream = Ordered(lets=lets)
+
+        def checked(graph: Graph, stream: Ordered = stream, **options: Any) -> None:
+            if stream.lets is None:
+                stream.join()
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(under_test, "Stream", stream.of)
+            patched.setattr(under_test, "check", checked)
+            with pytest.raises(type(error)):
+                under_test.open(store=store, digest=program.digest)
+        stream.join()
+        until_nothing_is_left()
+
+
+def until_nothing_is_left() -> None:
+    """No thread of a load, and nobody who waits for one."""
+    deadline = time.monotonic() + 60
+    while any(thread.name.startswith("upriver-coldstart") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    gc.collect()
+    assert not under_way
 
 
 def test_a_program_that_is_dropped_ends_its_load(monkeypatch: pytest.MonkeyPatch) -> None:

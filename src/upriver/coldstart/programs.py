@@ -4,8 +4,9 @@ A graph says which weights each of its stages reads, so nothing has to be watche
 first time waits for those that it is the first to read. What no input has a part in is computed for the stage
 that reads it first, so that a cast of the last weight does not hold up the first stage.
 
-A graph is found sound before a byte of its weights is asked for, and each chunk of a weight before anything
-reads it. That the file is the one that the graph names can be known only when all of it is there; until then
+A graph is found sound while the first of its weights are on their way, before anything of it can run: in a
+fresh process that takes as long as importing half of torch. Each chunk of a weight is before anything reads it.
+That the file is the one that the graph names can be known only when all of it is there; until then
 answers rest on the manifest, which whoever may write to the store can forge. Where only the stages before a
 cut are wanted, it is never known.
 """
@@ -177,8 +178,7 @@ def begin(
     if stop is not None and not 0 <= stop <= len(graph.stages):
         raise ProgramError(f"stop must lie in 0..{len(graph.stages)}, got {stop}")
     with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
-        finding = beside.submit(
-            find,
+        found = find(
             place,
             folder,
             name,
@@ -188,8 +188,6 @@ def begin(
             beside=beside,
             caps=caps,
         )
-        check(graph, device=where, caps=caps)
-        found = finding.result()
     if found is None:
         return files.load(place, name, prefix=folder, device=where, caps=caps), None
     steps["found"] = found.at_s
@@ -216,6 +214,12 @@ def begin(
     )
     program = Program(graph, file, device=where, caps=caps, before_stage=coming.before_stage)
     coming.start(program)
+    try:
+        check(graph, device=where, caps=caps)
+    except BaseException:
+        del program  # nobody has it any more
+        coming.cancel()
+        raise
     return program, coming
 
 
