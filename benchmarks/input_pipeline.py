@@ -111,7 +111,7 @@ def interpreter(name: str) -> Path:
 
 
 def version(*names: str, package: Path = ROOT / "src" / "upriver") -> str:
-    """Of what a figure depends on: these modules beside this one, and a package, but for what no input passes."""
+    """Of what a figure depends on: these modules beside this one, and a package but for `APART`."""
     digest = hashlib.sha256()
     files = [_here / f"input_{name}.py" for name in names]
     apart = [package / part for part in APART]

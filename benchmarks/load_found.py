@@ -128,7 +128,7 @@ class Found:
         return 1 - self.total_s(OURS) / self.total_s(over)
 
     def most_gain(self, over: str) -> float:
-        """What taking in each phase the cut with the least mean there, of all that anybody took, would save."""
+        """What the cut with the least mean in each phase, of all that anybody took there, would save."""
         foreseen_s = sum(
             min(statistics.fmean(seconds) for (at, _), seconds in self._by_cut.items() if at == phase)
             for phase in range(len(self.phases))

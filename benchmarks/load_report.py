@@ -264,8 +264,8 @@ said. Beside a time stands the cut that was chosen most, by the paper's number o
 
 Means of all requests, those before a change was noticed too, phase by phase; every phase counts alike. The
 best phase is judged; at best is a single request against the other's beside it. The paper does not say which
-of the two its own figures are. Foreseen is what whoever knew each phase beforehand would save of Neurosurgeon's
-mean: by the cut with the least mean there, of all that anybody took.
+of the two its own figures are. Foreseen is what whoever knew each phase beforehand would save of
+Neurosurgeon's mean: by the cut with the least mean there, of all that anybody took.
 
 {loads}
 

@@ -346,7 +346,7 @@ def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: T
     serve(far, wide)
     turn(far)
     far.answered(wide, 6, finished())
-    assert probes_beside(far, there, wide, 0, took_s=0.1) == 0
+    assert probes_beside(far, there, wide, 0, took_s=RTT_S + 4096 / there.rate) == 0
     assert probes_beside(far, there, wide, 6, took_s=0.1) >= 9
     costs = far._costs[wide.program.digest]
     far._costs[wide.program.digest] = replace(costs, handling=Handling(front_s=1.0))
@@ -453,10 +453,38 @@ def test_nor_is_it_sent_where_the_request_has_shown_the_link(far: Far, there: Th
     with far.under_way():
         there.now_s += 6.0
         turn(far)
-        far.answered(captured, 0, finished())
+        far.answered(captured, 0, finished(RTT_S + 4096 / there.rate))
         far._wake.clear()
     assert not far._wake.is_set()
     assert turn(far) == 5.0 and there.did == []
+
+
+def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: Far, there: There) -> None:
+    captured = capture_whole(chain(), Example.of(torch.randn(16, 64)))
+    serve(far, captured)
+    turn(far)
+    usual_s = RTT_S + 4096 / there.rate
+    there.rate /= 10
+    there.did.clear()
+    with far.under_way():
+        there.now_s += 1.0
+        far.answered(captured, 0, finished(usual_s))
+        far._wake.clear()
+    assert not far._wake.is_set() and turn(far) == 5.0 and there.did == [], "it is as it was"
+    with far.under_way():
+        there.now_s += 1.0
+        far.answered(captured, 0, finished(RTT_S + 4096 / there.rate))
+        far._wake.clear()
+        assert turn(far) == 10.0 and there.did == [], "until the load is to be asked for"
+    assert far._wake.is_set()
+    assert turn(far) == 5.0 and there.did == ["probe"]
+    assert far.link.bandwidth_bytes_per_s == pytest.approx(there.rate, rel=1e-3), "it is believed"
+    there.did.clear()
+    for number in range(30):
+        there.now_s += 1.0
+        far.answered(captured, 0, finished(RTT_S + 4096 / (there.rate * (1, 10)[number % 2])))
+        turn(far)
+    assert 3 <= there.did.count("probe") <= 6, "a link that jumps is not probed after each request"
 
 
 def test_a_probe_waits_for_no_request_that_began_after_it_was_due(

@@ -5,8 +5,8 @@ first time waits for those that it is the first to read. What no input has a par
 that reads it first, so that a cast of the last weight does not hold up the first stage.
 
 A graph is found sound while the first of its weights are on their way, before anything of it can run: in a
-fresh process that takes as long as importing half of torch. Each chunk of a weight is before anything reads it.
-That the file is the one that the graph names can be known only when all of it is there; until then
+fresh process that takes as long as importing half of torch. Each chunk of a weight is before anything reads
+it. That the file is the one that the graph names can be known only when all of it is there; until then
 answers rest on the manifest, which whoever may write to the store can forge. Where only the stages before a
 cut are wanted, it is never known.
 """

@@ -108,7 +108,7 @@ class Far:
         self._provisional: set[str] = set()
         self._load, self._wait_s = 1.0, 0.0
         self._slowed, self._slowed_until = 1.0, -math.inf
-        self._probed_at = self._heard_at = -math.inf
+        self._probed_at = self._heard_at = self._doubted_at = -math.inf
         self._sought = False
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
         self._rest = Rest(self._backoff)
@@ -218,7 +218,11 @@ class Far:
             # Whether it is free again only /v1/load tells.
             self._heard_at = self._heard_at if self._provisional else now
             self._sought = False
-            self._probed_at = now if shown else self._probed_at
+            if shown:
+                self._probed_at = now
+                # What it alone says is made sure of at once, behind it; not again and again where links jump.
+                if self.link.unsettled and now >= self._doubted_at + self._terms.probe_s:
+                    self._probed_at, self._doubted_at = now - self._terms.probe_s, now
             self._rest.answered()
             self._wanted[program.digest].rest.answered()
             self._looked_up.add((program.digest, cut))

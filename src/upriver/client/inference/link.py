@@ -98,13 +98,13 @@ class LinkWindow:
             return self._is_another(1)
 
     def probe_bytes(self, every_s: float) -> int:
-        """How large the next probe is to be, if one is sent that often."""
-        bandwidth = self.bandwidth_bytes_per_s
-        if bandwidth is None:
-            return LEAST_PROBE
+        """How large the next probe is to be, if one is sent that often; the last transfer may be right."""
         with self._lock:
+            rates = self._rates()
             wanted = median(self._requests) if self._requests else FIRST_PROBE
-        wanted = min(wanted, PROBE_SHARE * every_s * bandwidth)
+        if not rates:
+            return LEAST_PROBE
+        wanted = min(wanted, PROBE_SHARE * every_s * min(median(rates), rates[-1]))
         return int(min(max(wanted, LEAST_PROBE), MOST_PROBE))
 
     def _rtt_s(self) -> float:
