@@ -25,7 +25,6 @@ from upriver.errors import ModelError
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Whatever a test does: no mode, hook or function of ours is left, nor another random state."""
-    torch.set_num_threads(1)
     before = globals_now()
     yield
     assert globals_now() == before
