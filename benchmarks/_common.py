@@ -126,6 +126,14 @@ def code() -> str:
     return _noted(digest, changed)
 
 
+def version_of(files: Iterable[Path]) -> str:
+    """Of what these hold, one after another."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
 def policies() -> str:
     """The tree of the policies that choose; and whether files differ from it."""
     changed = _git("status", "--porcelain", "--", POLICIES)

@@ -5,14 +5,13 @@ A record is whole or not there. The next start makes those that are missing, or 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from _common import ROOT, commit
+from _common import ROOT, commit, version_of
 from _planned import Records
 from cold_settings import (
     OURS,
@@ -60,12 +59,9 @@ class Asks(Protocol):
 
 def version(package: Path = ROOT / "src" / "upriver") -> str:
     """Of the code that figures depend on."""
-    digest = hashlib.sha256()
     files = [_here / f"cold_{name}.py" for name in MEASURING]
     files += [path for part in PACKAGES for path in sorted((package / part).rglob("*.py"))]
-    for path in files:
-        digest.update(path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    return version_of(files)
 
 
 def sweep_key(setting: Setting) -> str:

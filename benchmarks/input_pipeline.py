@@ -22,7 +22,6 @@ The trainer has the first core and a network namespace, the worker the second an
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from _common import RESULTS, ROOT, commit
+from _common import RESULTS, ROOT, commit, version_of
 from _hosts import sigterm_raises
 from _planned import Deadline, Records, TimeIsUp
 from input_bed import Bed, Failed, Job, Setting, peer
@@ -112,13 +111,10 @@ def interpreter(name: str) -> Path:
 
 def version(*names: str, package: Path = ROOT / "src" / "upriver") -> str:
     """Of what a figure depends on: these modules beside this one, and a package but for `APART`."""
-    digest = hashlib.sha256()
+    apart = {package / part for part in APART}
     files = [_here / f"input_{name}.py" for name in names]
-    apart = [package / part for part in APART]
-    files += [path for path in sorted(package.rglob("*.py")) if not {*apart} & {*path.parents}]
-    for path in files:
-        digest.update(path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    files += [path for path in sorted(package.rglob("*.py")) if apart.isdisjoint(path.parents)]
+    return version_of(files)
 
 
 def versions_of(setting: Setting) -> dict[str, str]:

@@ -22,7 +22,6 @@ The device has the first core and a network namespace, the server the second, it
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from _common import RESULTS, ROOT, commit
+from _common import RESULTS, ROOT, commit, version_of
 from _hosts import sigterm_raises
 from _planned import Deadline, Records, TimeIsUp
 from load_bed import Bed, Failed, device_on
@@ -53,11 +52,8 @@ MEASURING = ("background", "bed", "job", "measure", "networks", "schedule")
 
 def version() -> str:
     """Of what a row depends on."""
-    digest = hashlib.sha256()
     files = [_here / f"load_{name}.py" for name in MEASURING]
-    for path in [*files, *sorted((ROOT / "src" / "upriver").rglob("*.py"))]:
-        digest.update(path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    return version_of([*files, *sorted((ROOT / "src" / "upriver").rglob("*.py"))])
 
 
 def missing(setting: Setting, records: Records) -> bool:

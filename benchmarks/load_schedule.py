@@ -144,8 +144,9 @@ COMPARED = ("alexnet", "squeezenet1_0")
 """Of which Figures 7 and 8 show every rate and the paper states what knowing the load saves: they stay longer
 at each rate and load."""
 
-COMPARED_S, LOAD_PHASE_S, LINK_PHASE_S = (60.0, 22.5), 27.0, 13.5
-"""Of phases of load and of link with those networks, and of others. All are longer than what a device is told
+LOAD_PHASE_S, LONG_LOAD_PHASE_S = 27.0, 60.0
+LINK_PHASE_S, LONG_LINK_PHASE_S = 13.5, 22.5
+"""Of most networks' phases, and of those networks'. All are longer than what a device is told
 of late: LoADPart asks every 5 s, its server looks every 10 s. In the paper the highest load lasts for some
 70 s (section V-C). The whole has to end within about an hour, and with networks whose requests take seconds a
 phase lasts until everybody has had a turn."""
@@ -154,7 +155,7 @@ phase lasts until everybody has had a turn."""
 def load_setting(network: str, *, seconds: float | None = None, levels: Sequence[str] = LOADS) -> Setting:
     """The server's load grows, and is gone."""
     if seconds is None:
-        seconds = COMPARED_S[0] if network in COMPARED else LOAD_PHASE_S
+        seconds = LONG_LOAD_PHASE_S if network in COMPARED else LOAD_PHASE_S
     phases = tuple(Phase(level=level, mbit=LOAD_MBIT, seconds=seconds) for level in levels)
     return Setting(part="load", network=network, phases=phases)
 
@@ -162,7 +163,7 @@ def load_setting(network: str, *, seconds: float | None = None, levels: Sequence
 def link_setting(network: str, *, seconds: float | None = None, rates: Sequence[float] = RATES) -> Setting:
     """The link becomes thinner, and then better than it was."""
     if seconds is None:
-        seconds = COMPARED_S[1] if network in COMPARED else LINK_PHASE_S
+        seconds = LONG_LINK_PHASE_S if network in COMPARED else LINK_PHASE_S
     phases = tuple(Phase(mbit=rate, seconds=seconds) for rate in rates)
     return Setting(part="link", network=network, phases=phases)
 

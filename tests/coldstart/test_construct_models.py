@@ -18,7 +18,6 @@ from upriver.program.names import load_model
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    torch.set_num_threads(1)
     before = globals_now()
     yield
     assert globals_now() == before

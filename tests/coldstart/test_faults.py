@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.coldstart.leaving import num_descriptors, threads
 from tests.coldstart.networks import NETWORKS, answer
+from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer
 from upriver import coldstart
 from upriver.coldstart.layout import publish
@@ -77,7 +77,8 @@ def test_every_caller_gets_the_right_answer_or_one_typed_error() -> None:
         store = connected(server)
         known = [Weights(name, server, store) for name in NAMES]
         one_load(0, server, store, known[0], faults=[])  # what the process needs once for all
-        before = left()
+        gc.collect()
+        before = num_descriptors()
 
         def run(number: int) -> str:
             chance = random.Random(number)
@@ -94,7 +95,9 @@ def test_every_caller_gets_the_right_answer_or_one_typed_error() -> None:
         assert [one_load(-1 - at, server, store, each, faults=[]) for at, each in enumerate(known)] == (
             ["right"] * len(known)
         )
-        until_left(before)
+        wait_for(lambda: not threads(), seconds=WAIT_S)
+        gc.collect()
+        wait_for(lambda: num_descriptors() <= before, seconds=WAIT_S)
 
 
 def one_load(number: int, server: FaultyServer, store: Store, weights: Weights, *, faults: list[Any]) -> str:
@@ -142,18 +145,3 @@ def _asked(model: nn.Module, arguments: Mapping[str, Any]) -> list[torch.Tensor]
         return answer(model, arguments)
     except UpriverError as error:
         return error
-
-
-def left() -> tuple[int, list[str]]:
-    """File descriptors, and our threads."""
-    gc.collect()
-    names = [each.name for each in threading.enumerate() if each.name.startswith("upriver-coldstart")]
-    return len(os.listdir("/proc/self/fd")), names
-
-
-def until_left(before: tuple[int, list[str]]) -> None:
-    """Wait until there are no more of them than there were."""
-    deadline = time.monotonic() + WAIT_S
-    while not ((now := left())[0] <= before[0] and not now[1]):
-        assert time.monotonic() < deadline, (before, now)
-        time.sleep(0.05)

@@ -21,8 +21,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.coldstart.leaving import threads
 from tests.coldstart.ordered import Ordered
 from tests.program.nets import Shared, Small
+from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer
 from tests.store.s3_server import S3Server
 from upriver.coldstart import layout
@@ -182,8 +184,7 @@ def opened(
 def is_left_alone(program: Program, coming: Arriving) -> bool:
     """Whether nothing of the loading is left."""
     assert coming.wait(60)
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("upriver-coldstart")]
-    return program.before_stage is None and arriving(program) is None and not threads
+    return program.before_stage is None and arriving(program) is None and not threads()
 
 
 # ----------------------------------------------------------------------------------------------- answers
@@ -505,10 +506,7 @@ def test_weights_come_while_a_graph_is_checked(server: S3Server, monkeypatch: py
     seen = list[list[range]]()
 
     def checked(graph: Graph, **options: Any) -> None:
-        deadline = time.monotonic() + 60
-        while not (found := asked(server, ".safetensors")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        seen.append(found)
+        seen.append(wait_for(lambda: asked(server, ".safetensors"), seconds=60))
 
     monkeypatch.setattr(under_test, "check", checked)
     server.requests.clear()
@@ -539,10 +537,7 @@ def test_a_check_that_fails_ends_the_load(error: BaseException, monkeypatch: pyt
 
 def until_nothing_is_left() -> None:
     """No thread of a load, and nobody who waits for one."""
-    deadline = time.monotonic() + 60
-    while any(thread.name.startswith("upriver-coldstart") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not threads(), seconds=60)
     gc.collect()
     assert not under_way
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import random
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +38,7 @@ from upriver.errors import (
 )
 from upriver.store import Store
 
+from .leaving import num_descriptors, threads
 from .scripted import WAIT_S, Memory, ScriptedStore, lying, published
 
 PATH = "models/net.safetensors"
@@ -93,10 +92,6 @@ def run(
 
 def kinds(stream: Stream, kind: str) -> list[Event]:
     return [event for event in stream.events if event.kind == kind]
-
-
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("upriver-coldstart")]
 
 
 @pytest.fixture(autouse=True)
@@ -877,10 +872,6 @@ def test_no_descriptor_is_left() -> None:
         loads()
     gc.collect()
     until(lambda: num_descriptors() <= before)
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def until(condition: Callable[[], bool]) -> None:

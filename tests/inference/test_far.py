@@ -19,6 +19,7 @@ from upriver.client.inference import rest as rest_module
 from upriver.client.inference import uplink as uplink_module
 from upriver.client.inference.admit import PROBES, ROUND_TRIPS, Admitted
 from upriver.client.inference.costs import Costs, Handling, crossing_bytes
+from upriver.client.inference.decide import Now
 from upriver.client.inference.exchange import Finished
 from upriver.client.inference.far import LONGEST_PAUSE_S, PAUSE_S, Far, Terms
 from upriver.client.inference.link import LinkWindow
@@ -386,20 +387,16 @@ def test_an_answer_that_took_far_longer_than_k_says_counts_at_once(
     serve(far, captured)
     turn(far)
 
-    def known(**answer: float) -> tuple[float, float]:
-        far.answered(captured, 0, finished(**answer))
+    def now() -> Now:
         costs = far.costs(captured)
         assert costs is not None and costs.sums.server_s[0] == pytest.approx(0.007)
-        now = far.now(costs)
-        assert now is not None
-        return now.load, now.slowed
+        found = far.now(costs)
+        assert found is not None
+        return found
 
-    def still() -> float:
-        costs = far.costs(captured)
-        assert costs is not None
-        now = far.now(costs)
-        assert now is not None
-        return now.slowed
+    def known(**answer: float) -> tuple[float, float]:
+        far.answered(captured, 0, finished(**answer))
+        return now().load, now().slowed
 
     assert known(stages_s=0.014) == (2.0, 1.0), "as k says"
     assert known(stages_s=0.029) == (2.0, 1.0), "of 0.1 s that is next to nothing"
@@ -411,12 +408,12 @@ def test_an_answer_that_took_far_longer_than_k_says_counts_at_once(
         far._heard_at = -math.inf
         there.machine = 0.95 if busy else 0.85
         turn(far)
-        assert still() == (pytest.approx(10.0) if busy else 1.0)
+        assert now().slowed == (pytest.approx(10.0) if busy else 1.0)
     known(stages_s=0.07)
     there.now_s += 9.9
-    assert still() > 1
+    assert now().slowed > 1
     there.now_s += 0.2
-    assert still() == 1.0
+    assert now().slowed == 1.0
 
 
 def test_a_probe_waits_for_a_request_that_is_under_way(

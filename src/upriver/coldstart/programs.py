@@ -177,7 +177,7 @@ def begin(
     graph = decode(_graph_bytes(place, graph_path(folder, name), name, caps), caps)
     if stop is not None and not 0 <= stop <= len(graph.stages):
         raise ProgramError(f"stop must lie in 0..{len(graph.stages)}, got {stop}")
-    with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
+    with ThreadPoolExecutor(1, thread_name_prefix="upriver-coldstart-find") as beside:
         found = find(
             place,
             folder,

@@ -201,9 +201,8 @@ class Far:
         """
         program, costs = captured.program, self._costs.get(captured.program.digest)
         shown = False
-        spent_s, alone_s = sum(finished.timings.stages.values()), 0.0
-        if costs is not None:
-            alone_s = float(costs.sums.server_s[cut])
+        spent_s = sum(finished.timings.stages.values())
+        alone_s = 0.0 if costs is None else float(costs.sums.server_s[cut])
         if costs is not None and (program.digest, cut) in self._looked_up:
             crossing, handling = crossing_bytes(program, cut), costs.handling
             packing_s = (handling.encode_s_per_byte + handling.decode_s_per_byte) * crossing
