@@ -513,6 +513,15 @@ def test_a_cancel_ends_it_at_once() -> None:
         run.stream.hurry(3)
 
 
+def test_what_a_store_answers_after_the_end_is_taken_by_nobody() -> None:
+    with Scripted() as run:
+        run.store.starts()
+        run.stream.cancel()
+        run.stream.join()
+        run.store.release()
+        assert run.sink.got == {}
+
+
 def test_a_cancel_may_say_why() -> None:
     with Scripted() as run:
         why = ProgramError("it is not the model it was said to be")

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from tests.dataloader.datasets import Divided, Noisy, same
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local import Maker, Processes
-from upriver.dataloader.pinning import Pinned
+from upriver.dataloader.pinning import Pinned, one_thread
 from upriver.dataloader.plan import Stretch
 from upriver.dataloader.share import Part
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
@@ -313,6 +313,23 @@ class Pinnable(list[Any]):
         found = Pinnable(self)
         found.by = (*self.by, threading.current_thread().name)
         return found
+
+
+def test_a_thread_that_computes_alone_leaves_others_as_many_threads_as_they_had() -> None:
+    before = torch.get_num_threads()
+
+    def alone() -> int:
+        one_thread()
+        return torch.get_num_threads()
+
+    def fresh() -> int:
+        return torch.get_num_threads()
+
+    found = []
+    for asked in (fresh, alone, fresh):
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(asked).result())
+    assert found == [before, 1, before] and torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -18,10 +18,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVarTuple
 
 from crc32c import crc32c
 
@@ -35,6 +35,8 @@ from upriver.text import error_text
 from upriver.types import Limits
 
 log = logging.getLogger("upriver")
+
+Arguments = TypeVarTuple("Arguments")
 
 MIB = 1 << 20
 
@@ -224,14 +226,14 @@ class Stream:
             if self._loop is None:
                 self._told.append(what)
             else:
-                with suppress(RuntimeError):  # the loop is closed: all is over
-                    self._loop.call_soon_threadsafe(what)
+                self._loop.call_soon_threadsafe(what)
 
     # --------------------------------------------------------------------- in the stream's thread
 
     def _work(self) -> None:
         try:
-            asyncio.run(self._run())
+            with asyncio.Runner(loop_factory=_Loop) as runner:
+                runner.run(self._run())
         except BaseException as raised:
             self._fail(raised)
         finally:
@@ -410,6 +412,20 @@ class Stream:
     def _note(self, kind: Kind, tensors: range, nbytes: int) -> None:
         at_s = time.monotonic() - self._began_s
         self.events.append(Event(kind=kind, tensors=tensors, at_s=at_s, nbytes=nbytes))
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Answers to requests that were broken off may come to it when it is closed: nobody wants them."""
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.Handle:
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            return asyncio.Handle(callback, args, self, context)
 
 
 class _Body:

@@ -65,7 +65,7 @@ class Pinned(SimpleQueue[Arrival]):
     def _pinned(self, arrival: Arrival) -> Arrival:
         try:
             if not hasattr(self._thread, "ready"):
-                torch.set_num_threads(1)  # of this thread: a copy must not take the CPUs that training has
+                one_thread()  # a copy must not take the CPUs that training has
                 torch.accelerator.set_device_index(self._device)
                 self._thread.ready = True
             return arrival._replace(value=pinned(arrival.value), pinned=True)
@@ -76,3 +76,15 @@ class Pinned(SimpleQueue[Arrival]):
 def pinned(batch: Any) -> Any:
     """A batch whose tensors are in pinned memory."""
     return pin_memory(batch)  # type: ignore[no-untyped-call]
+
+
+def one_thread() -> None:
+    """Let PyTorch compute by one thread in this thread, and by as many as before in those to come.
+
+    What a thread sets is also what later threads begin with, and some results depend on it in their low bits.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    restoring = threading.Thread(target=torch.set_num_threads, args=(before,))
+    restoring.start()
+    restoring.join()
