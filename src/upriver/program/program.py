@@ -14,7 +14,7 @@ from upriver.program import weights as weights_file
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.check import check
 from upriver.program.constants import Constants, names_read
-from upriver.program.devices import check_device
+from upriver.program.devices import check_device, moved
 from upriver.program.graph import Graph, Stage, Value, Weight, digest_of
 from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.reading import check_weight, decode
@@ -299,13 +299,13 @@ def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torc
 
 
 def _bind(weights: Sequence[Weight], file: Mapping[str, torch.Tensor], device: torch.device) -> Values:
-    moved: dict[str, torch.Tensor] = {}
+    there: dict[str, torch.Tensor] = {}
     bound: Values = {}
     for weight in weights:
         check_weight(weight, file.get(weight.key))
-        if weight.key not in moved:  # once, however many names it has
-            moved[weight.key] = file[weight.key].reshape(-1).to(device)
-        bound[weight.name] = moved[weight.key].as_strided(weight.spec.shape, weight.spec.stride)
+        if weight.key not in there:  # once, however many names it has
+            there[weight.key] = moved(file[weight.key].reshape(-1), device)
+        bound[weight.name] = there[weight.key].as_strided(weight.spec.shape, weight.spec.stride)
     return bound
 
 
