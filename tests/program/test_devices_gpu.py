@@ -47,6 +47,7 @@ def test_memory_that_is_given_back_is_taken_again() -> None:
     before = torch.cuda.memory_reserved()
     for _ in range(10):
         moved(tensor, DEVICE)
+        torch.cuda.synchronize()
     assert torch.cuda.memory_reserved() <= before
 
 
@@ -58,3 +59,18 @@ def test_a_program_computes_as_its_model() -> None:
     (found,) = there.run((x,), 0, there.num_stages)
     with torch.no_grad():
         assert torch.equal(found, model.cuda()(x.cuda()))
+
+
+def test_stages_are_told_in_order_whether_weights_are_still_coming_or_not() -> None:
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)).eval()
+    x = torch.randn(4, 300)
+    here = capture(model, x)
+    there = Program.from_bytes(
+        here.graph_bytes, here.weights_bytes, device="cuda", before_stage=lambda position, keys: None
+    )
+    told: list[tuple[int, float]] = []
+    for _ in range(2):
+        there.run((x,), 0, there.num_stages, on_stage=lambda *lap: told.append(lap))
+        there.before_stage = None
+    assert [position for position, _ in told] == [*range(1, there.num_stages + 1)] * 2
+    assert all(seconds > 0 for _, seconds in told)

@@ -11,7 +11,11 @@ from torch import nn
 
 from upriver.coldstart.source import Placed, Source
 from upriver.errors import ModelError, ProgramError
+from upriver.program.devices import copying
 from upriver.program.graph import DTYPES
+
+Queued = Mapping[torch.device, "torch.cuda.Event"]
+"""What was asked of accelerators by some moment."""
 
 MOST_NAMED = 5
 """In an error; a model of another size has hundreds of them."""
@@ -33,18 +37,26 @@ class Match:
 def move(model: nn.Module, device: torch.device) -> nn.Module:
     """A model whose weights are still to come, on a device: those are allocated there, all else is copied.
 
+    What shares memory here, as a tensor and a view of it do, shares it there.
+
     Returns:
         The same model.
     """
     state = [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)]
     to_come = {tensor.untyped_storage()._cdata for tensor in state if _is_dense(tensor)}
+    there: dict[int, torch.UntypedStorage] = {}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == device.type and device.index in (None, tensor.device.index):
             return tensor
-        if _is_dense(tensor) and tensor.untyped_storage()._cdata in to_come:
-            return torch.empty_like(tensor, device=device)
-        return tensor.to(device)
+        if not _is_dense(tensor) or (here := tensor.untyped_storage())._cdata not in to_come:
+            return tensor.to(device)
+        if here._cdata not in there:
+            there[here._cdata] = torch.empty(
+                here.nbytes(), dtype=torch.uint8, device=device
+            ).untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype, device=device)
+        return empty.set_(there[here._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     model._apply(moved)  # type: ignore[no-untyped-call]
     return model
@@ -160,10 +172,11 @@ class Memory:
     Args:
         placed: As it is stored.
         targets: What has its values; at least one.
+        after: What must be over on accelerators before it is written there.
     """
 
-    def __init__(self, placed: Placed, targets: Sequence[torch.Tensor]) -> None:
-        self._placed, self._targets = placed, targets
+    def __init__(self, placed: Placed, targets: Sequence[torch.Tensor], after: Queued) -> None:
+        self._placed, self._targets, self._after = placed, targets, after
         self._staged: torch.Tensor | None = None
 
     def room(self) -> memoryview:
@@ -186,8 +199,19 @@ class Memory:
         with torch.no_grad():
             for target in self._targets:
                 if target is not source:
-                    _copy(source, target)
+                    self._copy(source, target)
         self._staged = None
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if target.device.type != "cuda":
+            target.copy_(source)
+            return
+        # Beside whatever computes with the weights before these.
+        stream = copying(target.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._after[target.device])
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -196,22 +220,19 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    if target.device.type != "cuda":
-        target.copy_(source)
-        return
-    # On a stream of its own, beside whatever computes with the weights before these.
-    stream = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        target.copy_(source, non_blocking=True)
-    stream.synchronize()
+def memories(placed: Iterable[Placed], targets: Sequence[Sequence[torch.Tensor]]) -> list[Memory]:
+    """One for each stored tensor.
 
+    Called by the thread that allocated the targets: what it has asked accelerators to do by now may still use
+    that memory, for something else or to fill it, and is over before weights are written.
 
-def memories(match: Match) -> list[Memory]:
-    """One for each stored tensor."""
-    return [
-        Memory(placed, targets) for placed, targets in zip(match.source.tensors, match.targets, strict=True)
-    ]
+    Args:
+        placed: As they are stored.
+        targets: Of each.
+    """
+    devices = {target.device for each in targets for target in each if target.device.type == "cuda"}
+    queued = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+    return [Memory(each, into, queued) for each, into in zip(placed, targets, strict=True)]
 
 
 def held(match: Match) -> Iterable[tuple[int, torch.Tensor]]:

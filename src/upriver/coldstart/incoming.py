@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from upriver.coldstart.filling import Memory
+from upriver.coldstart.filling import memories
 from upriver.coldstart.handle import Groupings, Handle, under_way
 from upriver.coldstart.layout import Manifest, StoredTensor
 from upriver.coldstart.source import Source
@@ -121,7 +121,7 @@ class Arriving(Handle[Program]):
         """
         super().__init__(
             source,
-            [Memory(placed, file.targets(placed.name)) for placed in source.tensors],
+            memories(source.tensors, [file.targets(placed.name) for placed in source.tensors]),
             stream_of,
             steps=steps,
             groupings=groupings,

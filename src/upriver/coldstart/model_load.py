@@ -69,7 +69,11 @@ class Loading(Handle[nn.Module]):
         """
         whole = len(matched.source.tensors) == len(source.tensors)
         super().__init__(
-            matched.source, memories(matched), stream_of, steps=steps, groupings=groupings if whole else {}
+            matched.source,
+            memories(matched.source.tensors, matched.targets),
+            stream_of,
+            steps=steps,
+            groupings=groupings if whole else {},
         )
         self._all = source
         self._keeps = threading.Lock()

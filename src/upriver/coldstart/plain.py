@@ -36,7 +36,9 @@ def load_plainly(
     model, source = build_model(), find(where, path)
     files = {name: memoryview(where.get(name, etag=etag or None)) for name, etag in source.etags.items()}
     matched = match(model, source)
-    for placed, memory in zip(matched.source.tensors, memories(matched), strict=True):
+    for placed, memory in zip(
+        matched.source.tensors, memories(matched.source.tensors, matched.targets), strict=True
+    ):
         memory.room()[:] = files[placed.path][placed.start : placed.stop]
         memory.settle()
     return model

@@ -43,27 +43,45 @@ def random_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A contiguous tensor on a device.
 
-    To an accelerator it goes from page-locked memory on a stream of its own, beside whatever computes there,
-    and has arrived when this returns: any stream may read it.
+    To an accelerator it goes by way of page-locked memory on a stream of its own, beside whatever computes
+    there, and has arrived when this returns: any stream may read it.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
-    stream = _copying(device)
+    try:
+        pieces = [
+            torch.empty(min(tensor.nbytes, PIECE_BYTES), dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+    except RuntimeError:  # no more memory may be locked
+        return tensor.to(device)
+    stream = copying(device)
+    copied = [stream.record_event() for _ in pieces]
     with torch.cuda.stream(stream):
-        there = torch.empty_like(tensor, device=device)
+        there = torch.empty_like(tensor, device=stream.device)
         source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor, there))
-        for start in range(0, source.nbytes, PIECE_BYTES):
-            piece = source[start : start + PIECE_BYTES].pin_memory()
+        for number, start in enumerate(range(0, source.nbytes, PIECE_BYTES)):
+            part = source[start : start + PIECE_BYTES]
+            copied[number % 2].synchronize()
+            piece = pieces[number % 2][: part.nbytes].copy_(part)
             target[start : start + PIECE_BYTES].copy_(piece, non_blocking=True)
+            copied[number % 2].record(stream)
     stream.synchronize()
-    there.record_stream(torch.cuda.current_stream(device))
+    there.record_stream(torch.cuda.current_stream(stream.device))
     return there
 
 
+def copying(device: torch.device) -> torch.cuda.Stream:
+    """An accelerator's stream for copies to it.
+
+    There is one: memory that is given back serves the stream that it was taken on.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _copying(index)
+
+
 @cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
-    """One for each accelerator: memory that is given back serves the stream that it was taken on."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _copying(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
 def _devices() -> list[str]:

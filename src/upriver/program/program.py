@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -16,6 +15,7 @@ from upriver.program.check import check
 from upriver.program.constants import Constants, names_read
 from upriver.program.devices import check_device, moved
 from upriver.program.graph import Graph, Stage, Value, Weight, digest_of
+from upriver.program.laps import Laps
 from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.reading import check_weight, decode
 from upriver.program.reuse import overwritable
@@ -166,7 +166,8 @@ class Program:
 
         Args:
             tensors: What is live at ``start``, each for a full micro-batch.
-            on_stage: Told the position after each stage and the seconds it took.
+            on_stage: Told the position after each stage and the seconds it took; at the end for all of them
+                where weights are still coming to an accelerator.
 
         Returns:
             What is live at ``stop``.
@@ -179,13 +180,14 @@ class Program:
         values = self._take(tensors, start)
         borrowed = frozenset(values)
         with no_fast_path(), autocasting(self.device, self._autocast):
+            # While weights are still coming the next stage's are copied to an accelerator as it computes.
+            laps = Laps(on_stage, self.device, at_the_end=self.before_stage is not None)
             for position in range(start + 1, stop + 1):
                 steps = self._ready(position)
-                began = time.perf_counter()
+                laps.begin()
                 self._run_stage(steps, values, borrowed)
-                if on_stage is not None:
-                    self._synchronize()
-                    on_stage(position, time.perf_counter() - began)
+                laps.end(position)
+            laps.tell()
         return tuple(self._result(value.name, values) for value in self.live(stop))
 
     def _run_stage(self, steps: Sequence[Step], values: Values, borrowed: Container[str]) -> None:
@@ -268,10 +270,6 @@ class Program:
 
     def _bind_weights(self, names: Iterable[str]) -> None:
         self._weights |= _bind(self._unbound(names), self._file.tensors, self.device)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _check_digest(file: torch.Tensor, graph: Graph) -> None:
