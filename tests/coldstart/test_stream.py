@@ -674,6 +674,69 @@ def connect(server: FaultyServer, **options: str) -> Store:
     return Store.open("s3://bucket/p", name="here", options={"endpoint": server.url, **settings, **options})
 
 
+class Holding(Memory):
+    """A sink that holds its stream, as those of loads do; its memory can be looked for."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.rooms: list[weakref.ref[Any]] = []
+        self.stream: Stream | None = None
+
+    def room(self, index: int) -> memoryview:
+        array = np.frombuffer(super().room(index), dtype=np.uint8)
+        self.rooms.append(weakref.ref(array))
+        return array.data
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("end", ["all is there", "cancelled", "damaged", "timed out", "gone"])
+def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
+    end: str, server: FaultyServer, without_collector: None
+) -> None:
+    store = connect(server, read_timeout_s="1000", timeout_s="1000", max_retries="0")
+    source = publish(store)
+    if end == "damaged":
+        source = replace(
+            source, tensors=tuple(replace(t, crc32c=tuple(1 for _ in t.crc32c)) for t in source.tensors)
+        )
+    if end == "gone":
+        server.faults = ["", 404]
+    if end in ("cancelled", "timed out"):
+        server.faults = ["stalled"] * 100
+    limits = replace(SMALL, timeout_s=0.2) if end == "timed out" else SMALL
+    sink = Holding(source)
+    sink.stream = stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=limits, **LINK)
+    stream.hurry(2)
+    stream.start()
+    if end == "cancelled":
+        until(lambda: bool(sink.asked))
+        stream.cancel()
+    stream.join()
+    told = {
+        "all is there": type(None),
+        "cancelled": Cancelled,
+        "damaged": Damaged,
+        "timed out": StoreError,
+        "gone": ObjectNotFound,
+    }
+    assert type(sink.error) is told[end]
+    rooms, found = sink.rooms, weakref.ref(sink)
+    assert rooms
+    del sink
+    assert found() is None
+    assert [room() for room in rooms] == [None] * len(rooms)
+    gone = weakref.ref(stream)
+    del stream
+    assert gone() is None
+
+
 @pytest.mark.parametrize("fault", ["cut", "reset", "stalled", "silent", 503, 500])
 def test_what_a_store_mends_is_not_noticed(server: FaultyServer, fault: int | str) -> None:
     source = publish(connect(server))

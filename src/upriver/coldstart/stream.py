@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeVarTuple
+from typing import Literal, Protocol, TypeVar, TypeVarTuple
 
 from crc32c import crc32c
 
@@ -37,6 +37,7 @@ from upriver.types import Limits
 log = logging.getLogger("upriver")
 
 Arguments = TypeVarTuple("Arguments")
+Error = TypeVar("Error", bound=BaseException)
 
 MIB = 1 << 20
 
@@ -238,6 +239,7 @@ class Stream:
             self._fail(raised)
         finally:
             self._rooms.clear()
+            del self._sink  # which holds this stream, as a rule
 
     def _fail(self, raised: BaseException) -> None:
         """Tell the sink, with an error that holds on to nothing of this stream."""
@@ -255,6 +257,7 @@ class Stream:
             self._loop = asyncio.get_running_loop()
         for what in self._told:
             what()
+        self._told.clear()
         for index, nbytes in enumerate(self._missing):
             if not nbytes and self._broken is None:
                 self._fill(index)
@@ -319,7 +322,8 @@ class Stream:
 
                 async def came(num_bytes: int) -> None:
                     pause_s = self._came(body, num_bytes)
-                    deadline.reschedule(asyncio.get_running_loop().time() + pause_s + timeout_s)
+                    until_s = asyncio.get_running_loop().time() + pause_s + timeout_s
+                    deadline.reschedule(until_s)  # noqa: F821 - deleted when no more comes
                     await asyncio.sleep(pause_s)
 
                 await store.read_into_async(
@@ -342,6 +346,7 @@ class Stream:
                 f"object {request.path!r} in store {store.name!r}: not a byte came for {timeout_s:g} s"
             ) from None
         finally:
+            del deadline  # which holds this task, and with it all that is on its stack
             self._bodies.remove(body)
             if body.begun:
                 self._flow.ended(time.monotonic())
@@ -461,14 +466,16 @@ class _Body:
 
 
 def _taken_apart(raised: BaseException) -> BaseException:
-    """What was raised first."""
+    """What was raised first, and of the others nothing that holds on to their stacks."""
     while isinstance(raised, BaseExceptionGroup):
-        raised.__traceback__ = None  # its frames hold the group itself
-        raised = raised.exceptions[0]
+        raised.__traceback__ = raised.__context__ = None  # their frames hold the group itself
+        raised, *others = raised.exceptions
+        for other in others:
+            _bare(other)
     return raised
 
 
-def _bare(error: UpriverError) -> UpriverError:
+def _bare(error: Error) -> Error:
     """The error alone: with where it was raised, it would keep the memory of a whole model alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
