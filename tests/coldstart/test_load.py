@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import random
 import threading
 import uuid
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +24,11 @@ from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, answer
 from tests.coldstart.ordered import Ordered
 from upriver.coldstart import grouping, kept
 from upriver.coldstart import model_load as under_test
+from upriver.coldstart.filling import Memory
 from upriver.coldstart.layout import publish
-from upriver.coldstart.model_load import load, loading
+from upriver.coldstart.model_load import begin, load, loading
 from upriver.coldstart.source import find, order_path
-from upriver.errors import ConfigError, ModelError, ObjectNotFound, StoreError, UpriverError
+from upriver.errors import ConfigError, ModelError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
 from upriver.store import Store
 
 
@@ -202,6 +205,32 @@ def test_a_file_of_anyone_with_one_name_of_a_tie(tied: str, tmp_path: Any) -> No
     handle = loading(model)
     assert handle is None or handle.wait(60)
     assert model.head.weight is model.embedding.weight
+
+
+def test_a_file_that_is_written_in_place_meanwhile_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
+
+    file = tmp_path / "model.safetensors"
+    save_file(build().state_dict(), file)
+    os.utime(file, (1, 1))
+    settle = Memory.settle
+
+    def and_write(memory: Memory) -> None:
+        monkeypatch.setattr(Memory, "settle", settle)
+        settle(memory)
+        with file.open("r+b") as opened:
+            opened.seek(-8, os.SEEK_END)
+            opened.write(bytes(8))
+
+    monkeypatch.setattr(Memory, "settle", and_write)
+    model, handle = begin(build, f"file://{file}")
+    with pytest.raises(ObjectChanged, match="was replaced"):
+        handle.wait(60)
+    with pytest.raises(ObjectChanged, match="was replaced"):
+        model(torch.ones(1, 600))
 
 
 def test_groupings_are_kept_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -366,9 +366,10 @@ def test_a_file_that_is_written_in_place_while_it_is_read_has_changed(
     store, file = Store.open(tmp_path.as_uri(), name="here"), tmp_path / "a"
     file.write_bytes(bytes(100))
     os.utime(file, (1, 1))
-    etag = store.head("a").etag
+    etag, told = store.head("a").etag, []
 
     def written(num_bytes: int) -> None:
+        told.append(num_bytes)
         if num_bytes:
             with file.open("r+b") as opened:
                 opened.write(b"1")
@@ -376,6 +377,7 @@ def test_a_file_that_is_written_in_place_while_it_is_read_has_changed(
     room = memoryview(bytearray(100))
     with pytest.raises(ObjectChanged, match="'a' in store 'here'"):
         read_into(store, "a", 0, room, etag=etag, on_bytes=written, piece_bytes=10)
+    assert told == [0, 10]
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
