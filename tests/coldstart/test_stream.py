@@ -25,7 +25,14 @@ from upriver.coldstart import stream as stream_module
 from upriver.coldstart.flow import BURST_S, Cap, Flow, Link
 from upriver.coldstart.requests import PADDING, Part, Request, requests_for
 from upriver.coldstart.source import Source
-from upriver.coldstart.stream import Event, Stream, StreamLimits
+from upriver.coldstart.stream import (
+    FEWEST_PIECE_BYTES,
+    MOST_PIECE_BYTES,
+    PIECE_S,
+    Event,
+    Stream,
+    StreamLimits,
+)
 from upriver.errors import (
     Cancelled,
     ConfigError,
@@ -437,6 +444,8 @@ def test_a_link_is_what_it_was_said_to_be_until_it_has_shown_itself() -> None:
     flow.begun(1.0, 0.5)
     flow.came(1.04, 10**7)  # one burst
     assert flow.link == Link(latency_s=0.5, bandwidth_bytes_per_s=1e8)
+    flow.came(1.04, 10**7)
+    assert flow.link == Link(latency_s=0.5, bandwidth_bytes_per_s=pytest.approx(2e7 / 0.04))
 
 
 def test_only_what_a_link_did_lately_counts() -> None:
@@ -874,6 +883,27 @@ def test_a_stall_ends_at_the_streams_own_timeout(server: FaultyServer, fault: st
     sink, _ = run(source, limits=replace(SMALL, timeout_s=0.2))
     assert type(sink.error) is StoreError
     assert "not a byte came for 0.2 s" in str(sink.error)
+
+
+def test_a_slow_link_is_no_stall(server: FaultyServer) -> None:
+    store = connect(server, read_timeout_s="1000", timeout_s="1000", max_retries="0")
+    store.put("a", random.Random(5).randbytes(700_000))
+    source = lying(store, [("a", 0, 1000), ("a", 1000, 700_000)])
+    server.faults = ["slow"]
+    sink, stream = run(source, groups=[range(2)], limits=StreamLimits(timeout_s=0.7))
+    assert sink.error is None
+    assert sink.got == expected(source)
+    assert len(kinds(stream, "request")) == 1
+
+
+def test_pieces_are_small_until_the_link_has_shown_itself() -> None:
+    source = lying(None, [("a", 0, 1)])
+    stream = Stream(source, [range(1)], Memory(source), latency_s=0.01, bandwidth_bytes_per_s=1e12)
+    assert stream._piece_bytes() == FEWEST_PIECE_BYTES
+    feed(stream._flow, lambda _: 2e7, seconds=1)
+    assert stream._piece_bytes() == pytest.approx(2e7 * PIECE_S, rel=0.01)
+    feed(stream._flow, lambda _: 1e12, seconds=3, now_s=20)
+    assert stream._piece_bytes() == MOST_PIECE_BYTES
 
 
 FAULTS = ("cut", "reset", "stalled", "silent", "flipped", "short", "changed", 503, 404, "cancel")

@@ -7,15 +7,19 @@ import socket
 import ssl
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .s3_server import S3Server, _Handler, _path
 
-Fault = Literal["stalled", "silent", "reset", "changed", "gone", "flipped", "short"]
+Fault = Literal["stalled", "silent", "reset", "changed", "gone", "flipped", "short", "slow"]
 """What may come to the next requests, beside a status: a body that stops half way for good, no answer at all,
 a connection that is reset half way, a body that breaks off half way while its object is replaced by another
-one, or removed, one with a wrong bit in the middle, and the first half as if the object ended there."""
+one, or removed, one with a wrong bit in the middle, the first half as if the object ended there, and a body
+that comes at `SLOW_BYTES_PER_S`."""
+
+SLOW_BYTES_PER_S, SLOW_BYTES = 640_000, 32_000
 
 
 class FaultyServer(S3Server):
@@ -71,6 +75,12 @@ class _Faulty(_Handler):
             return super()._answer(status, body[:half] + bytes([body[half] ^ 8]) + body[half + 1 :], headers)
         if fault == "short":
             return super()._answer(status, body[:half], _ending(headers or {}, half))
+        if fault == "slow":
+            super()._answer(status, b"", {"Content-Length": str(len(body)), **(headers or {})})
+            for start in range(0, len(body), SLOW_BYTES):
+                time.sleep(SLOW_BYTES / SLOW_BYTES_PER_S)
+                self.wfile.write(body[start : start + SLOW_BYTES])
+            return None
         if fault != "silent":
             path = _path(self.path)
             if fault == "changed":

@@ -16,6 +16,9 @@ FEWEST_BUSY_S = 0.05
 FEWEST_BYTES = 256 * 1024
 """What must have crossed before it says something of a bandwidth: less is one burst."""
 
+SURE_BYTES = 16 << 20
+"""With so many it was no burst, however short it took."""
+
 WINDOW_BUSY_S = 2.0
 """Seconds of transfers that the bandwidth is taken from."""
 
@@ -59,6 +62,7 @@ class Flow:
 
     Attributes:
         link: As it has shown itself, or where it has not yet, as it was said to be.
+        known: Whether its bandwidth has shown itself.
         wanted: How many requests should be receiving at once.
     """
 
@@ -69,7 +73,7 @@ class Flow:
             link: What it is said to be.
             most: Requests under way at once, at most.
         """
-        self.link = link
+        self.link, self.known = link, False
         self.wanted = 1
         self._said, self._most = link, most
         self._bodies, self._at_s = 0, 0.0
@@ -116,8 +120,8 @@ class Flow:
     def _learn(self) -> None:
         (since_s, before), latency_s = self._points[0], min(self._heads, default=self._said.latency_s)
         busy_s, nbytes = self._busy_s - since_s, self._nbytes - before
-        known = busy_s >= FEWEST_BUSY_S and nbytes >= FEWEST_BYTES
-        bandwidth = nbytes / busy_s if known else self._said.bandwidth_bytes_per_s
+        self.known = (busy_s >= FEWEST_BUSY_S and nbytes >= FEWEST_BYTES) or nbytes >= SURE_BYTES
+        bandwidth = nbytes / busy_s if self.known else self._said.bandwidth_bytes_per_s
         self.link = Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
 
     def _judge(self, rate: float) -> None:

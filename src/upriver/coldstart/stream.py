@@ -48,7 +48,8 @@ MOST_ALONG_BYTES = MIB
 
 PIECE_S = 0.01
 MOST_PIECE_BYTES, FEWEST_PIECE_BYTES = MIB, 64 * 1024
-"""Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece."""
+"""Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece. The fewest
+until the link has shown itself: a slow one may bring no more for longer than a request may be silent."""
 
 
 class Sink(Protocol):
@@ -177,7 +178,6 @@ class Stream:
         self._bodies: set[_Body] = set()
         self._flow = Flow(Link(latency_s=latency_s, bandwidth_bytes_per_s=rate), most=limits.concurrency)
         self._cap = Cap(limits.bandwidth_bytes_per_s)
-        self._piece_bytes = int(min(max(rate * PIECE_S, FEWEST_PIECE_BYTES), MOST_PIECE_BYTES))
         self._padding = memoryview(bytearray(along_bytes))
         self._rooms: dict[int, memoryview] = {}
         self._missing = [tensor.stop - tensor.start for tensor in source.tensors]
@@ -292,7 +292,7 @@ class Stream:
         if not self._bodies or queue is self._urgent:
             return queue
         hidden, wanted = self._flow.link.hidden_bytes, self._flow.wanted
-        coming = [body.coming(self._piece_bytes) for body in self._bodies]
+        coming = [body.coming for body in self._bodies]
         if sum(coming) <= hidden:
             return queue
         if wanted > 1 and sum(wanted * nbytes > hidden for nbytes in coming) < wanted:
@@ -304,9 +304,16 @@ class Stream:
         for index in sorted(request.tensors - self._rooms.keys()):
             self._rooms[index] = self._room(index)
         self._note("request", request.span, request.nbytes)
-        body = _Body(request)
+        body = _Body(request, self._piece_bytes())
         self._bodies.add(body)
         return body
+
+    def _piece_bytes(self) -> int:
+        """Of a request that is sent now."""
+        if not self._flow.known:
+            return FEWEST_PIECE_BYTES
+        wanted = self._flow.link.bandwidth_bytes_per_s * PIECE_S
+        return int(min(max(wanted, FEWEST_PIECE_BYTES), MOST_PIECE_BYTES))
 
     def _room(self, index: int) -> memoryview:
         room, nbytes = self._sink.room(index), self._missing[index]
@@ -332,7 +339,7 @@ class Stream:
                     [self._memory(part) for part in request.segments()],
                     etag=self._source.etags.get(request.path) or None,
                     on_bytes=came,
-                    piece_bytes=self._piece_bytes,
+                    piece_bytes=body.piece_bytes,
                 )
         except ObjectChanged:
             raise ObjectChanged(
@@ -438,22 +445,24 @@ class _Body:
 
     Attributes:
         request: It.
+        piece_bytes: Put in place at once, at least.
         sent_s: When it was sent.
         begun: Whether its answer has begun.
         left: Bytes that are not in their place yet.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, piece_bytes: int) -> None:
+        self.request, self.piece_bytes = request, piece_bytes
         self.sent_s = time.monotonic()
         self.begun = False
         self.left = request.nbytes
         self._parts = deque(request.parts)
         self._unclaimed = 0
 
-    def coming(self, piece_bytes: int) -> int:
+    @property
+    def coming(self) -> int:
         """Bytes that are on their way for certain: a piece may have arrived that is not complete yet."""
-        return max(0, self.left - piece_bytes) if self.begun else self.left
+        return max(0, self.left - self.piece_bytes) if self.begun else self.left
 
     def came(self, num_bytes: int) -> Iterator[Part]:
         """So many more bytes are in their place; gives the parts that are complete with them."""
