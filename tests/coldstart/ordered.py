@@ -20,7 +20,7 @@ class Ordered:
         error: Comes in the place of the last ones, after so many.
     """
 
-    measured = Link(bandwidth_bytes_per_s=1e9)
+    measured, bounded = Link(bandwidth_bytes_per_s=1e9), False
 
     def __init__(
         self,

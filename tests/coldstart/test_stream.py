@@ -394,8 +394,9 @@ def test_several_are_under_way_where_one_does_not_fill_the_link(
         assert run.tensors == [0, 1, 2, 3]
 
 
-def said(bandwidth: float, *, most: int = 8) -> Flow:
-    return Flow(Link(latency_s=0.03, bandwidth_bytes_per_s=bandwidth), most=most)
+def said(bandwidth: float, *, most: int = 8, bound: float = math.inf) -> Flow:
+    link = Link(latency_s=0.03, bandwidth_bytes_per_s=bandwidth)
+    return Flow(link, most=most, bound_bytes_per_s=bound)
 
 
 def feed(flow: Flow, rate_of: Callable[[int], float], *, seconds: float, now_s: float = 10.0) -> float:
@@ -429,6 +430,25 @@ def test_requests_are_added_as_long_as_that_brings_more(fills: int, wanted: int)
     flow = said(1e9)
     feed(flow, lambda under_way: 5e7 * min(under_way, fills), seconds=2)
     assert flow.wanted == wanted
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 9.5e7, 1e6])
+def test_what_a_link_is_said_to_have_is_no_reason_not_to_try(bandwidth: float) -> None:
+    flow = said(bandwidth)
+    feed(flow, lambda under_way: 9.5e7 * min(under_way, 8), seconds=2)
+    assert flow.wanted == 8
+
+
+def test_a_bound_that_one_request_reaches_is_not_tried_with_more() -> None:
+    flow, most = said(1e9, bound=5e7), 0
+    for number in range(20):
+        feed(flow, lambda _: 4.8e7, seconds=0.1, now_s=10.0 + number)
+        most = max(most, flow.wanted)
+    assert (most, flow.bounded) == (1, True)
+    flow = said(1e9, bound=5e7)
+    feed(flow, lambda _: 3e7, seconds=1)
+    assert not flow.bounded
+    assert not said(1e12).bounded
 
 
 def test_there_are_never_more_than_allowed() -> None:

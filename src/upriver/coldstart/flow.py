@@ -3,7 +3,8 @@
 One request after the other, each sent when latency x bandwidth is left of those before, is what PISeL does
 (Jafari et al., CIKM 2024, section 3.2, "Partition Downloader"): the link never idles, and what is needed
 first comes first. Where one connection does not fill the link, several must be under way. How many is found
-by trying: twice as many as long as more comes through.
+by trying, in each load: twice as many as long as more comes through. What an earlier load saw is no reason to
+stop, as it may have been all that its connections gave.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GAIN = 1.15
 """Twice as many requests are worth it if they bring so many times as much; less is chance."""
 
 FULL = 0.9
-"""Of the bandwidth that the link is said to have: with that, it is full."""
+"""Of a bound on the bandwidth: with that, more requests bring nothing."""
 
 BURST_S = 0.05
 """Of a capped bandwidth, what may pass at once after a pause."""
@@ -66,16 +67,17 @@ class Flow:
         wanted: How many requests should be receiving at once.
     """
 
-    def __init__(self, link: Link, *, most: int) -> None:
+    def __init__(self, link: Link, *, most: int, bound_bytes_per_s: float = math.inf) -> None:
         """Begin with what is said of a link.
 
         Args:
             link: What it is said to be.
             most: Requests under way at once, at most.
+            bound_bytes_per_s: An operator's, see :class:`Cap`.
         """
         self.link, self.known = link, False
         self.wanted = 1
-        self._said, self._most = link, most
+        self._said, self._most, self._bound_bytes_per_s = link, most, bound_bytes_per_s
         self._bodies, self._at_s = 0, 0.0
         self._busy_s, self._nbytes = 0.0, 0
         self._points = deque([(0.0, 0)])  # busy seconds, bytes
@@ -83,6 +85,11 @@ class Flow:
         self._settled = most == 1
         self._before: tuple[int, float] | None = None  # how many there were before, and what they brought
         self._trial_s, self._trial_bytes = 0.0, 0
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the link may give more than was seen: what came was what may come."""
+        return self.link.bandwidth_bytes_per_s >= FULL * self._bound_bytes_per_s
 
     def begun(self, now_s: float, waited_s: float) -> None:
         """An answer begins, so long after it was asked for."""
@@ -129,7 +136,7 @@ class Flow:
         self._trial_s, self._trial_bytes = 0.0, 0
         if self._before is not None and rate < GAIN * self._before[1]:
             self.wanted, self._settled = self._before[0], True
-        elif rate >= FULL * self._said.bandwidth_bytes_per_s or self.wanted == self._most:
+        elif rate >= FULL * self._bound_bytes_per_s or self.wanted == self._most:
             self._settled = True
         else:
             self._before = self.wanted, rate

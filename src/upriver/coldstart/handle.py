@@ -182,7 +182,8 @@ def remember(source: Source, stream: Stream, groupings: Groupings) -> None:
         groupings: All that are to be kept beside it; none where nothing is new.
     """
     nbytes = sum(placed.stop - placed.start for placed in source.tensors)
-    links.keep(source.store, nbytes=nbytes, bandwidth_bytes_per_s=stream.measured.bandwidth_bytes_per_s)
+    if not stream.bounded:
+        links.keep(source.store, nbytes=nbytes, bandwidth_bytes_per_s=stream.measured.bandwidth_bytes_per_s)
     if groupings:
         try:
             kept.keep(source, groupings)

@@ -176,7 +176,11 @@ class Stream:
         )
         self._urgent: deque[Request] = deque()
         self._bodies: set[_Body] = set()
-        self._flow = Flow(Link(latency_s=latency_s, bandwidth_bytes_per_s=rate), most=limits.concurrency)
+        self._flow = Flow(
+            Link(latency_s=latency_s, bandwidth_bytes_per_s=rate),
+            most=limits.concurrency,
+            bound_bytes_per_s=limits.bandwidth_bytes_per_s,
+        )
         self._cap = Cap(limits.bandwidth_bytes_per_s)
         self._padding = memoryview(bytearray(along_bytes))
         self._rooms: dict[int, memoryview] = {}
@@ -198,6 +202,11 @@ class Stream:
     def measured(self) -> Link:
         """The link as it has shown itself so far, or where it has not, as it was said to be."""
         return self._flow.link
+
+    @property
+    def bounded(self) -> bool:
+        """Whether `measured` is what it was allowed to take, and not what the link gives."""
+        return self._flow.bounded
 
     def start(self) -> None:
         """Begin. A stream is started once."""
