@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import pickle
 import random
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Iterator
@@ -26,7 +28,7 @@ from upriver.coldstart import grouping, kept
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart.filling import Memory
 from upriver.coldstart.layout import publish
-from upriver.coldstart.model_load import begin, load, loading
+from upriver.coldstart.model_load import Loading, begin, load, loading
 from upriver.coldstart.source import find, order_path
 from upriver.errors import ConfigError, ModelError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
 from upriver.store import Store
@@ -174,6 +176,48 @@ def test_whatever_else_is_asked_waits_for_everything(ask: Any, monkeypatch: pyte
     stream.lets.release()
     assert done.wait(60)
     caller.join()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_that_waited_is_no_guarded_one(copied: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Ordered(lets=threading.Semaphore(0))
+    assert stream.lets is not None
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    release = Loading._release
+
+    def late(handle: Loading, model: nn.Module) -> None:
+        time.sleep(0.3)  # who was woken by now goes on
+        release(handle, model)
+
+    monkeypatch.setattr(Loading, "_release", late)
+    model = load(Bare, "model", store=published(Bare(), "bare"))
+    copies: list[nn.Module] = []
+    caller = threading.Thread(target=lambda: copies.append(copied(model)))
+    caller.start()
+    stream.lets.release(len(stream.order))
+    caller.join(60)
+    stream.join()
+    assert [type(each) for each in copies] == [Bare]
+    assert all(torch.equal(one, other) for one, other in zip(copies[0].parameters(), model.parameters()))
+
+
+def test_a_history_may_be_asked_for_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Ordered(lets=threading.Semaphore(0))
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    _, handle = begin(Bare, "model", store=published(Bare(), "bare"))
+
+    class Meanwhile(str):
+        """A kind of moment; whoever compares it comes second to another thread."""
+
+        def __ne__(self, other: object) -> bool:
+            handle._steps["loaded"] = 3.0
+            return str.__ne__(self, other)
+
+        __hash__ = str.__hash__
+
+    handle._steps = {"began": 1.0, Meanwhile("constructed"): 2.0}
+    assert [moment.kind for moment in handle.history()] == ["constructed"]
+    handle.cancel()
 
 
 def test_it_says_what_it_is_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:

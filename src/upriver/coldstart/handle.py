@@ -80,7 +80,7 @@ class Handle(ABC, Generic[Owner]):
         if self._memories:
             self._stream.start()
         else:
-            self._all_here()
+            self._all_here(None)
 
     # ------------------------------------------------------------------------------------- callers
 
@@ -119,7 +119,7 @@ class Handle(ABC, Generic[Owner]):
         return moments(
             self._source,
             began_s=self._steps["began"],
-            steps={kind: at for kind, at in self._steps.items() if kind != "began"},
+            steps={kind: at for kind, at in dict(self._steps).items() if kind != "began"},
             stream_s=self._stream_s,
             events=tuple(self._stream.events),
             touched=dict(self.touched),
@@ -134,10 +134,11 @@ class Handle(ABC, Generic[Owner]):
     def filled(self, index: int) -> None:
         """See :class:`~upriver.coldstart.stream.Sink`."""
         self._memories[index].settle()
-        self._arrivals.filled(index)
         self._left -= 1
-        if not self._left:
-            self._all_here()
+        if self._left:
+            self._arrivals.filled(index)
+        else:
+            self._all_here(index)
 
     def failed(self, error: UpriverError) -> None:
         """See :class:`~upriver.coldstart.stream.Sink`."""
@@ -152,25 +153,35 @@ class Handle(ABC, Generic[Owner]):
     def _release(self, owner: Owner) -> None:
         """Everything is there: the owner waits for nothing any more."""
 
-    def _all_here(self) -> None:
-        """The last weight is in."""
-        self._finish()
+    def _all_here(self, last: int | None) -> None:
+        """The last weight is in, which nobody was told of yet; None where none was to come."""
+        self._finish(last)
 
     def _let_go(self) -> None:
         """Of all memory but what the owner holds itself."""
         self._memories.clear()
 
-    def _finish(self) -> None:
-        """Nothing waits any more, and nothing holds on to the owner."""
-        if (owner := self._owner()) is not None:
-            self._release(owner)
-            under_way.pop(owner, None)
+    def _finish(self, last: int | None) -> None:
+        """Nothing waits any more, and nothing holds on to the owner.
+
+        Args:
+            last: What came last. Who waits for it is woken when the owner is as any other: copies that are made
+                earlier would stay guarded.
+        """
+        self._give_back()
+        if last is not None:
+            self._arrivals.filled(last)
         self._dropped.detach()
         self._let_go()
         self._steps["loaded"] = time.monotonic()
         self._over.set()
         if self._source.tensors:
             remember(self._source, self._stream, self._groupings)
+
+    def _give_back(self) -> None:
+        if (owner := self._owner()) is not None:
+            self._release(owner)
+            under_way.pop(owner, None)
 
 
 def remember(source: Source, stream: Stream, groupings: Groupings) -> None:

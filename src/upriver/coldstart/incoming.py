@@ -145,10 +145,12 @@ class Arriving(Handle[Program]):
             self.touched.setdefault(number, time.monotonic())
         self._arrivals.wait(numbers, self._stream.hurry)
 
-    def _all_here(self) -> None:
+    def _all_here(self, last: int | None) -> None:
         if self._digest is None:
-            self._finish()
+            self._finish(last)
             return
+        if last is not None:
+            self._arrivals.filled(last)
         self._beside = threading.Thread(
             target=self._check_digest,
             args=(self._file,),
@@ -175,8 +177,7 @@ class Arriving(Handle[Program]):
             error = raised if isinstance(raised, UpriverError) else UpriverError(told)
             self.failed(error.with_traceback(None))
         else:
-            self._arrivals.filled(len(self._source.tensors))
-            self._finish()
+            self._finish(len(self._source.tensors))
 
     def _release(self, program: Program) -> None:
         # Whole, it is as any other; of a part of it, it stays known which.
