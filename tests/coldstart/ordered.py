@@ -55,10 +55,10 @@ class Ordered:
         if self.lets is not None:
             self.lets.release()
 
-    def join(self) -> None:
+    def join(self, timeout_s: float | None = None) -> None:
         """Until it is over, if it was begun."""
         if self.thread.ident is not None:
-            self.thread.join(60)
+            self.thread.join(60 if timeout_s is None else timeout_s)
 
     def _run(self) -> None:
         for number, index in enumerate(self.order):

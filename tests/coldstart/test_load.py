@@ -298,6 +298,32 @@ def test_groupings_are_kept_for_the_next_one(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(load(Bare, "model", store=store)(x), reference(x))
 
 
+def test_nobody_waits_for_what_is_written_down_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping, "SMALL_BYTES", 0)
+    store = published(Bare(), "silent")
+    begun, may, written = threading.Event(), threading.Event(), threading.Event()
+
+    def put(path: str, data: bytes) -> None:
+        begun.set()
+        may.wait(20)
+        written.set()
+
+    monkeypatch.setattr(store, "put", put)
+    model, handle = begin(Bare, "model", store=store)
+    assert begun.wait(60)
+    assert handle.wait(0.2)
+    handle.cancel()
+    assert handle.wait(0)
+    gone = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+    del model
+    gc.collect()
+    assert [each() for each in gone] == [None] * len(gone)
+    assert not written.is_set()
+    may.set()
+    assert handle.wait(60)
+    assert written.is_set()
+
+
 def test_an_order_is_kept_on_first_use(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Bare()
     save_file(reference.state_dict(), tmp_path / "model.safetensors")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
 import weakref
@@ -61,7 +63,7 @@ class Handle(ABC, Generic[Owner]):
         self._left = len(self._memories)
         self._arrivals = Arrivals(self._left + also)
         self._over = threading.Event()
-        self._beside: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.nbytes = sum(placed.stop - placed.start for placed in source.tensors)
         self.touched: dict[int, float] = {}
         self._stream = stream_of(self)
@@ -87,14 +89,17 @@ class Handle(ABC, Generic[Owner]):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until everything is there and is what it should be; False where that takes longer.
 
+        Where time is left, also until what the next load can use is written down.
+
         Raises:
             UpriverError: If something does not come, or is something else.
         """
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         if not self._over.wait(timeout_s):
             return False
-        self._stream.join()
-        if self._beside is not None:
-            self._beside.join()
+        self._stream.join(_left(until_s))
+        for thread in self._threads:
+            thread.join(_left(until_s))
         if (error := self._arrivals.error) is not None:
             raise error
         return True
@@ -176,12 +181,23 @@ class Handle(ABC, Generic[Owner]):
         self._steps["loaded"] = time.monotonic()
         self._over.set()
         if self._source.tensors:
-            remember(self._source, self._stream, self._groupings)
+            with contextlib.suppress(RuntimeError):  # no thread can be started
+                self._begin_beside("keep", remember, self._source, self._stream, self._groupings)
 
     def _give_back(self) -> None:
         if (owner := self._owner()) is not None:
             self._release(owner)
             under_way.pop(owner, None)
+
+    def _begin_beside(self, name: str, target: Callable[..., object], *args: object) -> None:
+        """Do something in a thread that nobody waits for but `wait`."""
+        thread = threading.Thread(target=target, args=args, name=f"upriver-coldstart-{name}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+
+def _left(until_s: float) -> float | None:
+    return None if until_s == math.inf else max(0.0, until_s - time.monotonic())
 
 
 def remember(source: Source, stream: Stream, groupings: Groupings) -> None:

@@ -151,13 +151,7 @@ class Arriving(Handle[Program]):
             return
         if last is not None:
             self._arrivals.filled(last)
-        self._beside = threading.Thread(
-            target=self._check_digest,
-            args=(self._file,),
-            name="upriver-coldstart-digest",
-            daemon=True,
-        )
-        self._beside.start()
+        self._begin_beside("digest", self._check_digest, self._file)
 
     def _check_digest(self, file: ArrivingFile) -> None:
         """Hold the whole file against its name, behind everybody who has stages to run."""

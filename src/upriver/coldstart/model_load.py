@@ -76,7 +76,7 @@ class Loading(Handle[nn.Module]):
             groupings=groupings if whole else {},
         )
         self._all = source
-        self._keeps = threading.Lock()
+        self._keeps, self._shown = threading.Lock(), False
         self._gate = Gate(self._arrivals, self._stream.hurry)
         self.touched = self._gate.touched
         for number, tensor in held(matched):
@@ -86,13 +86,11 @@ class Loading(Handle[nn.Module]):
     def _answered(self) -> None:
         """A call is over; the first one has shown the execution order, where nobody knew it."""
         with self._keeps:
-            if self._all.ordered or not self.touched or self._beside is not None:
+            if self._all.ordered or not self.touched or self._shown:
                 return
+            self._shown = True
             names = [self._source.tensors[index].name for index in tuple(self.touched)]
-            self._beside = threading.Thread(
-                target=_keep, args=(self._all, names), name="upriver-coldstart-order", daemon=True
-            )
-            self._beside.start()
+            self._begin_beside("order", _keep, self._all, names)
 
     def _release(self, model: nn.Module) -> None:
         if self._guard is not None:

@@ -226,10 +226,10 @@ class Stream:
         told = error or Cancelled(f"the load of {self._source.path!r} was cancelled")
         self._tell(partial(self._break_off, told))
 
-    def join(self) -> None:
-        """Wait until the stream is over and has no thread left. From within a sink it does not wait."""
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the stream is over and has no thread left, so long at most; not from within a sink."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def _tell(self, what: Callable[[], None]) -> None:
         with self._lock:
