@@ -55,6 +55,9 @@ class Ordered:
         if self.lets is not None:
             self.lets.release()
 
+    def forked(self) -> None:
+        """Nothing of it is there."""
+
     def join(self, timeout_s: float | None = None) -> None:
         """Until it is over, if it was begun."""
         if self.thread.ident is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import os
 import pickle
 import random
+import signal
 import threading
 import time
 import uuid
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +33,7 @@ from upriver.coldstart.filling import Memory
 from upriver.coldstart.layout import publish
 from upriver.coldstart.model_load import Loading, begin, load, loading
 from upriver.coldstart.source import find, order_path
-from upriver.errors import ConfigError, ModelError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
+from upriver.errors import Cancelled, ConfigError, ModelError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
 from upriver.store import Store
 
 
@@ -441,6 +444,67 @@ def test_a_model_that_is_dropped_ends_its_load(monkeypatch: pytest.MonkeyPatch) 
     gc.collect()
     stream.join()
     assert gone() is None and stream.over
+
+
+def test_a_forked_child_is_told_that_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, asked = published(Bare(), "forked"), threading.Event()
+
+    async def silent(*_: Any, **__: Any) -> None:
+        asked.set()
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(store, "read_into_async", silent)
+    model, handle = begin(Bare, "model", store=store)
+    assert asked.wait(60)
+    held, over = threading.Event(), threading.Event()
+
+    def holds() -> None:
+        with handle._arrivals._changed, handle._stream._lock:
+            held.set()
+            over.wait(60)
+
+    holder = threading.Thread(target=holds)
+    holder.start()
+    assert held.wait(60)
+    x = torch.ones(1, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons: threads are running
+        child = os.fork()
+    if not child:
+        os._exit(_right_in_a_child(model, handle, x))
+    over.set()
+    holder.join(60)
+    ended = _ended(child)
+    handle.cancel()
+    assert ended == 0
+
+
+def _right_in_a_child(model: nn.Module, handle: Loading, x: torch.Tensor) -> int:
+    """Exit code 0 where everybody is told; what is wrong is seen by its number."""
+    asks = [lambda: model(x), lambda: model.state_dict(), lambda: handle.wait(), handle.cancel]
+    for number, ask in enumerate(asks, start=1):
+        try:
+            ask()
+        except Cancelled:
+            continue
+        except BaseException:
+            return 10 + number
+        if ask != handle.cancel:
+            return number
+    return 0
+
+
+def _ended(child: int) -> int | None:
+    """A process's exit code; it is killed where it waits."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 def test_an_exception_of_the_models_own_leaves_no_mode() -> None:

@@ -50,6 +50,12 @@ class Arrivals:
             self._changed.notify_all()
             return True
 
+    def forked(self) -> None:
+        """In a child of this process, where nobody waits and nobody gives a lock back."""
+        self._changed = threading.Condition()
+        self._waited.clear()
+        self._all_waited = 0
+
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
@@ -88,7 +94,7 @@ class Arrivals:
             UpriverError: If one does not come: a model that failed answers nothing at all, even where what
                 it would read is there.
         """
-        if self._error is None and all(self._here[index] for index in indices):
+        if self.here(indices):
             return True
         missing = [index for index in indices if not self._here[index]]
         for index in missing:

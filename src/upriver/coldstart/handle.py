@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ from upriver.coldstart.filling import Memory
 from upriver.coldstart.history import FILLED, Moment, moments
 from upriver.coldstart.source import Source
 from upriver.coldstart.stream import Sink, Stream
-from upriver.errors import StoreError, UpriverError
+from upriver.errors import Cancelled, StoreError, UpriverError
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,15 @@ class Handle(ABC, Generic[Owner]):
             self._let_go()
             self._over.set()
 
+    def forked(self) -> None:
+        """In a child of this process, where nothing comes any more: who waits there is told so."""
+        self._stream.forked()
+        self._arrivals.forked()
+        self._over = threading.Event()
+        path = self._source.path
+        self.failed(Cancelled(f"the process was forked while {path!r} was loading; wait for it before"))
+        self._over.set()
+
     # ---------------------------------------------------------------------------------------- inside
 
     @abstractmethod
@@ -220,3 +230,12 @@ def remember(source: Source, stream: Stream, groupings: Groupings) -> None:
 
 under_way: weakref.WeakKeyDictionary[object, Handle[Any]] = weakref.WeakKeyDictionary()
 """Of models and programs some of whose weights are still to come."""
+
+
+def _forked() -> None:
+    for handle in list(under_way.values()):
+        handle.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -190,7 +190,7 @@ class Stream:
         self._refetched: set[Part] = set()
         self._broken: UpriverError | None = None
         self._began_s = 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may cancel on top of anything
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         self._told: list[Callable[[], None]] = []
@@ -230,6 +230,10 @@ class Stream:
         """Wait until the stream is over and has no thread left, so long at most; not from within a sink."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+
+    def forked(self) -> None:
+        """In a child of the process that it runs in: nothing is asked of it any more."""
+        self._lock, self._loop = threading.RLock(), None
 
     def _tell(self, what: Callable[[], None]) -> None:
         with self._lock:
