@@ -391,6 +391,30 @@ def test_what_is_missing_or_misshapen_is_told_before_the_download(monkeypatch: p
         assert part in str(raised.value)
 
 
+@pytest.mark.parametrize("error", [TypeError, KeyboardInterrupt])
+def test_an_error_of_the_constructor_waits_for_no_store(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may, said = threading.Event(), threading.Event(), threading.Event()
+
+    def silent(*_: Any) -> None:
+        begun.set()
+        may.wait(20)
+        said.set()
+        raise StoreError("too late")
+
+    def build() -> nn.Module:
+        assert begun.wait(60)
+        raise error("mine")
+
+    monkeypatch.setattr(under_test, "find", silent)
+    with pytest.raises(error, match="mine"):
+        load(build, "model", store=published(Bare(), "silent"))
+    assert not said.is_set()
+    may.set()
+    assert said.wait(60)
+
+
 def test_weights_that_the_model_does_not_have_can_be_left() -> None:
     reference = Bare()
     store = Store.open(f"memory://more-{uuid.uuid4().hex}")

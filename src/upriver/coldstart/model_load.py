@@ -168,11 +168,17 @@ def begin(
     limits, steps = limits or StreamLimits(), {"began": time.monotonic()}
     place = torch.device(device)
     where, path = (store, uri) if store is not None else opened(uri, store_options)
-    with ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find") as beside:
+    beside = ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find")
+    try:
         found = beside.submit(_found, where, path, grouping, limits, beside)
         model = construct(build_model)
         steps["constructed"] = time.monotonic()
         source, link, known, steps["found"] = found.result()
+    except BaseException:
+        # What the store still has to say may take minutes, and nobody wants it.
+        beside.shutdown(wait=False, cancel_futures=True)
+        raise
+    beside.shutdown()
     matched = match(move(model, place), source, strict=strict)
     groups, news = grouped(matched.source, link, grouping, limits, place, known)
     loading = Loading(
