@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import gc
-import os
-import pickle
 import random
-import signal
 import threading
-import time
 import uuid
-import warnings
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,11 +22,10 @@ from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, answer
 from tests.coldstart.ordered import Ordered
 from upriver.coldstart import grouping, kept
 from upriver.coldstart import model_load as under_test
-from upriver.coldstart.filling import Memory
 from upriver.coldstart.layout import publish
-from upriver.coldstart.model_load import Loading, begin, load, loading
+from upriver.coldstart.model_load import load, loading
 from upriver.coldstart.source import find, order_path
-from upriver.errors import Cancelled, ConfigError, ModelError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
+from upriver.errors import ConfigError, ModelError, ObjectNotFound, StoreError, UpriverError
 from upriver.store import Store
 
 
@@ -181,48 +173,6 @@ def test_whatever_else_is_asked_waits_for_everything(ask: Any, monkeypatch: pyte
     caller.join()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_that_waited_is_no_guarded_one(copied: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Ordered(lets=threading.Semaphore(0))
-    assert stream.lets is not None
-    monkeypatch.setattr(under_test, "Stream", stream.of)
-    release = Loading._release
-
-    def late(handle: Loading, model: nn.Module) -> None:
-        time.sleep(0.3)  # who was woken by now goes on
-        release(handle, model)
-
-    monkeypatch.setattr(Loading, "_release", late)
-    model = load(Bare, "model", store=published(Bare(), "bare"))
-    copies: list[nn.Module] = []
-    caller = threading.Thread(target=lambda: copies.append(copied(model)))
-    caller.start()
-    stream.lets.release(len(stream.order))
-    caller.join(60)
-    stream.join()
-    assert [type(each) for each in copies] == [Bare]
-    assert all(torch.equal(one, other) for one, other in zip(copies[0].parameters(), model.parameters()))
-
-
-def test_a_history_may_be_asked_for_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Ordered(lets=threading.Semaphore(0))
-    monkeypatch.setattr(under_test, "Stream", stream.of)
-    _, handle = begin(Bare, "model", store=published(Bare(), "bare"))
-
-    class Meanwhile(str):
-        """A kind of moment; whoever compares it comes second to another thread."""
-
-        def __ne__(self, other: object) -> bool:
-            handle._steps["loaded"] = 3.0
-            return str.__ne__(self, other)
-
-        __hash__ = str.__hash__
-
-    handle._steps = {"began": 1.0, Meanwhile("constructed"): 2.0}
-    assert [moment.kind for moment in handle.history()] == ["constructed"]
-    handle.cancel()
-
-
 def test_it_says_what_it_is_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Ordered(lets=threading.Semaphore(0))
     monkeypatch.setattr(under_test, "Stream", stream.of)
@@ -254,32 +204,6 @@ def test_a_file_of_anyone_with_one_name_of_a_tie(tied: str, tmp_path: Any) -> No
     assert model.head.weight is model.embedding.weight
 
 
-def test_a_file_that_is_written_in_place_meanwhile_is_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
-
-    file = tmp_path / "model.safetensors"
-    save_file(build().state_dict(), file)
-    os.utime(file, (1, 1))
-    settle = Memory.settle
-
-    def and_write(memory: Memory) -> None:
-        monkeypatch.setattr(Memory, "settle", settle)
-        settle(memory)
-        with file.open("r+b") as opened:
-            opened.seek(-8, os.SEEK_END)
-            opened.write(bytes(8))
-
-    monkeypatch.setattr(Memory, "settle", and_write)
-    model, handle = begin(build, f"file://{file}")
-    with pytest.raises(ObjectChanged, match="was replaced"):
-        handle.wait(60)
-    with pytest.raises(ObjectChanged, match="was replaced"):
-        model(torch.ones(1, 600))
-
-
 def test_groupings_are_kept_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "SMALL_BYTES", 0)  # as if it were a large model
     reference = Bare()
@@ -299,32 +223,6 @@ def test_groupings_are_kept_for_the_next_one(monkeypatch: pytest.MonkeyPatch) ->
     store.put(kept.path_of(source), b"{}")
     assert kept.kept(source) == {}
     assert torch.equal(load(Bare, "model", store=store)(x), reference(x))
-
-
-def test_nobody_waits_for_what_is_written_down_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouping, "SMALL_BYTES", 0)
-    store = published(Bare(), "silent")
-    begun, may, written = threading.Event(), threading.Event(), threading.Event()
-
-    def put(path: str, data: bytes) -> None:
-        begun.set()
-        may.wait(20)
-        written.set()
-
-    monkeypatch.setattr(store, "put", put)
-    model, handle = begin(Bare, "model", store=store)
-    assert begun.wait(60)
-    assert handle.wait(0.2)
-    handle.cancel()
-    assert handle.wait(0)
-    gone = [weakref.ref(model), *map(weakref.ref, model.parameters())]
-    del model
-    gc.collect()
-    assert [each() for each in gone] == [None] * len(gone)
-    assert not written.is_set()
-    may.set()
-    assert handle.wait(60)
-    assert written.is_set()
 
 
 def test_an_order_is_kept_on_first_use(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,30 +289,6 @@ def test_what_is_missing_or_misshapen_is_told_before_the_download(monkeypatch: p
         assert part in str(raised.value)
 
 
-@pytest.mark.parametrize("error", [TypeError, KeyboardInterrupt])
-def test_an_error_of_the_constructor_waits_for_no_store(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, may, said = threading.Event(), threading.Event(), threading.Event()
-
-    def silent(*_: Any) -> None:
-        begun.set()
-        may.wait(20)
-        said.set()
-        raise StoreError("too late")
-
-    def build() -> nn.Module:
-        assert begun.wait(60)
-        raise error("mine")
-
-    monkeypatch.setattr(under_test, "find", silent)
-    with pytest.raises(error, match="mine"):
-        load(build, "model", store=published(Bare(), "silent"))
-    assert not said.is_set()
-    may.set()
-    assert said.wait(60)
-
-
 def test_weights_that_the_model_does_not_have_can_be_left() -> None:
     reference = Bare()
     store = Store.open(f"memory://more-{uuid.uuid4().hex}")
@@ -468,67 +342,6 @@ def test_a_model_that_is_dropped_ends_its_load(monkeypatch: pytest.MonkeyPatch) 
     gc.collect()
     stream.join()
     assert gone() is None and stream.over
-
-
-def test_a_forked_child_is_told_that_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, asked = published(Bare(), "forked"), threading.Event()
-
-    async def silent(*_: Any, **__: Any) -> None:
-        asked.set()
-        await asyncio.sleep(600)
-
-    monkeypatch.setattr(store, "read_into_async", silent)
-    model, handle = begin(Bare, "model", store=store)
-    assert asked.wait(60)
-    held, over = threading.Event(), threading.Event()
-
-    def holds() -> None:
-        with handle._arrivals._changed, handle._stream._lock:
-            held.set()
-            over.wait(60)
-
-    holder = threading.Thread(target=holds)
-    holder.start()
-    assert held.wait(60)
-    x = torch.ones(1, 16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons: threads are running
-        child = os.fork()
-    if not child:
-        os._exit(_right_in_a_child(model, handle, x))
-    over.set()
-    holder.join(60)
-    ended = _ended(child)
-    handle.cancel()
-    assert ended == 0
-
-
-def _right_in_a_child(model: nn.Module, handle: Loading, x: torch.Tensor) -> int:
-    """Exit code 0 where everybody is told; what is wrong is seen by its number."""
-    asks = [lambda: model(x), lambda: model.state_dict(), lambda: handle.wait(), handle.cancel]
-    for number, ask in enumerate(asks, start=1):
-        try:
-            ask()
-        except Cancelled:
-            continue
-        except BaseException:
-            return 10 + number
-        if ask != handle.cancel:
-            return number
-    return 0
-
-
-def _ended(child: int) -> int | None:
-    """A process's exit code; it is killed where it waits."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
 
 
 def test_an_exception_of_the_models_own_leaves_no_mode() -> None:

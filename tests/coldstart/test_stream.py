@@ -745,7 +745,7 @@ def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
     stream.hurry(2)
     stream.start()
     if end == "cancelled":
-        until(lambda: bool(sink.asked))
+        until(lambda asked=sink.asked: bool(asked))
         stream.cancel()
     stream.join()
     told = {
@@ -760,7 +760,7 @@ def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
     assert rooms
     del sink
     assert found() is None
-    assert [room() for room in rooms] == [None] * len(rooms)
+    assert all(room() is None for room in rooms)
     gone = weakref.ref(stream)
     del stream
     assert gone() is None

@@ -180,7 +180,7 @@ class Handle(ABC, Generic[Owner]):
         """Nothing waits any more, and nothing holds on to the owner.
 
         Args:
-            last: What came last. Who waits for it is woken when the owner is as any other: copies that are made
+            last: What came last. Who waits for it is woken when the owner is as any other: a copy made
                 earlier would stay guarded.
         """
         self._give_back()

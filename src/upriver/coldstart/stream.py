@@ -48,8 +48,8 @@ MOST_ALONG_BYTES = MIB
 
 PIECE_S = 0.01
 MOST_PIECE_BYTES, FEWEST_PIECE_BYTES = MIB, 64 * 1024
-"""Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece. The fewest
-until the link has shown itself: a slow one may bring no more for longer than a request may be silent."""
+"""Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece. The
+fewest until the link has shown itself: a slow one brings no more for longer than a request may be silent."""
 
 
 class Sink(Protocol):
