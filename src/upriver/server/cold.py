@@ -157,7 +157,7 @@ class ColdFile:
         """
         while self.coming:
             await self._news.wait()
-        self._raise()
+        self._arrivals.check()
 
     async def checked(self) -> None:
         """Wait until the file is known to be what it is called, where all of it is asked for.
@@ -167,7 +167,7 @@ class ColdFile:
         """
         while self._to_end and not self._arrivals.over:
             await self._news.wait()
-        self._raise()
+        self._arrivals.check()
 
     def cancel(self) -> None:
         """Nothing more is read; who waits gets an error."""
@@ -226,10 +226,6 @@ class ColdFile:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    def _raise(self) -> None:
-        if (error := self.error) is not None:
-            raise error
-
     def _bytes_per_s(self) -> float:
         if self._part is None:
             return self._found.link.bandwidth_bytes_per_s
@@ -277,8 +273,9 @@ class ColdFile:
             self._memory.close()
             self._arrivals.filled(len(self._tensors))
             self._tell(self._wake)
-            if self._at_once is not None:
-                remember(self._found.source, self._at_once, self._groupings)
+            stream, self._at_once = self._at_once, None
+            if stream is not None:
+                remember(self._found.source, stream, self._groupings)
 
     def _folded(self) -> str:
         """The digest of what is here, once all is.
@@ -299,13 +296,16 @@ class ColdFile:
 class _Part:
     """Tensors that come with one stream, whose sink this is.
 
+    It lets go of the file at the end, as each holds on to the other: memory is given back at once.
+
     Args:
         file: Whose they are.
         numbers: Their places in it, in order.
     """
 
     def __init__(self, file: ColdFile, numbers: Sequence[int]) -> None:
-        self._file, self._numbers, self._left = file, numbers, len(numbers)
+        self._file: ColdFile | None = file
+        self._numbers, self._left = numbers, len(numbers)
         self._indices = {number: index for index, number in enumerate(numbers)}
         self.stream = file.stream_of(numbers, self)
 
@@ -316,16 +316,25 @@ class _Part:
 
     def room(self, index: int) -> memoryview:
         """See :class:`~upriver.coldstart.stream.Sink`."""
-        return self._file.room(self._numbers[index])
+        return self._here().room(self._numbers[index])
 
     def filled(self, index: int) -> None:
         """See :class:`~upriver.coldstart.stream.Sink`."""
+        file = self._here()
         self._left -= 1
-        self._file.came(self._numbers[index], last=not self._left)
+        file.came(self._numbers[index], last=not self._left)
+        if not self._left:
+            self._file = None
 
     def failed(self, error: UpriverError) -> None:
         """See :class:`~upriver.coldstart.stream.Sink`."""
-        self._file.failed(error)
+        file, self._file = self._file, None
+        if file is not None:
+            file.failed(error)
+
+    def _here(self) -> ColdFile:
+        assert self._file is not None, "its stream is over"
+        return self._file
 
 
 def _no_hurry(number: int) -> None:
