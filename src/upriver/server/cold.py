@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from upriver.coldstart.arrivals import Arrivals
@@ -238,7 +239,15 @@ class ColdFile:
         return self._memory.room(self._tensors[number].start, self._tensors[number].stop)
 
     def came(self, number: int, *, last: bool) -> None:
-        """A tensor is here; whether it is the last of those that are under way."""
+        """A tensor is here; whether it is the last of those that are under way.
+
+        Raises:
+            ProgramError: If it has no values of its type. A worker looked before there were any.
+        """
+        tensor = self._tensors[number]
+        room = self.room(number) if tensor.dtype == "bool" else memoryview(b"")
+        if len(room) and np.frombuffer(room, np.uint8).max() > 1:
+            raise ProgramError(f"weight {tensor.name!r}: a bool holds 0 or 1 only")
         self._arrivals.filled(number)
         self._tell(self._part_is_here if last else self._wake)
 
