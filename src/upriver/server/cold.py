@@ -161,7 +161,7 @@ class ColdFile:
         self._arrivals.check()
 
     async def checked(self) -> None:
-        """Wait until the file is known to be what it is called, where all of it is asked for.
+        """Wait until the file is known to be what it is called, where all of it was asked for.
 
         Raises:
             UpriverError: If it is not, or does not come.

@@ -201,6 +201,7 @@ class Runner:
             program=program,
             use=use,
             groups=tuple(groups_of(asked.request, admitted.size // asked.request.micro_batch)),
+            to_end=stretch is not None and stretch.to_end,
             ahead=stretch is not None and works_ahead(stretch),
             waited_s=waited_s,
         )
@@ -374,12 +375,13 @@ class Runner:
                 yield buffer
 
     async def _checked(self, order: Order) -> None:
-        """An answer ends well only if all weights are those that its program names, where all were asked for.
+        """An answer up to the end ends well only if all weights are those that its program names.
 
         Raises:
             UpriverError: If they are not, or that is not known in time.
         """
-        if order.program is not None and (cold := order.program.cold) is not None:
+        cold = order.program.cold if order.program is not None else None
+        if cold is not None and order.to_end:
             async with until(order.asked.deadline):
                 await cold.checked()
 
