@@ -408,11 +408,12 @@ class WorkerHandle:
         """What comes of a job: as many slots as it has data frames at most, whatever a worker asks for."""
         most = job.run.frames
         payloads: list[memoryview] = []
-        asked = nbytes = beside = 0
+        asked = nbytes = beside = questions = 0
         waited_s = 0.0
         while isinstance(answer := self._receive(), NeedSlot | NeedRoom | NeedWeights):
             if isinstance(answer, NeedWeights):
-                waited_s += self._bring(job.program, answer)
+                questions += 1
+                waited_s += self._bring(job.program, answer, questions)
                 continue
             if isinstance(answer, NeedRoom):
                 if answer.nbytes <= beside:
@@ -440,15 +441,22 @@ class WorkerHandle:
             case _:
                 raise ChannelClosed(f"a worker answers Done or Failed, got {type(answer).__name__}")
 
-    def _bring(self, program: ProgramFiles | None, asked: NeedWeights) -> float:
-        """Tell a worker when weights are there that it waits for; seconds that it took."""
+    def _bring(self, program: ProgramFiles | None, asked: NeedWeights, questions: int) -> float:
+        """Tell a worker when weights are there that it waits for; seconds that it took.
+
+        Args:
+            questions: How many of these it has asked for this job, with this one. Each is for weights that no
+                stage has read before, so there are no more than weights: a job comes to an end.
+        """
         if program is None or not isinstance(program.weights, ColdFile):
             raise ChannelClosed("a worker waits for weights that it has")
+        count = len(program.numbers)
+        if not asked.weights or questions > count:
+            raise ChannelClosed("a worker asks for weights that no stage waits for")
+        if not all(0 <= number < count for number in asked.weights):
+            raise ChannelClosed("a worker waits for weights that there are not")
         began = time.perf_counter()
-        try:
-            places = [program.numbers[number] for number in asked.weights]
-        except IndexError:
-            raise ChannelClosed("a worker waits for weights that there are not") from None
+        places = [program.numbers[number] for number in asked.weights]
         try:
             if not program.weights.wait(places, timeout_s=self._patience_s):
                 raise Overloaded("its weights take too long to come; ask again")
@@ -460,8 +468,10 @@ class WorkerHandle:
 
     def _answered(self, kind: type[_T], program: ProgramFiles | None = None) -> _T:
         """The answer to a message that has one of this kind, or `Failed`; weights that it waits for come."""
+        questions = 0
         while isinstance(answer := self._receive(), NeedWeights):
-            self._bring(program, answer)
+            questions += 1
+            self._bring(program, answer, questions)
         if isinstance(answer, kind):
             return answer
         if isinstance(answer, Failed):
