@@ -74,6 +74,10 @@ KILL_TIMEOUT_S = 1.0
 """A process that is killed is gone in milliseconds, with much memory in some hundred. One that a driver or a
 file system keeps may stay for ever; the front's loop does not wait for that."""
 
+LOOK_S = 1.0
+"""While a worker waits for weights the front looks so often whether it is still there: if not,
+the thread is needed for the one that was started in its place."""
+
 BROKE_OFF = "broke off"
 """How a worker ended whose process is still there."""
 
@@ -458,13 +462,27 @@ class WorkerHandle:
         began = time.perf_counter()
         places = [program.numbers[number] for number in asked.weights]
         try:
-            if not program.weights.wait(places, timeout_s=self._patience_s):
-                raise Overloaded("its weights take too long to come; ask again")
+            self._wait_for(program.weights, places)
         except UpriverError as error:
             self._send(Here(whole=False, error=error_body(error)))
         else:
             self._send(Here(whole=program.weights.whole))
         return time.perf_counter() - began
+
+    def _wait_for(self, file: ColdFile, places: Sequence[int]) -> None:
+        """Until weights are there.
+
+        Raises:
+            UpriverError: If they do not come, or it takes too long.
+            ChannelClosed: If the worker is gone meanwhile.
+        """
+        end, look_s = time.monotonic() + self._patience_s, min(LOOK_S, self._patience_s)
+        while not file.wait(places, timeout_s=look_s):
+            if self._channel.has_news():
+                self._closed = True
+                raise ChannelClosed("a worker that waits for weights is gone, or does not wait")
+            if time.monotonic() >= end:
+                raise Overloaded("its weights take too long to come; ask again")
 
     def _answered(self, kind: type[_T], program: ProgramFiles | None = None) -> _T:
         """The answer to a message that has one of this kind, or `Failed`; weights that it waits for come."""
