@@ -127,8 +127,13 @@ class ColdFile:
         if self._part is None:
             self._next()
         if self._to_end and self._checking is None:
-            self._checking = threading.Thread(target=self._check, name="upriver-cold-digest", daemon=True)
-            self._checking.start()
+            checking = threading.Thread(target=self._check, name="upriver-cold-digest", daemon=True)
+            try:
+                checking.start()
+            except RuntimeError as error:  # no thread can be started
+                self._give_up(UpriverError(f"{self._found.source.path} cannot be checked: {error_text(error)}"))
+            else:
+                self._checking = checking
 
     async def ready(self, first: Collection[int], others: Collection[int], *, within_s: float) -> None:
         """Wait until the first are here, and the others will be in so many seconds, as the link is.
@@ -172,9 +177,7 @@ class ColdFile:
 
     def cancel(self) -> None:
         """Nothing more is read; who waits gets an error."""
-        self.failed(Cancelled(f"the load of {self._found.source.path!r} was cancelled"))
-        if self._part is not None:
-            self._part.stream.cancel()
+        self._give_up(Cancelled(f"the load of {self._found.source.path!r} was cancelled"))
 
     def join(self) -> None:
         """Wait until nothing of it runs any more, after a cancel."""
@@ -217,6 +220,11 @@ class ColdFile:
             except (UpriverError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 self._part = None
                 self.failed(UpriverError(f"{self._found.source.path} cannot be read: {error_text(error)}"))
+
+    def _give_up(self, error: UpriverError) -> None:
+        self.failed(error)
+        if self._part is not None:
+            self._part.stream.cancel()
 
     def _part_is_here(self) -> None:
         self._next()
