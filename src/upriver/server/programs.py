@@ -16,10 +16,12 @@ import msgspec
 import torch
 
 from upriver.coldstart import layout
+from upriver.coldstart.layout import Manifest
 from upriver.coldstart.programs import Found, find
 from upriver.coldstart.stream import StreamLimits
 from upriver.errors import (
     Forbidden,
+    ObjectChanged,
     ObjectNotFound,
     ProgramError,
     ProgramNotFound,
@@ -244,18 +246,21 @@ class Programs:
     async def put(self, tenant: Tenant, program: ProgramFiles, hold: Hold, manifest: bytes) -> None:
         """Store a program that a worker has loaded: weights first, so that whoever finds a graph has both.
 
+        Weights that are stored with their manifest stay as they are: others may be reading them by it.
+
         Args:
             manifest: To lie beside the weights, but for their ETag; empty where there is to be none.
         """
         place = self._own(tenant)
         weights = weights_path(place.prefix, weights_digest_of(program.graph.view()))
         assert isinstance(program.weights, SealedFile)  # as it was received
-        await place.store.put_async(weights, program.weights.view())
-        if manifest:
-            described = layout.decode(manifest)
-            info = await place.store.head_async(weights)
-            sealed = msgspec.structs.replace(described, etag=info.etag)
-            await place.store.put_async(layout.manifest_path(weights), sealed.encode())
+        described = layout.decode(manifest) if manifest else None
+        if described is None or not await asyncio.to_thread(_is_stored, place.store, weights, described):
+            await place.store.put_async(weights, program.weights.view())
+            if described is not None:
+                info = await place.store.head_async(weights)
+                sealed = msgspec.structs.replace(described, etag=info.etag)
+                await place.store.put_async(layout.manifest_path(weights), sealed.encode())
         await place.store.put_async(graph_path(place.prefix, program.digest), program.graph.view())
         self._shelf.put(program, hold)
         self._weights[tenant.name, weights_digest_of(program.graph.view())] = program.weights
@@ -409,6 +414,19 @@ def key_of(tenant: Tenant, digest: str) -> str:
 def own_prefix(prefix: str, tenant: Tenant) -> str:
     """Where a tenant's uploads go."""
     return f"{prefix}/tenants/{tenant.name}"
+
+
+def _is_stored(store: Store, path: str, described: Manifest) -> bool:
+    """Whether a weights file is there with a manifest of its own, which says the same of each weight.
+
+    Raises:
+        StoreError: If the store cannot be read.
+    """
+    try:
+        found = layout.read(store, path)
+    except (ObjectNotFound, ObjectChanged, ProgramError):
+        return False
+    return msgspec.structs.replace(found, etag="", execution=described.execution) == described
 
 
 async def _fill(
