@@ -182,12 +182,50 @@ class ColdFile:
     def join(self) -> None:
         """Wait until nothing of it runs any more, after a cancel."""
         if self._part is not None:
-            self._part.stream.join()
+            self._part.join()
         if self._checking is not None:
             self._checking.join()
 
+    def _next(self) -> None:
+        """Begin with what is wanted next, if anything is."""
+        self._part = None
+        numbers: set[int] = set()
+        while self._wanted and not numbers:
+            numbers = set(self._wanted.popleft()) - self._asked
+        if not numbers and self._to_end:
+            numbers = set(range(len(self._tensors))) - self._asked
+        if numbers and not self._arrivals.over:
+            self._asked |= numbers
+            self._part = _Part(self, sorted(numbers))
+            self._part.start()
+
+    def _give_up(self, error: UpriverError) -> None:
+        self.failed(error)
+        if self._part is not None:
+            self._part.cancel()
+
+    def _part_is_here(self) -> None:
+        self._next()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have all who wait look again."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _bytes_per_s(self) -> float:
+        stream = self._part.stream if self._part is not None else None
+        link = self._found.link if stream is None else stream.measured
+        return link.bandwidth_bytes_per_s
+
+    # -------------------------------------------------------------------- in threads of its own
+
+    def room(self, number: int) -> memoryview:
+        """Where a tensor belongs."""
+        return self._memory.room(self._tensors[number].start, self._tensors[number].stop)
+
     def stream_of(self, numbers: Sequence[int], sink: _Part) -> Stream:
-        """What brings these tensors."""
+        """What brings these tensors; to choose what is asked for together may take some tenths of a second."""
         some, known = self._found.source, self._found.known
         if len(numbers) < len(self._tensors):
             some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}
@@ -204,48 +242,6 @@ class ColdFile:
             self._at_once, self._groupings = stream, news
         return stream
 
-    def _next(self) -> None:
-        """Begin with what is wanted next, if anything is."""
-        self._part = None
-        numbers: set[int] = set()
-        while self._wanted and not numbers:
-            numbers = set(self._wanted.popleft()) - self._asked
-        if not numbers and self._to_end:
-            numbers = set(range(len(self._tensors))) - self._asked
-        if numbers and not self._arrivals.over:
-            self._asked |= numbers
-            try:
-                self._part = _Part(self, sorted(numbers))
-                self._part.stream.start()
-            except (UpriverError, RuntimeError) as error:  # RuntimeError: no thread can be started
-                self._part = None
-                self.failed(UpriverError(f"{self._found.source.path} cannot be read: {error_text(error)}"))
-
-    def _give_up(self, error: UpriverError) -> None:
-        self.failed(error)
-        if self._part is not None:
-            self._part.stream.cancel()
-
-    def _part_is_here(self) -> None:
-        self._next()
-        self._wake()
-
-    def _wake(self) -> None:
-        """Have all who wait look again."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    def _bytes_per_s(self) -> float:
-        if self._part is None:
-            return self._found.link.bandwidth_bytes_per_s
-        return self._part.stream.measured.bandwidth_bytes_per_s
-
-    # -------------------------------------------------------------------- in threads of its own
-
-    def room(self, number: int) -> memoryview:
-        """Where a tensor belongs."""
-        return self._memory.room(self._tensors[number].start, self._tensors[number].stop)
-
     def came(self, number: int, *, last: bool) -> None:
         """A tensor is here; whether it is the last of those that are under way.
 
@@ -258,6 +254,10 @@ class ColdFile:
             raise ProgramError(f"weight {tensor.name!r}: a bool holds 0 or 1 only")
         self._arrivals.filled(number)
         self._tell(self._part_is_here if last else self._wake)
+
+    def unreadable(self, error: Exception) -> None:
+        """It cannot be asked for."""
+        self.failed(UpriverError(f"{self._found.source.path} cannot be read: {error_text(error)}"))
 
     def failed(self, error: UpriverError) -> None:
         """What is not here will not come."""
@@ -311,25 +311,77 @@ class ColdFile:
 
 
 class _Part:
-    """Tensors that come with one stream, whose sink this is.
+    """Tensors that come with one stream, whose sink this is; a thread of its own makes that.
 
     It lets go of the file at the end, as each holds on to the other: memory is given back at once.
 
     Args:
         file: Whose they are.
         numbers: Their places in it, in order.
+
+    Attributes:
+        stream: What brings them, as soon as it is made.
     """
 
     def __init__(self, file: ColdFile, numbers: Sequence[int]) -> None:
         self._file: ColdFile | None = file
         self._numbers, self._left = numbers, len(numbers)
         self._indices = {number: index for index, number in enumerate(numbers)}
-        self.stream = file.stream_of(numbers, self)
+        self.stream: Stream | None = None
+        self._lock = threading.Lock()
+        self._hurried: list[int] = []
+        self._thread = threading.Thread(target=self._begin, name="upriver-cold-part", daemon=True)
+
+    def start(self) -> None:
+        """Have them come."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread can be started
+            self._unreadable(error)
+
+    def cancel(self) -> None:
+        """Nothing more is to come; the file has failed."""
+        if self.stream is not None:
+            self.stream.cancel()
+
+    def join(self) -> None:
+        """Wait until nothing of it runs any more."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self.stream is not None:
+            self.stream.join()
 
     def hurry(self, number: int) -> None:
         """Somebody waits for this tensor, if it is one of these."""
-        if number in self._indices:
-            self.stream.hurry(self._indices[number])
+        if number not in self._indices:
+            return
+        with self._lock:
+            if self.stream is None:
+                self._hurried.append(self._indices[number])
+                return
+        self.stream.hurry(self._indices[number])
+
+    def _begin(self) -> None:
+        file = self._here()
+        try:
+            stream = file.stream_of(self._numbers, self)
+            with self._lock:
+                self.stream = stream
+            if file.error is not None:  # and so nobody cancels it
+                self._file = None
+                return
+            for index in self._hurried:
+                stream.hurry(index)
+            stream.start()
+        except (UpriverError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            self._unreadable(error)
+        except Exception as error:
+            log.exception("a weights file was not asked for")
+            self._unreadable(error)
+
+    def _unreadable(self, error: Exception) -> None:
+        file, self._file = self._here(), None
+        file.unreadable(error)
 
     def room(self, index: int) -> memoryview:
         """See :class:`~upriver.coldstart.stream.Sink`."""

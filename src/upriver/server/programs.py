@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
+_T = TypeVar("_T")
+
 PIECE_BYTES = 16 << 20
 """One ranged GET of a weights file: long enough to reach a store's rate, short enough to repeat."""
 
@@ -55,6 +59,10 @@ SMALL_BYTES = 1 << 20
 
 MAX_KNOWN, MAX_KNOWN_BYTES = 64, 32 << 20
 """Graphs of programs that may not be loaded, kept for the next request: some hundred kB each, as a rule."""
+
+LOOKING = 4
+"""Cold programs of one store that are looked up at once, each in a thread: a store that says nothing holds up
+its own alone."""
 
 STEP_BYTES = 1 << 20
 """Memory for an upload is taken in steps of so much."""
@@ -132,6 +140,9 @@ class Programs:
         # Programs of one network at several sizes have the same weights: one copy serves them all.
         self._weights: WeakValueDictionary[tuple[str, str], SealedFile | ColdFile] = WeakValueDictionary()
         self._cold: WeakSet[ColdFile] = WeakSet()
+        self._looking = {
+            name: ThreadPoolExecutor(LOOKING, thread_name_prefix="upriver-programs-find") for name in stores
+        }
 
     async def exists(self, tenant: Tenant, digest: str) -> bool:
         """Whether a run request may name it. The graph is put last, so its weights are there too."""
@@ -175,6 +186,8 @@ class Programs:
             file.cancel()
         for file in files:
             await asyncio.to_thread(file.join)
+        for executor in self._looking.values():
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def make_room(self, nbytes: int) -> bool:
         """Let go of programs that nobody uses until so many bytes are free, if that can be."""
@@ -255,7 +268,9 @@ class Programs:
         weights = weights_path(place.prefix, weights_digest_of(program.graph.view()))
         assert isinstance(program.weights, SealedFile)  # as it was received
         described = layout.decode(manifest) if manifest else None
-        if described is None or not await asyncio.to_thread(_is_stored, place.store, weights, described):
+        if described is None or not await self._looked(
+            place.store, partial(_is_stored, place.store, weights, described)
+        ):
             await place.store.put_async(weights, program.weights.view())
             if described is not None:
                 info = await place.store.head_async(weights)
@@ -337,6 +352,10 @@ class Programs:
         self._weights[tenant.name, builder.weights_digest] = files.weights
         return files
 
+    async def _looked(self, store: Store, look: Callable[[], _T]) -> _T:
+        """What is found in a store by a thread that may have to wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._looking[store.name], look)
+
     def _weights_here(self, tenant: Tenant, digest: str) -> SealedFile | ColdFile | None:
         """Weights that another program brought, or is bringing."""
         shared = self._weights.get((tenant.name, digest))
@@ -363,7 +382,7 @@ class Programs:
                 )
 
         try:
-            found = await asyncio.to_thread(look)
+            found = await self._looked(place.store, look)
             if found is None or found.manifest.nbytes != known.weights_nbytes:
                 return None
             file = ColdFile(
@@ -373,7 +392,8 @@ class Programs:
                 device=self._device,
                 on_forged=lambda: self._forged.add(name),
             )
-        except (ProgramError, OSError) as error:  # of the manifest, or of this kind of memory
+        # Of the manifest, of this kind of memory, or as there is no thread to look in.
+        except (ProgramError, OSError, RuntimeError) as error:
             log.warning("program %s is read whole before it runs: %s", known.digest, error)
             return None
         self._cold.add(file)
