@@ -25,6 +25,7 @@ import torch
 from upriver.coldstart.arrivals import Arrivals
 from upriver.coldstart.handle import Groupings, remember
 from upriver.coldstart.incoming import step_back
+from upriver.coldstart.layout import Manifest
 from upriver.coldstart.model_load import grouped
 from upriver.coldstart.programs import Found
 from upriver.coldstart.stream import Stream, StreamLimits
@@ -33,6 +34,10 @@ from upriver.server.memory import FillingFile
 from upriver.text import error_text
 
 log = logging.getLogger(__name__)
+
+TENSOR_BYTES, CHECKSUM_BYTES, CHARACTER_BYTES = 1600, 96, 4
+"""What a process keeps of a tensor that is asked for, of each of its checksums and of its name: as it is stored,
+as it is placed, what is asked for, what has happened."""
 
 
 class ColdFile:
@@ -308,6 +313,14 @@ class ColdFile:
                 end = tensor.stop
             folded.update(data[end:])
         return folded.hexdigest()
+
+
+def kept_bytes(manifest: Manifest) -> int:
+    """What the front keeps of a weights file beside its bytes, at most."""
+    return sum(
+        TENSOR_BYTES + CHECKSUM_BYTES * len(tensor.crc32c) + CHARACTER_BYTES * len(tensor.name)
+        for tensor in manifest.tensors
+    )
 
 
 class _Part:

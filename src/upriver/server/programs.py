@@ -33,7 +33,7 @@ from upriver.errors import (
 from upriver.program import graph_path, weights_digest_of, weights_path
 from upriver.protocol import MAX_GRAPH_BYTES, PROGRAM_HEAD_NBYTES, Caps, split_program_head
 from upriver.server.budget import Hold
-from upriver.server.cold import ColdFile
+from upriver.server.cold import ColdFile, kept_bytes
 from upriver.server.handle import ProgramFiles
 from upriver.server.holding import Use
 from upriver.server.jobs import Weighed
@@ -59,6 +59,10 @@ SMALL_BYTES = 1 << 20
 
 MAX_KNOWN, MAX_KNOWN_BYTES = 64, 32 << 20
 """Graphs of programs that may not be loaded, kept for the next request: some hundred kB each, as a rule."""
+
+KEPT_SHARE = 1 / 8
+"""Of its weights' bytes, what the front may keep of a cold program beside them: nothing is held for it, and a
+tenant may upload as many as the budget takes. A network with more has some MB, which are soon read whole."""
 
 LOOKING = 4
 """Cold programs of one store that are looked up at once, each in a thread: a store that says nothing holds up
@@ -364,7 +368,8 @@ class Programs:
     async def _coming(self, known: Known, weights_digest: str) -> ColdFile | None:
         """A weights file of which nothing is asked for yet; None where it has to be read whole.
 
-        So it is where nothing says what is in it, and where what said so turned out to be wrong.
+        So it is where nothing says what is in it, where what said so turned out to be wrong, and where it says
+        too much.
 
         Raises:
             StoreError: If the store cannot be read.
@@ -384,6 +389,9 @@ class Programs:
         try:
             found = await self._looked(place.store, look)
             if found is None or found.manifest.nbytes != known.weights_nbytes:
+                return None
+            if kept_bytes(found.manifest) > KEPT_SHARE * known.weights_nbytes:
+                log.info("program %s is read whole before it runs: its weights are many small ones", known.digest)
                 return None
             file = ColdFile(
                 found,
