@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ from upriver.errors import (
     ObjectNotFound,
     ProgramError,
     ProgramNotFound,
-    ProtocolError,
     TooLarge,
 )
 from upriver.program import graph_path, weights_digest_of, weights_path
-from upriver.protocol import MAX_GRAPH_BYTES, PROGRAM_HEAD_NBYTES, Caps, split_program_head
+from upriver.protocol import Caps
 from upriver.server.budget import Hold
+from upriver.server.builder import ProgramBuilder, fill
 from upriver.server.cold import ColdFile, kept_bytes
 from upriver.server.handle import ProgramFiles
 from upriver.server.holding import Use
@@ -241,7 +240,7 @@ class Programs:
             self._shelf.grow(hold, -(-taken // STEP_BYTES) * STEP_BYTES)
 
         builder = ProgramBuilder(key_of(tenant, digest), digest)
-        await _fill(builder, chunks, body_nbytes, room)
+        await fill(builder, chunks, body_nbytes, room)
         if builder.weights_nbytes:
             return builder.finish()
         shared = self._weights_here(tenant, builder.weights_digest)
@@ -457,44 +456,6 @@ def _is_stored(store: Store, path: str, described: Manifest) -> bool:
     return msgspec.structs.replace(found, etag="", execution=described.execution) == described
 
 
-async def _fill(
-    builder: ProgramBuilder,
-    chunks: AsyncIterator[bytes],
-    body_nbytes: int,
-    room: Callable[[int, int], None],
-) -> None:
-    """Feed a body to a builder: the length of the graph, the graph, the weights.
-
-    Args:
-        body_nbytes: How long it is to be.
-        room: Told how much has come, and how much of it is the graph's at most; raises if there is no room.
-    """
-    head, graph, graph_nbytes, got = bytearray(), bytearray(), -1, 0
-    async for chunk in chunks:
-        got += len(chunk)
-        if got > body_nbytes:
-            break
-        room(got, max(0, graph_nbytes))
-        rest = memoryview(chunk)
-        if len(head) < PROGRAM_HEAD_NBYTES:
-            take = PROGRAM_HEAD_NBYTES - len(head)
-            head += rest[:take]
-            rest = rest[take:]
-            if len(head) < PROGRAM_HEAD_NBYTES:
-                continue
-            graph_nbytes, _ = split_program_head(bytes(head), body_nbytes)
-        if len(graph) < graph_nbytes:
-            take = graph_nbytes - len(graph)
-            graph += rest[:take]
-            rest = rest[take:]
-            if len(graph) == graph_nbytes:
-                builder.add_graph(bytes(graph))
-        if len(rest):
-            builder.add_weights(rest)
-    if got != body_nbytes or graph_nbytes < 0:
-        raise ProtocolError(f"the body has {got} bytes, {body_nbytes} were announced")
-
-
 class _Weight(msgspec.Struct):
     key: str
 
@@ -517,65 +478,3 @@ def _numbers(graph: memoryview, file: ColdFile) -> list[int]:
     if missing:
         raise ProgramError(f"weight {missing[0][:80]!r} is not in the weights file that the graph names")
     return [file.numbers[key] for key in keys]
-
-
-class ProgramBuilder:
-    """Puts a program together and hashes it on the way.
-
-    Args:
-        key: What it is to be called here.
-        digest: What the graph's must be.
-    """
-
-    def __init__(self, key: str, digest: str) -> None:
-        self.key = key
-        self._digest = digest
-        self._graph = SealedFile()
-        self._weights = SealedFile()
-        self._hash = hashlib.sha256()
-        self.weights_digest = ""
-        self.graph_nbytes = self.weights_nbytes = 0
-
-    def add_graph(self, graph: bytes) -> None:
-        """All of ``graph.json``.
-
-        Raises:
-            ProgramError: If it is not the graph of that digest.
-        """
-        if len(graph) > MAX_GRAPH_BYTES:
-            raise ProgramError(f"graph.json has at most {MAX_GRAPH_BYTES} bytes, got {len(graph)}")
-        got = hashlib.sha256(graph).hexdigest()
-        if got != self._digest:
-            raise ProgramError(f"graph.json has digest {got}, not {self._digest}")
-        self.weights_digest = weights_digest_of(graph)
-        self._graph.append(graph)
-        self.graph_nbytes = len(graph)
-
-    def add_weights(self, piece: bytes | memoryview) -> None:
-        """The next bytes of the weights file."""
-        self._hash.update(piece)
-        self._weights.append(piece)
-        self.weights_nbytes += len(piece)
-
-    def finish(self) -> ProgramFiles:
-        """The program, sealed.
-
-        Raises:
-            ProgramError: If the weights are not those the graph names.
-        """
-        got = self._hash.hexdigest()
-        if got != self.weights_digest:
-            raise ProgramError(f"the weights have digest {got}, the graph names {self.weights_digest}")
-        self._weights.seal()
-        return self.finish_with(self._weights)
-
-    def finish_with(self, weights: SealedFile | ColdFile, *, numbers: Sequence[int] = ()) -> ProgramFiles:
-        """The program with a weights file of the digest that the graph names.
-
-        Args:
-            numbers: Of its weights in a file that is still to come.
-        """
-        self._graph.seal()
-        return ProgramFiles(
-            key=self.key, digest=self._digest, graph=self._graph, weights=weights, numbers=numbers
-        )
