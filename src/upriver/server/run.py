@@ -47,7 +47,7 @@ from upriver.server.places import Places
 from upriver.server.pool import WorkerPool
 from upriver.server.programs import Known, Programs
 from upriver.server.requests import Arriving
-from upriver.server.status import Wording
+from upriver.server.status import Wording, bare
 from upriver.server.tenants import Tenant
 from upriver.server.turns import Turns
 from upriver.types import Timings
@@ -390,7 +390,7 @@ class Runner:
     ) -> list[bytes | memoryview]:
         self._metrics.errors.labels(error.code).inc()
         on_error(error)
-        return encode(self._wording.of(error))
+        return encode(self._wording.of(bare(error)))
 
     async def _frames(self, order: Order) -> AsyncGenerator[bytes | memoryview]:
         """Heads, payloads and timings in the order of the request."""
