@@ -159,8 +159,8 @@ def publish(
         store.put(beside, manifest.encode())
     if info.size != planned.nbytes or store.head(path).etag != info.etag:
         raise ObjectChanged(
-            f"object {path!r} in store {store.name!r} is not the one that was written: somebody else wrote it; "
-            "publish again"
+            f"object {path!r} in store {store.name!r} is not the one that was written: somebody else wrote "
+            "it; publish again"
         )
     return manifest
 

@@ -36,8 +36,8 @@ from upriver.text import error_text
 log = logging.getLogger(__name__)
 
 TENSOR_BYTES, CHECKSUM_BYTES, CHARACTER_BYTES = 1600, 96, 4
-"""What a process keeps of a tensor that is asked for, of each of its checksums and of its name: as it is stored,
-as it is placed, what is asked for, what has happened."""
+"""What a process keeps of a tensor that is asked for, of each of its checksums and of its name: as it is
+stored, as it is placed, what is asked for, what has happened."""
 
 
 class ColdFile:
@@ -136,7 +136,9 @@ class ColdFile:
             try:
                 checking.start()
             except RuntimeError as error:  # no thread can be started
-                self._give_up(UpriverError(f"{self._found.source.path} cannot be checked: {error_text(error)}"))
+                self._give_up(
+                    UpriverError(f"{self._found.source.path} cannot be checked: {error_text(error)}")
+                )
             else:
                 self._checking = checking
 
@@ -230,7 +232,7 @@ class ColdFile:
         return self._memory.room(self._tensors[number].start, self._tensors[number].stop)
 
     def stream_of(self, numbers: Sequence[int], sink: _Part) -> Stream:
-        """What brings these tensors; to choose what is asked for together may take some tenths of a second."""
+        """What brings these tensors; to choose what is asked for together can take tenths of a second."""
         some, known = self._found.source, self._found.known
         if len(numbers) < len(self._tensors):
             some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}

@@ -367,8 +367,8 @@ class Programs:
     async def _coming(self, known: Known, weights_digest: str) -> ColdFile | None:
         """A weights file of which nothing is asked for yet; None where it has to be read whole.
 
-        So it is where nothing says what is in it, where what said so turned out to be wrong, and where it says
-        too much.
+        So it is where nothing says what is in it, where what said so turned out to be wrong, and where that
+        is too much to keep.
 
         Raises:
             StoreError: If the store cannot be read.
@@ -390,7 +390,9 @@ class Programs:
             if found is None or found.manifest.nbytes != known.weights_nbytes:
                 return None
             if kept_bytes(found.manifest) > KEPT_SHARE * known.weights_nbytes:
-                log.info("program %s is read whole before it runs: its weights are many small ones", known.digest)
+                log.info(
+                    "program %s is read whole before it runs: its weights are many small ones", known.digest
+                )
                 return None
             file = ColdFile(
                 found,
