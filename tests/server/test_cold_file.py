@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import hashlib
 import mmap
@@ -87,7 +88,7 @@ def test_what_cannot_be_asked_for_is_an_error_of_all_who_wait(
     publish(program, store)
 
     def fail(*_: Any) -> None:
-        raise error
+        raise copy.copy(error)  # which holds what it has come through
 
     async def go() -> None:
         file = cold_file(store, program, StreamLimits(), [])
