@@ -50,9 +50,10 @@ _PLACES = {
     "UpriverError": "upriver.errors",
 }
 
-__all__ = ["__version__", *sorted(_PLACES)]
+__all__ = ["__version__", "coldstart", *sorted(_PLACES)]
 
 if TYPE_CHECKING:
+    from upriver import coldstart as coldstart
     from upriver.client.connect import Near as Near
     from upriver.client.connect import connect as connect
     from upriver.client.inference.offload import Offload as Offload
@@ -99,6 +100,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     # Looked up when first used: `upriver --help` and a compute worker need few of these, and torch takes
     # seconds.
+    if name == "coldstart":
+        return importlib.import_module("upriver.coldstart")
     if name in _PLACES:
         return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'upriver' has no attribute {name!r}")

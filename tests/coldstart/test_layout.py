@@ -132,6 +132,20 @@ def test_a_model_without_weights_is_an_empty_file(store: Store) -> None:
     assert load_safetensors(store.get(PATH)) == {}
 
 
+def test_somebody_else_who_publishes_the_same_name_meanwhile_is_noticed(tmp_path: Path) -> None:
+    uri = f"memory://{tmp_path.name}"
+
+    class Shared(Store):
+        """Somebody else publishes weights of the same sizes before a manifest is there."""
+
+        def put(self, path: str, data: bytes | bytearray | memoryview) -> None:
+            publish({"a": torch.zeros(100)}, Store.open(uri), PATH)
+            super().put(path, data)
+
+    with pytest.raises(ObjectChanged, match="somebody else"):
+        publish({"a": torch.ones(100)}, Shared.open(uri), PATH)
+
+
 @given(st.data())
 def test_every_flipped_byte_is_found_in_its_chunk(data: st.DataObject) -> None:
     store = Store.open("memory://layout-flipped")

@@ -170,6 +170,12 @@ def test_a_load_of_a_model_imports_nothing_that_runs_or_records_one(tmp_path: Pa
     assert not names.intersection(NOT_NEEDED)
 
 
+def test_the_package_is_all_that_a_load_has_to_import() -> None:
+    code = "import upriver; print(upriver.coldstart.load.__name__, upriver.coldstart.open.__name__)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.split() == ["load", "open"], found.stderr
+
+
 def test_what_a_package_offers_is_there_all_the_same() -> None:
     import upriver.coldstart
     import upriver.program

@@ -2,132 +2,50 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
+import gc
 import http.client
-import mmap
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from tests.server.running import Running, answering, ask, body_of, messages, run, wait_for
+from tests.server.cold import (
+    LAYER_BYTES,
+    ROWS,
+    WIDTH,
+    Place,
+    Served,
+    here,
+    published,
+    request,
+    same,
+    sent,
+    serving,
+    store_of,
+    wide,
+)
+from tests.server.running import answering, ask, body_of, messages, run, wait_for
 from tests.store.gated_server import GatedServer
 from upriver.coldstart import layout
-from upriver.coldstart.programs import find, publish
-from upriver.coldstart.stream import StreamLimits
-from upriver.errors import ConfigError, Damaged, ProgramError, UpriverError
-from upriver.program import Program, weights_path
+from upriver.coldstart.programs import publish
+from upriver.errors import Damaged, ProgramError, UpriverError
+from upriver.program import weights_path
 from upriver.program.capture import capture
 from upriver.protocol import RunRequest, error_from, program_head
-from upriver.server import Server, ServerConfig, cold, costs
+from upriver.server import cold, costs, programs
 from upriver.server.cold import ColdFile
-from upriver.server.memory import FillingFile, map_privately
-from upriver.server.scale import MOST_RUNS, runs_of
+from upriver.server.handle import WorkerHandle
 from upriver.store import DEFAULT_PREFIX, Store
 from upriver.types import MicroBatch
-
-ROWS, WIDTH, LAYERS = 2, 512, 8
-LAYER_BYTES = WIDTH * WIDTH * 4
-OPTIONS = {"access_key_id": "a", "secret_access_key": "b"}
-
-
-class Wide(nn.Module):
-    """Layers of 1 MiB each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, WIDTH)."""
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-@functools.cache
-def wide(seed: int = 0) -> Program:
-    torch.manual_seed(seed)
-    return capture(Wide().eval(), (torch.randn(ROWS, WIDTH),), granularity="op")
-
-
-def given_rows(seed: int = 1) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def request(program: Program, stop: int | None = None, start: int = 0) -> RunRequest:
-    return RunRequest(
-        micro_batches=((0, 1),),
-        start=start,
-        stop=program.num_stages if stop is None else stop,
-        micro_batch=ROWS,
-        program=program.digest,
-    )
-
-
-def here(program: Program, stop: int | None = None, start: int = 0) -> tuple[torch.Tensor, ...]:
-    given = program.run([given_rows()], 0, start) if start else (given_rows(),)
-    return program.run(given, start, program.num_stages if stop is None else stop)
-
-
-def sent(program: Program, start: int = 0) -> list[MicroBatch]:
-    tensors = program.run([given_rows()], 0, start) if start else (given_rows(),)
-    return [MicroBatch(ids=(0, 1), position=start, tensors=tuple(tensors))]
-
-
-@dataclass
-class Place:
-    uri: str
-    options: dict[str, str]
-
-
-class Served(Running):
-    """A server in this process, its workers in processes of their own."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(None, f"http://127.0.0.1:{server.socket.getsockname()[1]}")
-        self.front = server._front
-
-    @property
-    def units(self) -> list[Any]:
-        return list(self.front.units)
-
-    def busy(self) -> list[int]:
-        return [row.pid for unit in self.units for row in unit.pool.rows() if row.state == "busy"]
-
-    def is_whole(self, program: Program) -> bool:
-        files = self.units[0].shelf.files(f"anyone/{program.digest}")
-        return files is not None and files.cold is None
-
-
-@contextmanager
-def serving(s3: GatedServer, **settings: Any) -> Iterator[Served]:
-    place = Place("s3://bucket/data", {"endpoint": s3.url, **OPTIONS})
-    config = ServerConfig(stores={"default": place}, port=0, grace_s=0, threads=1, sandbox="none", **settings)
-    server = Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [server.socket]})
-    thread.start()
-    try:
-        wait_for(lambda: server.started)
-        yield Served(server).wait_ready()
-    finally:
-        server.should_exit = True
-        thread.join()
-        server.socket.close()
 
 
 @pytest.fixture
@@ -137,39 +55,38 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Workers that wait for weights, each when it begins to; one that weighs a program is busy as well."""
+    pids, bring = [], WorkerHandle._bring
+
+    def noted(worker: WorkerHandle, program: Any, asked: Any, *rest: Any) -> float:
+        if not program.weights._arrivals.here([program.numbers[number] for number in asked.weights]):
+            pids.append(worker.pid)
+        return bring(worker, program, asked, *rest)
+
+    monkeypatch.setattr(WorkerHandle, "_bring", noted)
+    return pids
+
+
+@pytest.fixture
 def s3() -> Iterator[GatedServer]:
     with GatedServer() as s3:
         yield s3
-
-
-def store_of(s3: GatedServer) -> Store:
-    return Store.open("s3://bucket/data", name="default", options={"endpoint": s3.url, **OPTIONS})
-
-
-def published(s3: GatedServer, program: Program) -> Store:
-    store = store_of(s3)
-    publish(program, store)
-    with s3.lock:
-        s3.requests.clear()
-    return store
-
-
-def same(batches: list[MicroBatch], wanted: tuple[torch.Tensor, ...]) -> bool:
-    (batch,) = batches
-    return len(batch.tensors) == len(wanted) and all(map(torch.equal, batch.tensors, wanted))
 
 
 # ------------------------------------------------------------------------------------------ answers
 
 
 @pytest.mark.usefixtures("at_once")
-def test_stages_run_while_the_rest_arrives_and_the_answer_is_that_of_the_whole(s3: GatedServer) -> None:
+def test_stages_run_while_the_rest_arrives_and_the_answer_is_that_of_the_whole(
+    s3: GatedServer, waiting: list[int]
+) -> None:
     program = wide()
     published(s3, program)
     s3.open_to(3 * LAYER_BYTES)
     with serving(s3) as server, ThreadPoolExecutor(1) as beside:
         answer = beside.submit(run, server, request(program), sent(program))
-        wait_for(server.busy)  # a worker is at the first stages, with the others' weights behind the gate
+        wait_for(lambda: waiting)  # a worker is through the first stages, the others' weights behind the gate
         assert not answer.done() and not server.is_whole(program)
         s3.open_to(None)
         assert same(answer.result(), here(program))
@@ -204,6 +121,25 @@ def test_two_callers_and_a_cut_that_moves(s3: GatedServer) -> None:
         s3.open_to(None)
         for cut, answer in zip(cuts, answers, strict=True):
             assert same(answer.result(), here(program, cut))
+
+
+def test_an_answer_up_to_a_cut_needs_nothing_that_another_asks_for(
+    s3: GatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        ColdFile, "_bytes_per_s", lambda file: 1.0
+    )  # who asks for all begins when all is here
+    program = wide()
+    published(s3, program)
+    with serving(s3) as server, ThreadPoolExecutor(1) as beside:
+        assert same(run(server, request(program, 2), sent(program)), here(program, 2))
+        s3.open_to(4 * LAYER_BYTES)
+        answer = beside.submit(run, server, request(program), sent(program))
+        wait_for(lambda: s3.weights_asked() > 4 * LAYER_BYTES)
+        assert same(run(server, request(program, 2), sent(program)), here(program, 2))
+        assert not answer.done()
+        s3.open_to(None)
+        assert same(answer.result(), here(program))
 
 
 def test_whole_means_that_nothing_runs_before_the_digest_is_right(s3: GatedServer) -> None:
@@ -291,42 +227,124 @@ def test_weights_that_are_others_than_the_graph_names_never_end_an_answer_well(s
         assert same(run(server, request(program), sent(program)), here(program))
 
 
+def memories(nbytes: int) -> int:
+    """Of programs, that this process has and that are so large."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            path = f"/proc/self/fd/{name}"
+            found += "memfd:upriver-program" in os.readlink(path) and os.stat(path).st_size == nbytes
+    return found
+
+
+@pytest.mark.parametrize("what", ["part", "whole", "damaged"])
+def test_what_is_let_go_of_takes_no_memory(s3: GatedServer, what: str) -> None:
+    program = wide()
+    published(s3, program)
+    nbytes = len(program.weights_bytes)
+    if what == "damaged":
+        (path,) = [path for path in s3.objects if path.endswith(".safetensors")]
+        data = bytearray(s3.objects[path])
+        data[nbytes // 2] ^= 1
+        changed(s3, path, bytes(data))
+    gc.collect()
+    before = memories(nbytes)
+    gc.disable()
+    try:
+        with serving(s3, program_budget_bytes=len(program.graph_bytes) + nbytes) as server:
+            if what == "damaged":
+                assert isinstance(failed(server, request(program), sent(program))[1], Damaged)
+            else:
+                stop = 2 if what == "part" else program.num_stages
+                assert same(run(server, request(program, stop), sent(program)), here(program, stop))
+            wait_for(lambda: held(server) == 0)
+            wait_for(lambda: memories(nbytes) <= before, seconds=10)
+    finally:
+        gc.enable()
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, WIDTH)."""
+        return self.layer(x)
+
+
+def test_a_store_that_says_nothing_holds_up_cold_programs_alone(
+    s3: GatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = min(32, (os.cpu_count() or 1) + 4) + 1  # one more than there are threads for all else
+    torch.manual_seed(0)
+    made = [capture(Small().eval(), (torch.randn(ROWS, WIDTH),), granularity="op") for _ in range(count)]
+    for program in made:
+        published(s3, program)
+    go_on, find = threading.Event(), programs.find
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        assert go_on.wait(120)
+        return find(*arguments, **options)
+
+    monkeypatch.setattr(programs, "find", slow)
+    with serving(s3, max_admitted=count) as server, ThreadPoolExecutor(count) as beside:
+        answers = [beside.submit(run, server, request(program), sent(program)) for program in made]
+        try:
+            wait_for(lambda: len(server.units[0].shelf.keys) == count)
+            assert ask(server, "GET", "/metrics")[0] == 200
+        finally:
+            go_on.set()
+        for program, answer in zip(made, answers, strict=True):
+            assert same(answer.result(), here(program))
+
+
+def test_many_small_weights_are_read_whole(s3: GatedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "TENSOR_BYTES", LAYER_BYTES)
+    program = wide()
+    published(s3, program)
+    with serving(s3) as server:
+        assert same(run(server, request(program, 2), sent(program)), here(program, 2))
+        assert server.is_whole(program)
+
+
 @pytest.mark.usefixtures("at_once")
-def test_a_worker_that_dies_while_it_waits_is_replaced(s3: GatedServer) -> None:
+def test_a_worker_that_dies_while_it_waits_is_replaced(s3: GatedServer, waiting: list[int]) -> None:
     program = wide()
     published(s3, program)
     s3.open_to(3 * LAYER_BYTES)
     with serving(s3) as server, ThreadPoolExecutor(1) as beside:
         answer = beside.submit(run, server, request(program), sent(program))
-        (pid,) = wait_for(server.busy)
+        (pid,) = wait_for(lambda: list(waiting))
         psutil.Process(pid).kill()
-        wait_for(lambda: server.busy() not in ([], [pid]))
+        wait_for(lambda: waiting[1:])  # what it waited for need not come before another one is at it
+        assert not answer.done()
         s3.open_to(None)
         assert same(answer.result(), here(program))
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_client_that_goes_leaves_a_program_that_others_can_use(s3: GatedServer) -> None:
+def test_a_client_that_goes_leaves_a_program_that_others_can_use(s3: GatedServer, waiting: list[int]) -> None:
     program = wide()
     published(s3, program)
     s3.open_to(3 * LAYER_BYTES)
     with serving(s3) as server:
         with answering(server, request(program), sent(program)):
-            wait_for(server.busy)
+            wait_for(lambda: waiting)
         s3.open_to(None)
         wait_for(lambda: server.is_whole(program))
         assert same(run(server, request(program), sent(program)), here(program))
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_server_that_ends_while_weights_come_leaves_nothing(s3: GatedServer) -> None:
+def test_a_server_that_ends_while_weights_come_leaves_nothing(s3: GatedServer, waiting: list[int]) -> None:
     program = wide()
     published(s3, program)
     s3.open_to(3 * LAYER_BYTES)
     with ThreadPoolExecutor(1) as beside:
         with serving(s3) as server:
             answer = beside.submit(failed, server, request(program), sent(program))
-            wait_for(server.busy)
+            wait_for(lambda: waiting)
         with pytest.raises((UpriverError, OSError, http.client.HTTPException, AssertionError)):
             answer.result()
             raise AssertionError("it was told, which is as good")
@@ -359,125 +377,30 @@ def test_what_is_uploaded_can_be_streamed_afterwards(s3: GatedServer) -> None:
     assert 0 < s3.weights_asked() < program.weight_nbytes // 2
 
 
-# ------------------------------------------------------------------------------- file and its memory
-
-
-def cold_file(store: Store, program: Program, limits: StreamLimits, forged: list[int]) -> ColdFile:
-    with ThreadPoolExecutor(1) as beside:
-        found = find(
-            store, DEFAULT_PREFIX, program.digest, program.weights_digest, limits=limits, beside=beside
-        )
-    assert found is not None
-    return ColdFile(
-        found, program.weights_digest, limits, device=torch.device("cpu"), on_forged=lambda: forged.append(1)
-    )
-
-
-LIMITS = [StreamLimits(), StreamLimits(request_bytes=1 << 16, in_flight_bytes=1 << 17, concurrency=3)]
-
-
-@given(data=st.data(), limits=st.sampled_from(LIMITS))
-def test_whatever_is_asked_for_in_whatever_order_comes_to_its_place(data: st.DataObject, limits: Any) -> None:
-    program = wide()
-    store = Store.open("memory://cold")
+def test_an_upload_leaves_stored_weights_as_they_are(tmp_path: Path) -> None:
+    """Others may be reading them, by the ETag that they were told."""
+    program, larger = wide(), wide(0, 2 * ROWS)
+    assert program.weights_digest == larger.weights_digest
+    store, path = Store.open(tmp_path.as_uri()), weights_path(DEFAULT_PREFIX, program.weights_digest)
     publish(program, store)
-    file = bytes(program.weights_bytes)
-    numbers = st.sets(st.integers(0, len(program.weight_tensors) - 1))
-    asked = data.draw(st.lists(numbers, max_size=4))
-    to_end = data.draw(st.booleans())
-
-    async def go() -> None:
-        cold = cold_file(store, program, limits, [])
-        view = map_privately(cold.fd, cold.nbytes)  # before a byte is there, as a worker does
-        tensors = list(cold._tensors)
-        assert view[: tensors[0].start] == file[: tensors[0].start]
-        for some in asked:
-            cold.ask(some)
-            if some and data.draw(st.booleans()):
-                await cold.ready(some, some, within_s=0.0)
-                for number in some:
-                    place = slice(tensors[number].start, tensors[number].stop)
-                    assert view[place] == file[place]
-        await cold.over()
-        wanted = set().union(*asked)
-        for number, tensor in enumerate(tensors):
-            here = view[tensor.start : tensor.stop]
-            assert here == (file[tensor.start : tensor.stop] if number in wanted else bytes(len(here)))
-        assert not cold.whole
-        if to_end:
-            cold.ask((), to_end=True)
-            await cold.checked()
-            assert cold.whole
-            assert view == file
-        cold.cancel()
-        await asyncio.to_thread(cold.join)
-
-    asyncio.run(go())
+    with serving(Place(tmp_path.as_uri())) as server:
+        assert same(run(server, request(program, 2), sent(program)), here(program, 2))
+        before, graph = store.head(path), larger.graph_bytes
+        body = program_head(len(graph)) + graph
+        status, _, answer = ask(server, "PUT", f"/v1/programs/{larger.digest}", body)
+        assert status == 201, answer
+        assert store.head(path) == before
+        assert same(run(server, request(program), sent(program)), here(program))
 
 
-@pytest.mark.parametrize("error", [ConfigError("no such group"), RuntimeError("can't start new thread")])
-def test_what_cannot_be_asked_for_is_an_error_of_all_who_wait(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_replaces_weights_whose_manifest_is_that_of_others(tmp_path: Path) -> None:
     program = wide()
-    store = Store.open("memory://cold")
-    publish(program, store)
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    async def go() -> None:
-        file = cold_file(store, program, StreamLimits(), [])
-        monkeypatch.setattr(cold, "grouped", fail)
-        file.ask([1])
-        for waiting in (file.ready([1], [1], within_s=0.0), file.over(), file.checked()):
-            with pytest.raises(UpriverError, match=str(error)):
-                await waiting
-        file.cancel()
-        await asyncio.to_thread(file.join)
-
-    asyncio.run(go())
-
-
-def test_memory_that_fills_can_be_written_by_its_owner_alone() -> None:
-    memory = FillingFile(1 << 16)
-    view = map_privately(memory.fd, 1 << 16)
-    memory.room(100, 103)[:] = b"abc"
-    assert bytes(view[99:104]) == b"\0abc\0"
-    tried = """
-import mmap, os, sys
-fd = int(sys.argv[1])
-for attempt in (lambda: mmap.mmap(fd, 1 << 16), lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 1)):
-    try:
-        attempt()
-    except OSError:
-        continue
-    sys.exit("it could")
-private = mmap.mmap(fd, 1 << 16, access=mmap.ACCESS_COPY)
-private[100:103] = b"xyz"
-print(private[99:104])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", tried, str(memory.fd)],
-        pass_fds=[memory.fd],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "b'\\x00xyz\\x00'\n"), done.stderr
-    assert bytes(view[99:104]) == b"\0abc\0"
-    memory.close()
-    with pytest.raises(OSError, match="not permitted"):
-        mmap.mmap(memory.fd, 1 << 16)
-    assert os.fstat(memory.fd).st_size == 1 << 16
-
-
-@given(numbers=st.sets(st.integers(0, 400)).map(sorted))
-def test_runs_hold_all_numbers_and_are_few(numbers: list[int]) -> None:
-    runs = runs_of(numbers)
-    assert len(runs) <= MOST_RUNS
-    held = [number for start, stop in runs for number in range(start, stop)]
-    assert held == sorted(set(held))
-    assert set(held) >= set(numbers)
-    if len(runs) < MOST_RUNS:
-        assert held == numbers
+    store, path = Store.open(tmp_path.as_uri()), weights_path(DEFAULT_PREFIX, program.weights_digest)
+    layout.publish(wide(7).weight_tensors, store, path, tied=False)
+    graph, weights = program.graph_bytes, bytes(program.weights_bytes)
+    with serving(Place(tmp_path.as_uri())) as server:
+        body = program_head(len(graph)) + graph + weights
+        status, _, answer = ask(server, "PUT", f"/v1/programs/{program.digest}", body)
+        assert status == 201, answer
+    assert store.get(path) == weights
+    assert layout.read(store, path).tensors != []

@@ -18,27 +18,33 @@ import psutil
 import pytest
 
 from tests.server.running import wait_for
+from upriver.coldstart.arrivals import Arrivals
 from upriver.errors import ConfigError, Overloaded, TooLarge
 from upriver.protocol import DEFAULT_CAPS
 from upriver.server import groups, handle
 from upriver.server.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed
+from upriver.server.cold import ColdFile
 from upriver.server.groups import Group, Groups
-from upriver.server.handle import BROKE_OFF, Job, WorkerHandle
+from upriver.server.handle import BROKE_OFF, Job, ProgramFiles, WorkerHandle
 from upriver.server.jobs import (
     NO_SLOT,
     Done,
     Failed,
     FromFront,
     FromWorker,
+    Here,
+    Loaded,
+    LoadProgram,
     MapSlot,
     NeedRoom,
     NeedSlot,
+    NeedWeights,
     Room,
     Run,
     Setup,
     UseSlot,
 )
-from upriver.server.memory import SlotPool
+from upriver.server.memory import SealedFile, SlotPool
 from upriver.server.pool import Watch, WorkerPool
 from upriver.server.sandbox import Enclosure
 
@@ -173,6 +179,65 @@ def test_all_that_a_job_gives_has_to_find_room_together():
 def test_a_worker_that_asks_for_more_slots_than_its_job_has_frames_gets_none():
     with talking(asking(*[1] * 9, then=done(9))) as held, pytest.raises(ChannelClosed, match="2 times"):
         held.run(job(0, 1, 2, 3, rows=2))
+
+
+class Coming(ColdFile):
+    """Weights that are still to come, and here as soon as somebody waits for them."""
+
+    def __init__(self, count):
+        self._file = SealedFile()
+        self.fd, self.nbytes = self._file.fd, count
+        self._arrivals = Arrivals(count)
+
+    def wait(self, numbers, *, timeout_s):
+        return True
+
+
+def coming(count):
+    graph = SealedFile()
+    return ProgramFiles(key="a", digest="d", graph=graph, weights=Coming(count), numbers=range(count))
+
+
+def wanting(*questions):
+    """A worker that asks for weights like that, and then is done."""
+
+    def script(channel):
+        next_of(channel, LoadProgram)
+        channel.send(Loaded())
+        next_of(channel, Run)
+        for weights in questions:
+            channel.send(NeedWeights(weights=weights))
+            next_of(channel, Here)
+        channel.send(done(0))
+
+    return script
+
+
+def test_a_worker_waits_for_each_weight_once():
+    with talking(wanting((0, 1), (2,), (3,))) as held:
+        assert held.run(replace(job(0), program=coming(4))).frames == []
+
+
+@pytest.mark.parametrize(
+    "questions", [[()], [(0,)] * 5, [(-1,)], [(4,)]], ids=["none", "again", "negative", "beyond"]
+)
+def test_a_worker_that_asks_for_weights_that_no_stage_waits_for_is_at_its_end(questions):
+    with talking(wanting(*questions)) as held, pytest.raises(ChannelClosed, match="weights that"):
+        held.run(replace(job(0), program=coming(4)))
+
+
+def test_a_worker_that_is_gone_is_noticed_while_its_weights_are_still_to_come(monkeypatch):
+    monkeypatch.setattr(handle, "LOOK_S", 0.01)
+    monkeypatch.setattr(Coming, "wait", lambda file, numbers, *, timeout_s: time.sleep(timeout_s))
+
+    def script(channel):
+        next_of(channel, LoadProgram)
+        channel.send(Loaded())
+        next_of(channel, Run)
+        channel.send(NeedWeights(weights=(0,)))  # and ends
+
+    with talking(script) as held, pytest.raises(ChannelClosed, match="gone"):
+        held.run(replace(job(0), program=coming(4)))
 
 
 def test_a_slot_of_less_than_nothing_is_nonsense():

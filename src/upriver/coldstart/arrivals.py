@@ -77,7 +77,7 @@ class Arrivals:
         Raises:
             UpriverError: If one does not come, of these or of all others.
         """
-        self._check()
+        self.check()
         return all(self._here[index] for index in indices)
 
     def wait(
@@ -107,7 +107,7 @@ class Arrivals:
                 )
             finally:
                 self._waited -= Counter(missing)
-            self._check()
+            self.check()
             return in_time
 
     def wait_for_all(self) -> None:
@@ -122,8 +122,17 @@ class Arrivals:
                 self._changed.wait_for(lambda: self.over)
             finally:
                 self._all_waited -= 1
-            self._check()
+            self.check()
 
-    def _check(self) -> None:
-        if (error := self.error) is not None:
-            raise error
+    def check(self) -> None:
+        """Nothing, unless the others will not come.
+
+        Raises:
+            UpriverError: If they will not.
+        """
+        error = self.error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback has this frame: what callers hold would stay until garbage is collected

@@ -141,7 +141,7 @@ def publish(
     Raises:
         ConfigError: If the path is no name of a weights file.
         ProgramError: If something in it cannot stand in such a file, or is more than the caps allow.
-        ObjectChanged: If somebody else wrote the same object meanwhile.
+        ObjectChanged: If somebody else was seen to write the same object meanwhile; publish again then.
         StoreError: If the store refuses. No manifest is left then that says otherwise of the object.
     """
     beside = manifest_path(path)
@@ -154,13 +154,14 @@ def publish(
     sums: list[list[int]] = []
     store.put_stream(path, _pieces(planned, stored, sums))
     info = store.head(path)
-    if info.size != planned.nbytes:
-        raise ObjectChanged(
-            f"object {path!r} in store {store.name!r} has {info.size} bytes, not the {planned.nbytes} that "
-            "were written: somebody else wrote it; publish again"
-        )
     manifest = msgspec.structs.replace(_summed(planned, sums), etag=info.etag)
-    store.put(beside, manifest.encode())
+    if info.size == planned.nbytes:
+        store.put(beside, manifest.encode())
+    if info.size != planned.nbytes or store.head(path).etag != info.etag:
+        raise ObjectChanged(
+            f"object {path!r} in store {store.name!r} is not the one that was written: somebody else wrote "
+            "it; publish again"
+        )
     return manifest
 
 

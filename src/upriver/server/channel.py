@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -81,6 +82,12 @@ class Channel(Generic[_M]):
         except BaseException:
             _close_all(fds)
             raise
+
+    def has_news(self) -> bool:
+        """Whether the other process has said something that was not received yet, or is gone."""
+        looked = select.poll()
+        looked.register(self._socket, select.POLLIN)
+        return bool(looked.poll(0))
 
     def close(self) -> None:
         """Close this end; the other one sees the end of the stream."""

@@ -19,11 +19,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from upriver.coldstart.arrivals import Arrivals
 from upriver.coldstart.handle import Groupings, remember
 from upriver.coldstart.incoming import step_back
+from upriver.coldstart.layout import Manifest
 from upriver.coldstart.model_load import grouped
 from upriver.coldstart.programs import Found
 from upriver.coldstart.stream import Stream, StreamLimits
@@ -32,6 +34,10 @@ from upriver.server.memory import FillingFile
 from upriver.text import error_text
 
 log = logging.getLogger(__name__)
+
+TENSOR_BYTES, CHECKSUM_BYTES, CHARACTER_BYTES = 1600, 96, 4
+"""What a process keeps of a tensor that is asked for, of each of its checksums and of its name: as it is
+stored, as it is placed, what is asked for, what has happened."""
 
 
 class ColdFile:
@@ -126,8 +132,15 @@ class ColdFile:
         if self._part is None:
             self._next()
         if self._to_end and self._checking is None:
-            self._checking = threading.Thread(target=self._check, name="upriver-cold-digest", daemon=True)
-            self._checking.start()
+            checking = threading.Thread(target=self._check, name="upriver-cold-digest", daemon=True)
+            try:
+                checking.start()
+            except RuntimeError as error:  # no thread can be started
+                self._give_up(
+                    UpriverError(f"{self._found.source.path} cannot be checked: {error_text(error)}")
+                )
+            else:
+                self._checking = checking
 
     async def ready(self, first: Collection[int], others: Collection[int], *, within_s: float) -> None:
         """Wait until the first are here, and the others will be in so many seconds, as the link is.
@@ -157,33 +170,69 @@ class ColdFile:
         """
         while self.coming:
             await self._news.wait()
-        self._raise()
+        self._arrivals.check()
 
     async def checked(self) -> None:
-        """Wait until the file is known to be what it is called, where all of it is asked for.
+        """Wait until the file is known to be what it is called, where all of it was asked for.
 
         Raises:
             UpriverError: If it is not, or does not come.
         """
         while self._to_end and not self._arrivals.over:
             await self._news.wait()
-        self._raise()
+        self._arrivals.check()
 
     def cancel(self) -> None:
         """Nothing more is read; who waits gets an error."""
-        self.failed(Cancelled(f"the load of {self._found.source.path!r} was cancelled"))
-        if self._part is not None:
-            self._part.stream.cancel()
+        self._give_up(Cancelled(f"the load of {self._found.source.path!r} was cancelled"))
 
     def join(self) -> None:
         """Wait until nothing of it runs any more, after a cancel."""
         if self._part is not None:
-            self._part.stream.join()
+            self._part.join()
         if self._checking is not None:
             self._checking.join()
 
+    def _next(self) -> None:
+        """Begin with what is wanted next, if anything is."""
+        self._part = None
+        numbers: set[int] = set()
+        while self._wanted and not numbers:
+            numbers = set(self._wanted.popleft()) - self._asked
+        if not numbers and self._to_end:
+            numbers = set(range(len(self._tensors))) - self._asked
+        if numbers and not self._arrivals.over:
+            self._asked |= numbers
+            self._part = _Part(self, sorted(numbers))
+            self._part.start()
+
+    def _give_up(self, error: UpriverError) -> None:
+        self.failed(error)
+        if self._part is not None:
+            self._part.cancel()
+
+    def _part_is_here(self) -> None:
+        self._next()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have all who wait look again."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _bytes_per_s(self) -> float:
+        stream = self._part.stream if self._part is not None else None
+        link = self._found.link if stream is None else stream.measured
+        return link.bandwidth_bytes_per_s
+
+    # -------------------------------------------------------------------- in threads of its own
+
+    def room(self, number: int) -> memoryview:
+        """Where a tensor belongs."""
+        return self._memory.room(self._tensors[number].start, self._tensors[number].stop)
+
     def stream_of(self, numbers: Sequence[int], sink: _Part) -> Stream:
-        """What brings these tensors."""
+        """What brings these tensors; to choose what is asked for together can take tenths of a second."""
         some, known = self._found.source, self._found.known
         if len(numbers) < len(self._tensors):
             some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}
@@ -200,51 +249,22 @@ class ColdFile:
             self._at_once, self._groupings = stream, news
         return stream
 
-    def _next(self) -> None:
-        """Begin with what is wanted next, if anything is."""
-        self._part = None
-        numbers: set[int] = set()
-        while self._wanted and not numbers:
-            numbers = set(self._wanted.popleft()) - self._asked
-        if not numbers and self._to_end:
-            numbers = set(range(len(self._tensors))) - self._asked
-        if numbers and not self._arrivals.over:
-            self._asked |= numbers
-            try:
-                self._part = _Part(self, sorted(numbers))
-                self._part.stream.start()
-            except (UpriverError, RuntimeError) as error:  # RuntimeError: no thread can be started
-                self._part = None
-                self.failed(UpriverError(f"{self._found.source.path} cannot be read: {error_text(error)}"))
-
-    def _part_is_here(self) -> None:
-        self._next()
-        self._wake()
-
-    def _wake(self) -> None:
-        """Have all who wait look again."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    def _raise(self) -> None:
-        if (error := self.error) is not None:
-            raise error
-
-    def _bytes_per_s(self) -> float:
-        if self._part is None:
-            return self._found.link.bandwidth_bytes_per_s
-        return self._part.stream.measured.bandwidth_bytes_per_s
-
-    # -------------------------------------------------------------------- in threads of its own
-
-    def room(self, number: int) -> memoryview:
-        """Where a tensor belongs."""
-        return self._memory.room(self._tensors[number].start, self._tensors[number].stop)
-
     def came(self, number: int, *, last: bool) -> None:
-        """A tensor is here; whether it is the last of those that are under way."""
+        """A tensor is here; whether it is the last of those that are under way.
+
+        Raises:
+            ProgramError: If it has no values of its type. A worker looked before there were any.
+        """
+        tensor = self._tensors[number]
+        room = self.room(number) if tensor.dtype == "bool" else memoryview(b"")
+        if len(room) and np.frombuffer(room, np.uint8).max() > 1:
+            raise ProgramError(f"weight {tensor.name!r}: a bool holds 0 or 1 only")
         self._arrivals.filled(number)
         self._tell(self._part_is_here if last else self._wake)
+
+    def unreadable(self, error: Exception) -> None:
+        """It cannot be asked for."""
+        self.failed(UpriverError(f"{self._found.source.path} cannot be read: {error_text(error)}"))
 
     def failed(self, error: UpriverError) -> None:
         """What is not here will not come."""
@@ -277,8 +297,9 @@ class ColdFile:
             self._memory.close()
             self._arrivals.filled(len(self._tensors))
             self._tell(self._wake)
-            if self._at_once is not None:
-                remember(self._found.source, self._at_once, self._groupings)
+            stream, self._at_once = self._at_once, None
+            if stream is not None:
+                remember(self._found.source, stream, self._groupings)
 
     def _folded(self) -> str:
         """The digest of what is here, once all is.
@@ -296,36 +317,108 @@ class ColdFile:
         return folded.hexdigest()
 
 
+def kept_bytes(manifest: Manifest) -> int:
+    """What the front keeps of a weights file beside its bytes, at most."""
+    return sum(
+        TENSOR_BYTES + CHECKSUM_BYTES * len(tensor.crc32c) + CHARACTER_BYTES * len(tensor.name)
+        for tensor in manifest.tensors
+    )
+
+
 class _Part:
-    """Tensors that come with one stream, whose sink this is.
+    """Tensors that come with one stream, whose sink this is; a thread of its own makes that.
+
+    It lets go of the file at the end, as each holds on to the other: memory is given back at once.
 
     Args:
         file: Whose they are.
         numbers: Their places in it, in order.
+
+    Attributes:
+        stream: What brings them, as soon as it is made.
     """
 
     def __init__(self, file: ColdFile, numbers: Sequence[int]) -> None:
-        self._file, self._numbers, self._left = file, numbers, len(numbers)
+        self._file: ColdFile | None = file
+        self._numbers, self._left = numbers, len(numbers)
         self._indices = {number: index for index, number in enumerate(numbers)}
-        self.stream = file.stream_of(numbers, self)
+        self.stream: Stream | None = None
+        self._lock = threading.Lock()
+        self._hurried: list[int] = []
+        self._thread = threading.Thread(target=self._begin, name="upriver-cold-part", daemon=True)
+
+    def start(self) -> None:
+        """Have them come."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread can be started
+            self._unreadable(error)
+
+    def cancel(self) -> None:
+        """Nothing more is to come; the file has failed."""
+        if self.stream is not None:
+            self.stream.cancel()
+
+    def join(self) -> None:
+        """Wait until nothing of it runs any more."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self.stream is not None:
+            self.stream.join()
 
     def hurry(self, number: int) -> None:
         """Somebody waits for this tensor, if it is one of these."""
-        if number in self._indices:
-            self.stream.hurry(self._indices[number])
+        if number not in self._indices:
+            return
+        with self._lock:
+            if self.stream is None:
+                self._hurried.append(self._indices[number])
+                return
+        self.stream.hurry(self._indices[number])
+
+    def _begin(self) -> None:
+        file = self._here()
+        try:
+            stream = file.stream_of(self._numbers, self)
+            with self._lock:
+                self.stream = stream
+            if file.error is not None:  # and so nobody cancels it
+                self._file = None
+                return
+            for index in self._hurried:
+                stream.hurry(index)
+            stream.start()
+        except (UpriverError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            self._unreadable(error)
+        except Exception as error:
+            log.exception("a weights file was not asked for")
+            self._unreadable(error)
+
+    def _unreadable(self, error: Exception) -> None:
+        file, self._file = self._here(), None
+        file.unreadable(error)
 
     def room(self, index: int) -> memoryview:
         """See :class:`~upriver.coldstart.stream.Sink`."""
-        return self._file.room(self._numbers[index])
+        return self._here().room(self._numbers[index])
 
     def filled(self, index: int) -> None:
         """See :class:`~upriver.coldstart.stream.Sink`."""
+        file = self._here()
         self._left -= 1
-        self._file.came(self._numbers[index], last=not self._left)
+        file.came(self._numbers[index], last=not self._left)
+        if not self._left:
+            self._file = None
 
     def failed(self, error: UpriverError) -> None:
         """See :class:`~upriver.coldstart.stream.Sink`."""
-        self._file.failed(error)
+        file, self._file = self._file, None
+        if file is not None:
+            file.failed(error)
+
+    def _here(self) -> ColdFile:
+        assert self._file is not None, "its stream is over"
+        return self._file
 
 
 def _no_hurry(number: int) -> None:

@@ -74,6 +74,10 @@ KILL_TIMEOUT_S = 1.0
 """A process that is killed is gone in milliseconds, with much memory in some hundred. One that a driver or a
 file system keeps may stay for ever; the front's loop does not wait for that."""
 
+LOOK_S = 1.0
+"""While a worker waits for weights the front looks so often whether it is still there: if not,
+the thread is needed for the one that was started in its place."""
+
 BROKE_OFF = "broke off"
 """How a worker ended whose process is still there."""
 
@@ -408,11 +412,12 @@ class WorkerHandle:
         """What comes of a job: as many slots as it has data frames at most, whatever a worker asks for."""
         most = job.run.frames
         payloads: list[memoryview] = []
-        asked = nbytes = beside = 0
+        asked = nbytes = beside = questions = 0
         waited_s = 0.0
         while isinstance(answer := self._receive(), NeedSlot | NeedRoom | NeedWeights):
             if isinstance(answer, NeedWeights):
-                waited_s += self._bring(job.program, answer)
+                questions += 1
+                waited_s += self._bring(job.program, answer, questions)
                 continue
             if isinstance(answer, NeedRoom):
                 if answer.nbytes <= beside:
@@ -440,28 +445,51 @@ class WorkerHandle:
             case _:
                 raise ChannelClosed(f"a worker answers Done or Failed, got {type(answer).__name__}")
 
-    def _bring(self, program: ProgramFiles | None, asked: NeedWeights) -> float:
-        """Tell a worker when weights are there that it waits for; seconds that it took."""
+    def _bring(self, program: ProgramFiles | None, asked: NeedWeights, questions: int) -> float:
+        """Tell a worker when weights are there that it waits for; seconds that it took.
+
+        Args:
+            questions: How many of these it has asked for this job, with this one. Each is for weights that no
+                stage has read before, so there are no more than weights: a job comes to an end.
+        """
         if program is None or not isinstance(program.weights, ColdFile):
             raise ChannelClosed("a worker waits for weights that it has")
+        count = len(program.numbers)
+        if not asked.weights or questions > count:
+            raise ChannelClosed("a worker asks for weights that no stage waits for")
+        if not all(0 <= number < count for number in asked.weights):
+            raise ChannelClosed("a worker waits for weights that there are not")
         began = time.perf_counter()
+        places = [program.numbers[number] for number in asked.weights]
         try:
-            places = [program.numbers[number] for number in asked.weights]
-        except IndexError:
-            raise ChannelClosed("a worker waits for weights that there are not") from None
-        try:
-            if not program.weights.wait(places, timeout_s=self._patience_s):
-                raise Overloaded("its weights take too long to come; ask again")
+            self._wait_for(program.weights, places)
         except UpriverError as error:
             self._send(Here(whole=False, error=error_body(error)))
         else:
             self._send(Here(whole=program.weights.whole))
         return time.perf_counter() - began
 
+    def _wait_for(self, file: ColdFile, places: Sequence[int]) -> None:
+        """Until weights are there.
+
+        Raises:
+            UpriverError: If they do not come, or it takes too long.
+            ChannelClosed: If the worker is gone meanwhile.
+        """
+        end, look_s = time.monotonic() + self._patience_s, min(LOOK_S, self._patience_s)
+        while not file.wait(places, timeout_s=look_s):
+            if self._channel.has_news():
+                self._closed = True
+                raise ChannelClosed("a worker that waits for weights is gone, or does not wait")
+            if time.monotonic() >= end:
+                raise Overloaded("its weights take too long to come; ask again")
+
     def _answered(self, kind: type[_T], program: ProgramFiles | None = None) -> _T:
         """The answer to a message that has one of this kind, or `Failed`; weights that it waits for come."""
+        questions = 0
         while isinstance(answer := self._receive(), NeedWeights):
-            self._bring(program, answer)
+            questions += 1
+            self._bring(program, answer, questions)
         if isinstance(answer, kind):
             return answer
         if isinstance(answer, Failed):

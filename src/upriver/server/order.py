@@ -53,6 +53,7 @@ class Order:
         program: Its program, if it needs one.
         use: Keeps its memory as long as anyone works for it.
         groups: Indices of micro-batches that go through the model together.
+        to_end: Whether it goes to the program's end.
         ahead: Whether a group may ask for its turn while the one before it is computed; see
             `upriver.server.needs.works_ahead`. It gets it when that one is through: memory is held for one.
         waited_s: For its admission.
@@ -63,6 +64,7 @@ class Order:
     program: ProgramFiles | None
     use: Use
     groups: tuple[range, ...]
+    to_end: bool = False
     ahead: bool = False
     waited_s: float = 0.0
 

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
 import torch
 
 from upriver.coldstart import layout
+from upriver.coldstart.layout import Manifest
 from upriver.coldstart.programs import Found, find
 from upriver.coldstart.stream import StreamLimits
 from upriver.errors import (
     Forbidden,
+    ObjectChanged,
     ObjectNotFound,
     ProgramError,
     ProgramNotFound,
-    ProtocolError,
     TooLarge,
 )
 from upriver.program import graph_path, weights_digest_of, weights_path
-from upriver.protocol import MAX_GRAPH_BYTES, PROGRAM_HEAD_NBYTES, Caps, split_program_head
+from upriver.protocol import Caps
 from upriver.server.budget import Hold
-from upriver.server.cold import ColdFile
+from upriver.server.builder import ProgramBuilder, fill
+from upriver.server.cold import ColdFile, kept_bytes
 from upriver.server.handle import ProgramFiles
 from upriver.server.holding import Use
 from upriver.server.jobs import Weighed
@@ -45,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
+_T = TypeVar("_T")
+
 PIECE_BYTES = 16 << 20
 """One ranged GET of a weights file: long enough to reach a store's rate, short enough to repeat."""
 
@@ -53,6 +58,14 @@ SMALL_BYTES = 1 << 20
 
 MAX_KNOWN, MAX_KNOWN_BYTES = 64, 32 << 20
 """Graphs of programs that may not be loaded, kept for the next request: some hundred kB each, as a rule."""
+
+KEPT_SHARE = 1 / 8
+"""Of its weights' bytes, what the front may keep of a cold program beside them: nothing is held for it, and a
+tenant may upload as many as the budget takes. A network with more has some MB, which are soon read whole."""
+
+LOOKING = 4
+"""Cold programs of one store that are looked up at once, each in a thread: a store that says nothing holds up
+its own alone."""
 
 STEP_BYTES = 1 << 20
 """Memory for an upload is taken in steps of so much."""
@@ -130,6 +143,9 @@ class Programs:
         # Programs of one network at several sizes have the same weights: one copy serves them all.
         self._weights: WeakValueDictionary[tuple[str, str], SealedFile | ColdFile] = WeakValueDictionary()
         self._cold: WeakSet[ColdFile] = WeakSet()
+        self._looking = {
+            name: ThreadPoolExecutor(LOOKING, thread_name_prefix="upriver-programs-find") for name in stores
+        }
 
     async def exists(self, tenant: Tenant, digest: str) -> bool:
         """Whether a run request may name it. The graph is put last, so its weights are there too."""
@@ -173,6 +189,8 @@ class Programs:
             file.cancel()
         for file in files:
             await asyncio.to_thread(file.join)
+        for executor in self._looking.values():
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def make_room(self, nbytes: int) -> bool:
         """Let go of programs that nobody uses until so many bytes are free, if that can be."""
@@ -222,7 +240,7 @@ class Programs:
             self._shelf.grow(hold, -(-taken // STEP_BYTES) * STEP_BYTES)
 
         builder = ProgramBuilder(key_of(tenant, digest), digest)
-        await _fill(builder, chunks, body_nbytes, room)
+        await fill(builder, chunks, body_nbytes, room)
         if builder.weights_nbytes:
             return builder.finish()
         shared = self._weights_here(tenant, builder.weights_digest)
@@ -244,18 +262,23 @@ class Programs:
     async def put(self, tenant: Tenant, program: ProgramFiles, hold: Hold, manifest: bytes) -> None:
         """Store a program that a worker has loaded: weights first, so that whoever finds a graph has both.
 
+        Weights that are stored with their manifest stay as they are: others may be reading them by it.
+
         Args:
             manifest: To lie beside the weights, but for their ETag; empty where there is to be none.
         """
         place = self._own(tenant)
         weights = weights_path(place.prefix, weights_digest_of(program.graph.view()))
         assert isinstance(program.weights, SealedFile)  # as it was received
-        await place.store.put_async(weights, program.weights.view())
-        if manifest:
-            described = layout.decode(manifest)
-            info = await place.store.head_async(weights)
-            sealed = msgspec.structs.replace(described, etag=info.etag)
-            await place.store.put_async(layout.manifest_path(weights), sealed.encode())
+        described = layout.decode(manifest) if manifest else None
+        if described is None or not await self._looked(
+            place.store, partial(_is_stored, place.store, weights, described)
+        ):
+            await place.store.put_async(weights, program.weights.view())
+            if described is not None:
+                info = await place.store.head_async(weights)
+                sealed = msgspec.structs.replace(described, etag=info.etag)
+                await place.store.put_async(layout.manifest_path(weights), sealed.encode())
         await place.store.put_async(graph_path(place.prefix, program.digest), program.graph.view())
         self._shelf.put(program, hold)
         self._weights[tenant.name, weights_digest_of(program.graph.view())] = program.weights
@@ -332,6 +355,10 @@ class Programs:
         self._weights[tenant.name, builder.weights_digest] = files.weights
         return files
 
+    async def _looked(self, store: Store, look: Callable[[], _T]) -> _T:
+        """What is found in a store by a thread that may have to wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._looking[store.name], look)
+
     def _weights_here(self, tenant: Tenant, digest: str) -> SealedFile | ColdFile | None:
         """Weights that another program brought, or is bringing."""
         shared = self._weights.get((tenant.name, digest))
@@ -340,7 +367,8 @@ class Programs:
     async def _coming(self, known: Known, weights_digest: str) -> ColdFile | None:
         """A weights file of which nothing is asked for yet; None where it has to be read whole.
 
-        So it is where nothing says what is in it, and where what said so turned out to be wrong.
+        So it is where nothing says what is in it, where what said so turned out to be wrong, and where that
+        is too much to keep.
 
         Raises:
             StoreError: If the store cannot be read.
@@ -358,8 +386,13 @@ class Programs:
                 )
 
         try:
-            found = await asyncio.to_thread(look)
+            found = await self._looked(place.store, look)
             if found is None or found.manifest.nbytes != known.weights_nbytes:
+                return None
+            if kept_bytes(found.manifest) > KEPT_SHARE * known.weights_nbytes:
+                log.info(
+                    "program %s is read whole before it runs: its weights are many small ones", known.digest
+                )
                 return None
             file = ColdFile(
                 found,
@@ -368,7 +401,8 @@ class Programs:
                 device=self._device,
                 on_forged=lambda: self._forged.add(name),
             )
-        except (ProgramError, OSError) as error:  # of the manifest, or of this kind of memory
+        # Of the manifest, of this kind of memory, or as there is no thread to look in.
+        except (ProgramError, OSError, RuntimeError) as error:
             log.warning("program %s is read whole before it runs: %s", known.digest, error)
             return None
         self._cold.add(file)
@@ -411,42 +445,17 @@ def own_prefix(prefix: str, tenant: Tenant) -> str:
     return f"{prefix}/tenants/{tenant.name}"
 
 
-async def _fill(
-    builder: ProgramBuilder,
-    chunks: AsyncIterator[bytes],
-    body_nbytes: int,
-    room: Callable[[int, int], None],
-) -> None:
-    """Feed a body to a builder: the length of the graph, the graph, the weights.
+def _is_stored(store: Store, path: str, described: Manifest) -> bool:
+    """Whether a weights file is there with a manifest of its own, which says the same of each weight.
 
-    Args:
-        body_nbytes: How long it is to be.
-        room: Told how much has come, and how much of it is the graph's at most; raises if there is no room.
+    Raises:
+        StoreError: If the store cannot be read.
     """
-    head, graph, graph_nbytes, got = bytearray(), bytearray(), -1, 0
-    async for chunk in chunks:
-        got += len(chunk)
-        if got > body_nbytes:
-            break
-        room(got, max(0, graph_nbytes))
-        rest = memoryview(chunk)
-        if len(head) < PROGRAM_HEAD_NBYTES:
-            take = PROGRAM_HEAD_NBYTES - len(head)
-            head += rest[:take]
-            rest = rest[take:]
-            if len(head) < PROGRAM_HEAD_NBYTES:
-                continue
-            graph_nbytes, _ = split_program_head(bytes(head), body_nbytes)
-        if len(graph) < graph_nbytes:
-            take = graph_nbytes - len(graph)
-            graph += rest[:take]
-            rest = rest[take:]
-            if len(graph) == graph_nbytes:
-                builder.add_graph(bytes(graph))
-        if len(rest):
-            builder.add_weights(rest)
-    if got != body_nbytes or graph_nbytes < 0:
-        raise ProtocolError(f"the body has {got} bytes, {body_nbytes} were announced")
+    try:
+        found = layout.read(store, path)
+    except (ObjectNotFound, ObjectChanged, ProgramError):
+        return False
+    return msgspec.structs.replace(found, etag="", execution=described.execution) == described
 
 
 class _Weight(msgspec.Struct):
@@ -471,65 +480,3 @@ def _numbers(graph: memoryview, file: ColdFile) -> list[int]:
     if missing:
         raise ProgramError(f"weight {missing[0][:80]!r} is not in the weights file that the graph names")
     return [file.numbers[key] for key in keys]
-
-
-class ProgramBuilder:
-    """Puts a program together and hashes it on the way.
-
-    Args:
-        key: What it is to be called here.
-        digest: What the graph's must be.
-    """
-
-    def __init__(self, key: str, digest: str) -> None:
-        self.key = key
-        self._digest = digest
-        self._graph = SealedFile()
-        self._weights = SealedFile()
-        self._hash = hashlib.sha256()
-        self.weights_digest = ""
-        self.graph_nbytes = self.weights_nbytes = 0
-
-    def add_graph(self, graph: bytes) -> None:
-        """All of ``graph.json``.
-
-        Raises:
-            ProgramError: If it is not the graph of that digest.
-        """
-        if len(graph) > MAX_GRAPH_BYTES:
-            raise ProgramError(f"graph.json has at most {MAX_GRAPH_BYTES} bytes, got {len(graph)}")
-        got = hashlib.sha256(graph).hexdigest()
-        if got != self._digest:
-            raise ProgramError(f"graph.json has digest {got}, not {self._digest}")
-        self.weights_digest = weights_digest_of(graph)
-        self._graph.append(graph)
-        self.graph_nbytes = len(graph)
-
-    def add_weights(self, piece: bytes | memoryview) -> None:
-        """The next bytes of the weights file."""
-        self._hash.update(piece)
-        self._weights.append(piece)
-        self.weights_nbytes += len(piece)
-
-    def finish(self) -> ProgramFiles:
-        """The program, sealed.
-
-        Raises:
-            ProgramError: If the weights are not those the graph names.
-        """
-        got = self._hash.hexdigest()
-        if got != self.weights_digest:
-            raise ProgramError(f"the weights have digest {got}, the graph names {self.weights_digest}")
-        self._weights.seal()
-        return self.finish_with(self._weights)
-
-    def finish_with(self, weights: SealedFile | ColdFile, *, numbers: Sequence[int] = ()) -> ProgramFiles:
-        """The program with a weights file of the digest that the graph names.
-
-        Args:
-            numbers: Of its weights in a file that is still to come.
-        """
-        self._graph.seal()
-        return ProgramFiles(
-            key=self.key, digest=self._digest, graph=self._graph, weights=weights, numbers=numbers
-        )

@@ -47,7 +47,7 @@ from upriver.server.places import Places
 from upriver.server.pool import WorkerPool
 from upriver.server.programs import Known, Programs
 from upriver.server.requests import Arriving
-from upriver.server.status import Wording
+from upriver.server.status import Wording, bare
 from upriver.server.tenants import Tenant
 from upriver.server.turns import Turns
 from upriver.types import Timings
@@ -201,6 +201,7 @@ class Runner:
             program=program,
             use=use,
             groups=tuple(groups_of(asked.request, admitted.size // asked.request.micro_batch)),
+            to_end=stretch is not None and stretch.to_end,
             ahead=stretch is not None and works_ahead(stretch),
             waited_s=waited_s,
         )
@@ -374,12 +375,13 @@ class Runner:
                 yield buffer
 
     async def _checked(self, order: Order) -> None:
-        """An answer ends well only if all weights are those that its program names, where all were asked for.
+        """An answer up to the end ends well only if all weights are those that its program names.
 
         Raises:
             UpriverError: If they are not, or that is not known in time.
         """
-        if order.program is not None and (cold := order.program.cold) is not None:
+        cold = order.program.cold if order.program is not None else None
+        if cold is not None and order.to_end:
             async with until(order.asked.deadline):
                 await cold.checked()
 
@@ -388,7 +390,7 @@ class Runner:
     ) -> list[bytes | memoryview]:
         self._metrics.errors.labels(error.code).inc()
         on_error(error)
-        return encode(self._wording.of(error))
+        return encode(self._wording.of(bare(error)))
 
     async def _frames(self, order: Order) -> AsyncGenerator[bytes | memoryview]:
         """Heads, payloads and timings in the order of the request."""

@@ -92,6 +92,16 @@ class Wording:
         return error if after == before else error_from({"error": after})
 
 
+def bare(error: UpriverError) -> UpriverError:
+    """The error alone, at the end of its way.
+
+    Whoever waited for it is in its frames and has it, so these and all their memory would stay until Python
+    collects garbage, which a front may not do for hours.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
 def counted(route: Route, metrics: Metrics, wording: Wording) -> Route:
     """The route, answering errors in our form and counting every answer."""
     endpoint: Callable[[Request], Awaitable[Response]] = route.endpoint
@@ -101,7 +111,7 @@ def counted(route: Route, metrics: Metrics, wording: Wording) -> Route:
             response = await endpoint(request)
         except UpriverError as error:
             metrics.errors.labels(error.code).inc()
-            response = error_response(wording.of(error))
+            response = error_response(wording.of(bare(error)))
         except ClientDisconnect:
             response = Response(status_code=499)  # nobody reads it; in the metrics it is told from the rest
         except Exception:
