@@ -245,15 +245,19 @@ def test_an_order_is_kept_on_first_use(tmp_path: Any, monkeypatch: pytest.Monkey
     assert names[:2] == ["inner.bias", "inner.weight"] or names[:2] == ["inner.weight", "inner.bias"]
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_another_type_are_converted(dtype: torch.dtype) -> None:
+def test_weights_of_another_type_are_converted(dtype: torch.dtype, mode: Any) -> None:
     reference = Bare()
     store = Store.open(f"memory://types-{uuid.uuid4().hex}")
     publish({key: value.to(dtype) for key, value in reference.state_dict().items()}, store, "m.safetensors")
     expected = Bare()
     expected.load_state_dict({key: value.to(dtype) for key, value in reference.state_dict().items()})
-    x = torch.ones(2, 16)
-    assert torch.equal(load(Bare, "m", store=store)(x), expected(x))
+    with mode():
+        model, x = load(Bare, "m", store=store), torch.ones(2, 16)
+        assert torch.equal(model(x), expected(x))
+    handle = loading(model)
+    assert handle is None or handle.wait(60)
 
 
 def test_weights_that_do_not_lie_row_by_row() -> None:

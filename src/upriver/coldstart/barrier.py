@@ -12,6 +12,7 @@ they ask the root module for (:mod:`upriver.coldstart.guard`).
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -96,9 +97,24 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Wait, then call an operator."""
         kwargs = kwargs or {}
-        if not getattr(func, "is_view", False):
+        if not only_views(func):
             self._gate.enter(args, kwargs)
         return func(*args, **kwargs)
+
+
+def only_views(func: Any) -> bool:
+    """Whether an operator makes views of what it is given, and never copies.
+
+    By their signatures ``to``, ``contiguous``, ``reshape`` make views. They are made of other operators,
+    and a mode sees those; but under ``torch.inference_mode()`` it sees none of them, only the whole.
+    """
+    return getattr(func, "is_view", False) and not _is_composite(func)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is made of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _keys(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:

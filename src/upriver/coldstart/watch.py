@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upriver.coldstart.barrier import only_views
 from upriver.coldstart.notes import Notes, storage_key, weak
 
 
@@ -91,7 +92,7 @@ def _traits(func: Any) -> _Traits:
     if way is _Way.RUN and not any("Tensor" in str(argument.type) for argument in func._schema.arguments):
         way = _Way.BLIND
     return _Traits(
-        way=_Way.BLIND if func.is_view else way,
+        way=_Way.BLIND if only_views(func) else way,
         is_random=torch.Tag.nondeterministic_seeded in func.tags
         or any(argument.name == "generator" for argument in func._schema.arguments),
         is_writing=func._schema.is_mutable,

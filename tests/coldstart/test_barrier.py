@@ -1,0 +1,107 @@
+"""What a call reads is there: under every mode, cast, or compiler."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.coldstart.ordered import Ordered, published
+from upriver.coldstart import model_load as under_test
+from upriver.coldstart.model_load import load
+
+
+class Caller(threading.Thread):
+    """Asks something.
+
+    Attributes:
+        answers: What it was told; empty while it waits.
+    """
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.answers: list[Any] = []
+        self._ask = ask
+        self.start()
+
+    def run(self) -> None:
+        """Ask."""
+        self.answers.append(self._ask())
+
+
+def held_back(monkeypatch: pytest.MonkeyPatch, lets: int = 0, order: tuple[int, ...] = ()) -> Ordered:
+    """What the next load gets its weights from: so many, and others as the test says."""
+    stream = Ordered(order, lets=threading.Semaphore(lets))
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    return stream
+
+
+def until_hurried(stream: Ordered, caller: Caller, count: int = 1) -> None:
+    """Until a caller waits for so many weights, or ends without."""
+    while len(stream.hurried) < count and caller.is_alive():
+        time.sleep(0.001)
+
+
+def release(stream: Ordered, count: int = 1) -> None:
+    assert stream.lets is not None
+    stream.lets.release(count)
+
+
+# ----------------------------------------------------------------------------------- what is read
+
+
+class Reads(nn.Module):
+    """Says what something makes of its weight, times a number."""
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.read(self.weight)
+
+
+READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear": lambda weight: nn.functional.linear(torch.ones(2, 3), weight),
+    "to": lambda weight: weight.to(torch.float64),
+    "contiguous": lambda weight: weight.t().contiguous(),
+    "reshape": lambda weight: weight.t().reshape(-1),
+    "flatten": lambda weight: weight.t().flatten(),
+    "chunk": lambda weight: weight.chunk(2)[1],
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("read", READS)
+def test_whatever_reads_a_weight_waits_for_it(
+    read: str,
+    mode: Callable[[], AbstractContextManager[None]],
+    autocast: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference = Reads(READS[read])
+    stream = held_back(monkeypatch)
+    model = load(lambda: Reads(READS[read]), "model", store=published(reference, "reads"))
+
+    def ask(whom: nn.Module) -> torch.Tensor:
+        with mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            told: torch.Tensor = whom(torch.tensor(2.0))
+            return told
+
+    caller = Caller(lambda: ask(model))
+    until_hurried(stream, caller)
+    assert stream.hurried == [0] and not caller.answers
+    release(stream)
+    caller.join(60)
+    expected = ask(reference)
+    assert caller.answers[0].dtype == expected.dtype and torch.equal(caller.answers[0], expected)
+    stream.join()
+    assert type(model) is Reads
