@@ -1,4 +1,4 @@
-"""What a call reads is there: under every mode, cast, or compiler."""
+"""What a call reads and what it gives back is there: under every mode and cast."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -105,3 +106,45 @@ def test_whatever_reads_a_weight_waits_for_it(
     assert caller.answers[0].dtype == expected.dtype and torch.equal(caller.answers[0], expected)
     stream.join()
     assert type(model) is Reads
+
+
+@dataclass
+class Said:
+    """A model's answer, with weights in it that nobody has read."""
+
+    sums: torch.Tensor
+    more: dict[str, Any]
+
+
+class Gives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(3))
+        self.table = nn.Parameter(torch.randn(5, 3))
+        self.first = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> Said:
+        return Said(self.first(x), {"rows": [self.table[2:4]], "bias": self.bias})
+
+
+def test_what_a_call_gives_back_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, x = Gives(), torch.ones(2, 3)
+    stream = held_back(monkeypatch, lets=2, order=(2, 3, 0, 1))
+    model = load(Gives, "model", store=published(reference, "gives"))
+
+    def ask() -> Said:
+        said = model(x)
+        rows, bias = said.more["rows"][0].clone(), said.more["bias"].clone()
+        return Said(said.sums, {"rows": [rows], "bias": bias})
+
+    caller = Caller(ask)
+    while not {0, 1} & set(stream.hurried) and caller.is_alive():
+        time.sleep(0.001)
+    assert not caller.answers
+    release(stream, 2)
+    caller.join(60)
+    said, expected = caller.answers[0], reference(x)
+    assert torch.equal(said.sums, expected.sums)
+    assert torch.equal(said.more["rows"][0], expected.more["rows"][0])
+    assert torch.equal(said.more["bias"], expected.more["bias"])
+    stream.join()

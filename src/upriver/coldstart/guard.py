@@ -1,9 +1,9 @@
 """A model whose weights are on their way, as its user sees it: the same object, guarded until they are there.
 
 While it loads its class is a subclass of its own, made for it. A call runs under the barrier
-(:mod:`upriver.coldstart.barrier`); whatever else is asked of it, such as ``model.encode_image(...)``,
-``model.layer1``, ``state_dict()`` or ``to()``, waits until everything is there. Then the class is the model's
-own again, and nothing of this is left.
+(:mod:`upriver.coldstart.barrier`), and gives back only what is there; whatever else is asked of it, such as
+``model.encode_image(...)``, ``model.layer1``, ``state_dict()`` or ``to()``, waits until everything is there.
+Then the class is the model's own again, and nothing of this is left.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from upriver.coldstart.barrier import Gate
+from upriver.program.example import tensors_in
 
 FREE = frozenset({"__class__", "__doc__", "__module__"})
 """What is asked for before anything is known of it."""
@@ -70,6 +71,15 @@ class Guard:
             self._inside.now = False
         self._after_call()
 
+    def given(self, answer: Any) -> Any:
+        """What a call gives back, when all tensors in it are there: whoever reads them is past the barrier.
+
+        Raises:
+            UpriverError: If one does not come.
+        """
+        self._gate.enter(tensors_in(answer), {})
+        return answer
+
     def wait(self) -> None:
         """For everything, unless this thread is in a call.
 
@@ -95,7 +105,7 @@ def _guarded(kind: type[nn.Module], guard: Guard) -> type[nn.Module]:
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             with guard.call():
-                return kind.__call__(self, *args, **kwargs)
+                return guard.given(kind.__call__(self, *args, **kwargs))
 
         def __getattribute__(self, name: str) -> Any:
             if name in AT_ONCE and not guard.inside:
