@@ -1,10 +1,11 @@
-"""What a call reads and what it gives back is there: under every mode and cast."""
+"""What a call reads and what it gives back is there: under every mode, cast, or compiler."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from tests.coldstart.ordered import Ordered, published
 from upriver.coldstart import model_load as under_test
-from upriver.coldstart.model_load import load
+from upriver.coldstart.model_load import load, loading
 
 
 class Caller(threading.Thread):
@@ -148,3 +149,119 @@ def test_what_a_call_gives_back_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(said.more["rows"][0], expected.more["rows"][0])
     assert torch.equal(said.more["bias"], expected.more["bias"])
     stream.join()
+
+
+# -------------------------------------------------------------------------------------- compiled
+
+
+@pytest.fixture
+def ran() -> Iterator[list[str]]:
+    """Notes of compiled code that it ran."""
+    torch._dynamo.reset()
+    yield []
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.weight) + 1
+
+
+class Compiled(nn.Module):
+    """Has a part that is compiled, in one of several ways."""
+
+    def __init__(self, way: str, compiles: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block: Any = Block()
+        self.times = nn.Parameter(torch.randn(3))
+        self.is_block = way in ("module", "call", "method")
+        self.hidden: tuple[Callable[..., torch.Tensor], ...] = (_scaled,)
+        match way:
+            case "module":
+                self.block = compiles(self.block)
+            case "call":
+                self.block._compiled_call_impl = compiles(self.block._call_impl)
+            case "method":
+                self.block = type("Block", (Block,), {"forward": compiles(Block.forward)})()
+            case "attribute":
+                self.function = compiles(_scaled)
+                self.hidden = (lambda x, times: self.function(x, times),)
+            case "global":
+                self.hidden = (lambda x, times: _shared(x, times),)
+            case "hidden":
+                self.hidden = (compiles(_scaled),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_block:
+            x = self.block(x)
+        x = self.hidden[0](x, self.times)
+        return x if self.is_block else self.block(x)
+
+
+def _scaled(x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    return x * times - 1
+
+
+_shared = _scaled
+
+
+@pytest.mark.parametrize(
+    ("way", "fullgraph"),
+    [
+        *(
+            (way, full)
+            for way in ("module", "call", "method", "attribute", "global")
+            for full in (False, True)
+        ),
+        ("hidden", False),  # it runs as it is written, which torch refuses where all of it must be compiled
+    ],
+)
+def test_compiled_code_reads_nothing_early(
+    way: str, fullgraph: bool, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append(way)
+            return graph.forward(*args)
+
+        return run
+
+    def build() -> nn.Module:
+        return Compiled(way, lambda what: torch.compile(what, backend=backend, fullgraph=fullgraph))
+
+    if way == "global":
+        compiled = torch.compile(_scaled, backend=backend, fullgraph=fullgraph)
+        monkeypatch.setattr(sys.modules[__name__], "_shared", compiled)
+
+    @torch.no_grad()
+    def ask(whom: nn.Module) -> torch.Tensor:
+        told: torch.Tensor = whom(torch.ones(2, 3))
+        return told
+
+    reference = build()
+    store = published(reference, "compiled")
+    known = load(build, "model", store=store)
+    handle = loading(known)
+    assert handle is None or handle.wait(60)
+    expected = ask(reference)
+    for _ in range(2):
+        assert torch.equal(ask(known), expected)
+    assert len(ran) == 3
+
+    stream = held_back(monkeypatch)
+    model = load(build, "model", store=store)
+    caller = Caller(lambda: ask(model))
+    caller.join(0.3)
+    assert not caller.answers and len(ran) == 3
+    release(stream, 2)
+    caller.join(60)
+    assert torch.equal(caller.answers[0], expected)
+    stream.join()
+    if way != "hidden":
+        assert len(ran) == 4
+        ask(model)
+        assert len(ran) == 5

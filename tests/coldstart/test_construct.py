@@ -496,3 +496,20 @@ def test_nothing_is_kept_alive() -> None:
     gc.collect()
     assert not [thing for thing in gc.get_objects() if type(thing) in (watch.Watch, watch.Notes)]
     assert made.weight.shape == (20, 20)
+
+
+def test_compiled_functions_run_as_they_are_written() -> None:
+    @torch.compile(backend="eager")
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + torch.ones_like(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(30, 30)
+            self.register_buffer("twice", doubled(self.one.weight.detach()))
+
+    try:
+        checked(Net)
+    finally:
+        torch._dynamo.reset()
