@@ -151,6 +151,69 @@ def test_what_a_call_gives_back_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
     stream.join()
 
 
+# -------------------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_who_waits_under_autocast_keeps_nobody_else_waiting(
+    mode: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, other, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.ones(2, 3)
+    stream = held_back(monkeypatch)
+    model = load(lambda: nn.Linear(3, 3), "model", store=published(reference, "linear"))
+
+    def ask(whom: nn.Module) -> tuple[torch.Tensor, bool]:
+        with mode(), torch.autocast("cpu", torch.bfloat16):
+            return whom(x), torch.is_autocast_cache_enabled()
+
+    first = Caller(lambda: ask(model))
+    until_hurried(stream, first)
+    second = Caller(lambda: ask(other))
+    second.join(10)
+    overtaken = bool(second.answers) and not first.answers
+    release(stream, 2)
+    first.join(60)
+    second.join(60)
+    assert overtaken
+    for caller, expected in ((first, ask(reference)), (second, ask(other))):
+        assert torch.equal(caller.answers[0][0], expected[0]) and caller.answers[0][1]
+    stream.join()
+
+
+class Twice(nn.Module):
+    """Uses a weight several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.layer(x)
+        return x
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_are_those_of_the_loaded_model(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, x = Twice(), torch.randn(8, 64)
+    stream = held_back(monkeypatch)
+    model = load(Twice, "model", store=published(reference, "twice")).train()
+
+    def ask(whom: nn.Module) -> list[torch.Tensor | None]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = whom(x).square().sum()
+        loss.backward()
+        return [parameter.grad for parameter in whom.parameters()]
+
+    caller = Caller(lambda: ask(model))
+    until_hurried(stream, caller)
+    release(stream, 2)
+    caller.join(60)
+    for found, expected in zip(caller.answers[0], ask(reference), strict=True):
+        assert found is not None and expected is not None and torch.equal(found, expected)
+    stream.join()
+
+
 # -------------------------------------------------------------------------------------- compiled
 
 

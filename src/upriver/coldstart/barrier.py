@@ -93,6 +93,10 @@ class Gate:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Operators of this thread wait for what they read."""
+        caches = torch.is_autocast_cache_enabled()
+        # Autocast makes what it caches under a lock that all models share: nobody should wait in there. With
+        # gradients it goes on, since those of a weight that is cast once are added up in the lower type.
+        torch.set_autocast_cache_enabled(caches and torch.is_grad_enabled())
         _push_mode(_Waits(self))
         _tell_compiled_code(True)  # it reads weights past operators, and is not run where it sees a mode
         try:
@@ -101,6 +105,7 @@ class Gate:
             _pop_mode()
             others = _get_current_dispatch_mode_stack()
             _tell_compiled_code(any(not mode.ignore_compile_internals() for mode in others))
+            torch.set_autocast_cache_enabled(caches)
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
