@@ -128,10 +128,12 @@ NETWORKS: Mapping[str, Network] = {
 }
 
 
-def answer(model: nn.Module, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+def answer(
+    model: nn.Module, arguments: Mapping[str, Any], mode: Callable[[], Any] = torch.no_grad
+) -> list[torch.Tensor]:
     """Every tensor of what a model says."""
     torch.get_num_threads()  # until a thread has asked, MKL computes by a number of its own
-    with torch.no_grad():
+    with mode():
         found = model(*arguments.values()) if "x" in arguments else model(**arguments)
     return list(_tensors(found))
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
+from upriver.coldstart.layout import publish
 from upriver.coldstart.source import Source
 from upriver.errors import StoreError, UpriverError
+from upriver.store import Store
 from upriver.types import Link
+
+
+def published(model: nn.Module, name: str) -> Store:
+    """Weights of a model in a store of their own, as ``model.safetensors``."""
+    store = Store.open(f"memory://{name}-{uuid.uuid4().hex}")
+    publish(model.state_dict(), store, "model.safetensors")
+    return store
 
 
 class Ordered:
@@ -63,10 +75,14 @@ class Ordered:
         if self.thread.ident is not None:
             self.thread.join(60 if timeout_s is None else timeout_s)
 
+    def _let(self, _index: int) -> None:
+        """Until the next one may come."""
+        if self.lets is not None:
+            self.lets.acquire()
+
     def _run(self) -> None:
         for number, index in enumerate(self.order):
-            if self.lets is not None:
-                self.lets.acquire()
+            self._let(index)
             if self.over:
                 return self.sink.failed(StoreError("cancelled"))
             if self.error is not None and number == self.error[0]:
@@ -75,3 +91,50 @@ class Ordered:
             data = self.source.store.get_range(placed.path, placed.start, placed.stop)
             self.sink.room(index)[:] = data
             self.sink.filled(index)
+
+
+class Hesitant(Ordered):
+    """Brings a tensor when all callers wait for one, and the rest when all of them have their answers.
+
+    Until then there are no numbers in its memory, so that an answer shows what was read too early.
+
+    Args:
+        order: Numbers of all tensors.
+        num_callers: Threads that ask; each says when it is :meth:`answered`.
+    """
+
+    def __init__(self, order: Sequence[int], *, num_callers: int) -> None:
+        super().__init__(order)
+        self._num_callers = num_callers
+        self._changed = threading.Condition()
+        self._missing: dict[int, set[int]] = {}  # by thread
+        self._come: set[int] = set()
+
+    def start(self) -> None:
+        """Begin."""
+        for index in self.order:
+            room = self.sink.room(index)
+            room[:] = b"\xff" * room.nbytes
+        super().start()
+
+    def hurry(self, index: int) -> None:
+        """Note who waits for it."""
+        super().hurry(index)
+        with self._changed:
+            if index not in self._come:
+                self._missing.setdefault(threading.get_ident(), set()).add(index)
+                self._changed.notify_all()
+
+    def answered(self) -> None:
+        """The caller in this thread asks for nothing more."""
+        with self._changed:
+            self._num_callers -= 1
+            self._missing.pop(threading.get_ident(), None)
+            self._changed.notify_all()
+
+    def _let(self, index: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: sum(map(bool, self._missing.values())) == self._num_callers)
+            self._come.add(index)
+            for missing in self._missing.values():
+                missing.discard(index)

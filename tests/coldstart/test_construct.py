@@ -181,6 +181,21 @@ def test_norms_of_weights() -> None:
     checked(build)
 
 
+def test_copies_made_in_inference_mode() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(9, 8)
+            self.register_buffer("halves", torch.randn(30, 20).half())
+            self.register_buffer("turned", torch.randn(30, 20).t().contiguous())
+            self.register_buffer("flat", self.one.weight.t().reshape(-1), persistent=False)
+            self.register_buffer("doubled", self.one.weight.detach().chunk(2)[1] * 2)
+            self.two = nn.Linear(8, 3).to(torch.float64)
+
+    with torch.inference_mode():
+        checked(Net)
+
+
 def test_initialisations_that_read() -> None:
     def build() -> nn.Module:
         net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Conv2d(3, 3, 3), nn.Linear(6, 6))
@@ -481,3 +496,20 @@ def test_nothing_is_kept_alive() -> None:
     gc.collect()
     assert not [thing for thing in gc.get_objects() if type(thing) in (watch.Watch, watch.Notes)]
     assert made.weight.shape == (20, 20)
+
+
+def test_compiled_functions_run_as_they_are_written() -> None:
+    @torch.compile(backend="eager")
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + torch.ones_like(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(30, 30)
+            self.register_buffer("twice", doubled(self.one.weight.detach()))
+
+    try:
+        checked(Net)
+    finally:
+        torch._dynamo.reset()

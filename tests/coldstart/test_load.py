@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, answer
-from tests.coldstart.ordered import Ordered
+from tests.coldstart.ordered import Hesitant, Ordered, published
 from upriver.coldstart import grouping, kept
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart.layout import publish
@@ -27,13 +27,6 @@ from upriver.coldstart.model_load import load, loading
 from upriver.coldstart.source import find, order_path
 from upriver.errors import ConfigError, ModelError, ObjectNotFound, StoreError, UpriverError
 from upriver.store import Store
-
-
-def published(model: nn.Module, name: str) -> Store:
-    """Weights of a model in a store of their own, as ``model.safetensors``."""
-    store = Store.open(f"memory://{name}-{uuid.uuid4().hex}")
-    publish(model.state_dict(), store, "model.safetensors")
-    return store
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +71,7 @@ def test_the_first_answer_is_that_of_the_loaded_model(name: str, whole: dict[str
         assert torch.equal(model.state_dict()[key], value)
 
 
-@pytest.mark.parametrize("name", ["encoder", "bare", "tied", "shufflenet", "gpt2", "t5", "vit"])
+@pytest.mark.parametrize("name", NETWORKS)
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shuffle=st.integers(0, 2**32 - 1))
 def test_whatever_order_weights_come_in(
@@ -87,23 +80,27 @@ def test_whatever_order_weights_come_in(
     build, arguments = NETWORKS[name]
     store = published(whole[name], name)
     count = len(find(store, "model").tensors)
-    stream = Ordered(random.Random(shuffle).sample(range(count), count), lets=threading.Semaphore(0))
-    assert stream.lets is not None
+    stream = Hesitant(random.Random(shuffle).sample(range(count), count), num_callers=2)
     monkeypatch.setattr(under_test, "Stream", stream.of)
     model = load(build, "model", store=store).eval()
-    answers: list[list[torch.Tensor]] = []
-    callers = [threading.Thread(target=lambda: answers.append(answer(model, arguments()))) for _ in range(2)]
+    answers: dict[Any, list[torch.Tensor]] = {}
+
+    def asks(mode: Any) -> None:
+        try:
+            answers[mode] = answer(model, arguments(), mode)
+        finally:
+            stream.answered()
+
+    modes = (torch.no_grad, torch.inference_mode)
+    callers = [threading.Thread(target=asks, args=(mode,)) for mode in modes]
     for caller in callers:
         caller.start()
-    for _ in range(count):
-        stream.lets.release()
     for caller in callers:
-        caller.join(20)
+        caller.join(60)
     stream.join()
-    expected = answer(whole[name], arguments())
-    assert len(answers) == 2
-    for found in answers:
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for mode in modes:
+        expected = answer(whole[name], arguments(), mode)
+        assert all(torch.equal(one, other) for one, other in zip(answers[mode], expected, strict=True))
     assert is_left_alone(model, type(whole[name]))
 
 
@@ -248,15 +245,19 @@ def test_an_order_is_kept_on_first_use(tmp_path: Any, monkeypatch: pytest.Monkey
     assert names[:2] == ["inner.bias", "inner.weight"] or names[:2] == ["inner.weight", "inner.bias"]
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_another_type_are_converted(dtype: torch.dtype) -> None:
+def test_weights_of_another_type_are_converted(dtype: torch.dtype, mode: Any) -> None:
     reference = Bare()
     store = Store.open(f"memory://types-{uuid.uuid4().hex}")
     publish({key: value.to(dtype) for key, value in reference.state_dict().items()}, store, "m.safetensors")
     expected = Bare()
     expected.load_state_dict({key: value.to(dtype) for key, value in reference.state_dict().items()})
-    x = torch.ones(2, 16)
-    assert torch.equal(load(Bare, "m", store=store)(x), expected(x))
+    with mode():
+        model, x = load(Bare, "m", store=store), torch.ones(2, 16)
+        assert torch.equal(model(x), expected(x))
+    handle = loading(model)
+    assert handle is None or handle.wait(60)
 
 
 def test_weights_that_do_not_lie_row_by_row() -> None:

@@ -101,6 +101,16 @@ def test_making_a_view_reads_nothing() -> None:
     assert layers(both_ways(Viewing(), (X,))) == ["first", "unused", "last"]
 
 
+def test_what_is_given_back_counts_after_all_that_is_read() -> None:
+    class Gives(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"scale": self.unused.bias[:2], "sums": [super().forward(x)]}
+
+    rest = ["unused.bias", "unused.weight", "norm.num_batches_tracked"]
+    assert both_ways(Gives(), (X,))[-1] == rest[0]
+    assert recorded(Gives(), (X,))[-3:] == rest
+
+
 def test_a_view_that_copies_reads() -> None:
     class Copying(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

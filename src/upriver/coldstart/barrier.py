@@ -12,17 +12,40 @@ they ask the root module for (:mod:`upriver.coldstart.guard`).
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame, guards
 
 # Its own `with` keeps flags of the whole process, which two threads in a model at once would leave wrong.
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from upriver.coldstart.arrivals import Arrivals
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_tell_compiled_code = getattr(guards, "set_is_in_mode_without_ignore_compile_internals", lambda _is: None)
+"""Whether code that torch.compile has kept is to see a thread's modes; before torch 2.10 it always does."""
+
+
+def as_written(function: Function) -> Function:
+    """Keep torch.compile from what a mode does, where the code under that mode is compiled.
+
+    Its own wrapper for that imports the compiler, which a cold start would wait for.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 class Gate:
@@ -70,11 +93,19 @@ class Gate:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Operators of this thread wait for what they read."""
+        caches = torch.is_autocast_cache_enabled()
+        # Autocast makes what it caches under a lock that all models share: nobody should wait in there. With
+        # gradients it goes on, since those of a weight that is cast once are added up in the lower type.
+        torch.set_autocast_cache_enabled(caches and torch.is_grad_enabled())
         _push_mode(_Waits(self))
+        _tell_compiled_code(True)  # it reads weights past operators, and is not run where it sees a mode
         try:
             yield
         finally:
             _pop_mode()
+            others = _get_current_dispatch_mode_stack()
+            _tell_compiled_code(any(not mode.ignore_compile_internals() for mode in others))
+            torch.set_autocast_cache_enabled(caches)
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -88,17 +119,33 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Spare a cold start the import of torch's compiler, which a wrapper would bring."""
+        """Refuse a wrapper: see :func:`as_written`."""
         return False
 
+    @as_written
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Wait, then call an operator."""
         kwargs = kwargs or {}
-        if not getattr(func, "is_view", False):
+        if not only_views(func):
             self._gate.enter(args, kwargs)
         return func(*args, **kwargs)
+
+
+def only_views(func: Any) -> bool:
+    """Whether an operator makes views of what it is given, and never copies.
+
+    By their signatures ``to``, ``contiguous``, ``reshape`` make views. They are made of other operators,
+    and a mode sees those; but under ``torch.inference_mode()`` it sees none of them, only the whole.
+    """
+    return getattr(func, "is_view", False) and not _is_composite(func)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is made of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _keys(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:

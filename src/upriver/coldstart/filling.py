@@ -196,7 +196,7 @@ class Memory:
         source = self._targets[0] if self._staged is None else self._staged
         if source.dtype is torch.bool and source.numel() and int(source.view(torch.uint8).max()) > 1:
             raise ProgramError(f"weight {self._placed.name!r}: a bool holds 0 or 1 only")
-        with torch.no_grad():
+        with torch.inference_mode():  # what was made in it can be written in no other
             for target in self._targets:
                 if target is not source:
                     self._copy(source, target)

@@ -1,23 +1,29 @@
 """A model whose weights are on their way, as its user sees it: the same object, guarded until they are there.
 
 While it loads its class is a subclass of its own, made for it. A call runs under the barrier
-(:mod:`upriver.coldstart.barrier`); whatever else is asked of it, such as ``model.encode_image(...)``,
-``model.layer1``, ``state_dict()`` or ``to()``, waits until everything is there. Then the class is the model's
-own again, and nothing of this is left.
+(:mod:`upriver.coldstart.barrier`), and gives back only what is there; whatever else is asked of it, such as
+``model.encode_image(...)``, ``model.layer1``, ``state_dict()`` or ``to()``, waits until everything is there.
+Then the class is the model's own again, and nothing of this is left.
+
+Code that torch.compile made reads weights without operators, so calls of a model that has some wait for
+everything, too.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import FunctionType
 from typing import Any, ClassVar
 
 from torch import nn
 
 from upriver.coldstart.barrier import Gate
+from upriver.program.example import tensors_in
 
 FREE = frozenset({"__class__", "__doc__", "__module__"})
 """What is asked for before anything is known of it."""
@@ -43,7 +49,7 @@ class Guard:
         self._inside = threading.local()
         self._kind = type(model)
         self._model = weakref.ref(model)
-        object.__setattr__(model, "__class__", _guarded(self._kind, self))
+        object.__setattr__(model, "__class__", _guarded(model, self))
 
     @property
     def inside(self) -> bool:
@@ -70,6 +76,15 @@ class Guard:
             self._inside.now = False
         self._after_call()
 
+    def given(self, answer: Any) -> Any:
+        """What a call gives back, when all tensors in it are there: whoever reads them is past the barrier.
+
+        Raises:
+            UpriverError: If one does not come.
+        """
+        self._gate.enter(tensors_in(answer), {})
+        return answer
+
     def wait(self) -> None:
         """For everything, unless this thread is in a call.
 
@@ -86,16 +101,19 @@ class Guard:
             object.__setattr__(model, "__class__", self._kind)
 
 
-def _guarded(kind: type[nn.Module], guard: Guard) -> type[nn.Module]:
+def _guarded(model: nn.Module, guard: Guard) -> type[nn.Module]:
     """A subclass for one model."""
+    kind, compiled = type(model), is_compiled(model)
 
     # Never `super()`: by the time that a wait is over the object may be of its own class again.
     class Guarded(kind):  # type: ignore[valid-type, misc]
         _upriver_guard: ClassVar[Guard] = guard
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if compiled:
+                guard.wait()
             with guard.call():
-                return kind.__call__(self, *args, **kwargs)
+                return guard.given(kind.__call__(self, *args, **kwargs))
 
         def __getattribute__(self, name: str) -> Any:
             if name in AT_ONCE and not guard.inside:
@@ -122,3 +140,23 @@ def guard_of(model: nn.Module) -> Guard | None:
     """Of a model that is still loading."""
     found: Guard | None = vars(type(model)).get("_upriver_guard")
     return found
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was told of a part of a model.
+
+    A part is a module, a method, or a function: one that a module has as an attribute, or that lies where the
+    class of one is defined.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    modules = list(model.modules())
+    kinds = {kind for module in modules for kind in type(module).__mro__}
+    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
+    return any(
+        isinstance(value, FunctionType)
+        and hasattr(value, "_torchdynamo_orig_callable")
+        and not hasattr(value, "_torchdynamo_disable")
+        for owner in (*modules, *kinds, *files)
+        for value in tuple(vars(owner).values())
+    )

@@ -3,7 +3,7 @@
 The model is called once, in eval, and every operator's arguments are looked at: the weights among them count
 as touched, in the order in which that happens first. A weight is known by the memory that it lies in, so it
 does not matter under which of its names, through which view, or by which module it is read. Making a view
-reads nothing, so it does not count.
+reads nothing, so it does not count; to give one back does, after all else.
 
 What operators do is counted on the way, with the weight that was touched last until then: that is what they
 would have had to wait for. What runs before the first one waits for none.
@@ -155,7 +155,7 @@ def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Cal
         args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)
         touched = _TouchedWithoutData(weights, mode)
         with touched:
-            model(*args, **kwargs)
+            touched.give(model(*args, **kwargs))
     return touched.names
 
 
@@ -170,7 +170,7 @@ def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) 
     with state_kept(model):
         try:
             with touched:
-                model(*args, **kwargs)
+                touched.give(model(*args, **kwargs))
         except Exception as error:  # whatever the user's forward raises
             raise ModelError(
                 f"the order of weights cannot be recorded, as the model cannot be called: {error_text(error)}"
@@ -264,6 +264,11 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not views and self._last is not None:
             self.names[self._last] = self.names[self._last].plus(_executed(func, args, kwargs, result))
         return result
+
+    def give(self, answer: Any) -> None:
+        """Count the weights in a call's answer: somebody will read them."""
+        for tensor in tensors_in(answer):
+            self._touch(self.weights.within(tensor))
 
     def _touch(self, names: Iterable[str]) -> None:
         for name in names:

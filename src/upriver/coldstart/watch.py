@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upriver.coldstart.barrier import as_written, only_views
 from upriver.coldstart.notes import Notes, storage_key, weak
 
 
@@ -91,7 +92,7 @@ def _traits(func: Any) -> _Traits:
     if way is _Way.RUN and not any("Tensor" in str(argument.type) for argument in func._schema.arguments):
         way = _Way.BLIND
     return _Traits(
-        way=_Way.BLIND if func.is_view else way,
+        way=_Way.BLIND if only_views(func) else way,
         is_random=torch.Tag.nondeterministic_seeded in func.tags
         or any(argument.name == "generator" for argument in func._schema.arguments),
         is_writing=func._schema.is_mutable,
@@ -115,6 +116,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_aside = False
         self._probes: dict[torch.device, torch.Generator] = {}
 
+    @as_written
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_aside:
@@ -135,7 +137,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Refuse a wrapper that would import torch's compiler in each cold start."""
+        """Refuse a wrapper: see :func:`~upriver.coldstart.barrier.as_written`."""
         return False
 
     # ---------------------------------------------------------------------------- what is put off
