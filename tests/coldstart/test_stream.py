@@ -26,7 +26,7 @@ from upriver.coldstart.flow import BURST_S, Cap, Flow, Link
 from upriver.coldstart.requests import PADDING, Part, Request, requests_for
 from upriver.coldstart.source import Source
 from upriver.coldstart.stream import (
-    FEWEST_PIECE_BYTES,
+    FIRST_PIECE_BYTES,
     MOST_PIECE_BYTES,
     PIECE_S,
     Event,
@@ -919,7 +919,7 @@ def test_a_slow_link_is_no_stall(server: FaultyServer) -> None:
 def test_pieces_are_small_until_the_link_has_shown_itself() -> None:
     source = lying(None, [("a", 0, 1)])
     stream = Stream(source, [range(1)], Memory(source), latency_s=0.01, bandwidth_bytes_per_s=1e12)
-    assert stream._piece_bytes() == FEWEST_PIECE_BYTES
+    assert stream._piece_bytes() == FIRST_PIECE_BYTES
     feed(stream._flow, lambda _: 2e7, seconds=1)
     assert stream._piece_bytes() == pytest.approx(2e7 * PIECE_S, rel=0.01)
     feed(stream._flow, lambda _: 1e12, seconds=3, now_s=20)

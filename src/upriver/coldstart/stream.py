@@ -47,9 +47,9 @@ REQUEST_S = 0.0005
 MOST_ALONG_BYTES = MIB
 
 PIECE_S = 0.01
-MOST_PIECE_BYTES, FEWEST_PIECE_BYTES = MIB, 64 * 1024
-"""Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece. The
-fewest until the link has shown itself: a slow one brings no more for longer than a request may be silent."""
+MOST_PIECE_BYTES, FIRST_PIECE_BYTES, FEWEST_PIECE_BYTES = MIB, 256 * 1024, 64 * 1024
+"""Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece. No more
+than the first until the link has shown itself: a slow one may bring less while a request may be silent."""
 
 
 class Sink(Protocol):
@@ -323,10 +323,8 @@ class Stream:
 
     def _piece_bytes(self) -> int:
         """Of a request that is sent now."""
-        if not self._flow.known:
-            return FEWEST_PIECE_BYTES
-        wanted = self._flow.link.bandwidth_bytes_per_s * PIECE_S
-        return int(min(max(wanted, FEWEST_PIECE_BYTES), MOST_PIECE_BYTES))
+        most = MOST_PIECE_BYTES if self._flow.known else FIRST_PIECE_BYTES
+        return int(min(max(self._flow.link.bandwidth_bytes_per_s * PIECE_S, FEWEST_PIECE_BYTES), most))
 
     def _room(self, index: int) -> memoryview:
         room, nbytes = self._sink.room(index), self._missing[index]
