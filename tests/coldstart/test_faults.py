@@ -140,9 +140,9 @@ def one_load(number: int, server: FaultyServer, store: Store, weights: Weights, 
         model, handle = coldstart.begin(
             weights.build, run, store=store, grouping=chance.choice(GROUPINGS), limits=limits
         )
+        model.eval()
     except UpriverError as error:
         return error.code
-    model.eval()
     cancels = threading.Timer(chance.random() * 0.02, handle.cancel)
     if number > 0 and chance.random() < 0.15:
         cancels.start()

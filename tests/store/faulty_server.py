@@ -83,10 +83,10 @@ class _Faulty(_Handler):
             return None
         if fault != "silent":
             path = _path(self.path)
-            if fault == "changed":
+            if fault == "changed" and path in self.server.objects:
                 self.server.objects[path] = self.server.objects[path][::-1]
             elif fault == "gone":
-                del self.server.objects[path]
+                self.server.objects.pop(path, None)
             super()._answer(status, body[:half], {"Content-Length": str(len(body)), **(headers or {})})
             self.wfile.flush()
         if fault in ("stalled", "silent"):
