@@ -5,6 +5,10 @@ An error names the thing, says what was allowed and what was got, and where it h
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
+
 
 class UpriverError(Exception):
     """Root of all errors raised on purpose.
@@ -212,3 +216,13 @@ class NoFeasibleCut(UpriverError):
     """No cut fits: the message says which memory is short and by how much."""
 
     code = "no_feasible_cut"
+
+
+def bare(error: _Error) -> _Error:
+    """The error alone, at the end of its way.
+
+    Who waited for it is in its frames, with all the memory of theirs, and often has it: they would stay until
+    Python collects garbage, which may be hours.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeVar, TypeVarTuple
+from typing import Literal, Protocol, TypeVarTuple
 
 from crc32c import crc32c
 
@@ -29,7 +29,7 @@ from upriver.coldstart.flow import Cap, Flow, Link
 from upriver.coldstart.requests import PADDING, Part, Request, chunk_of, cut, requests_for
 from upriver.coldstart.source import Source
 from upriver.coldstart.timeline import check_link
-from upriver.errors import Cancelled, ConfigError, Damaged, ObjectChanged, StoreError, UpriverError
+from upriver.errors import Cancelled, ConfigError, Damaged, ObjectChanged, StoreError, UpriverError, bare
 from upriver.program.weights import ALIGNMENT
 from upriver.text import error_text
 from upriver.types import Limits
@@ -37,7 +37,6 @@ from upriver.types import Limits
 log = logging.getLogger("upriver")
 
 Arguments = TypeVarTuple("Arguments")
-Error = TypeVar("Error", bound=BaseException)
 
 MIB = 1 << 20
 
@@ -261,7 +260,7 @@ class Stream:
             log.error("a cold start's stream broke off", exc_info=error)
             error = UpriverError(f"the load of {self._source.path!r} broke off: {error_text(error)}")
         try:
-            self._sink.failed(_bare(error))
+            self._sink.failed(bare(error))
         except Exception:
             log.exception("a cold start's sink failed while it was told of %s", error_text(error))
 
@@ -491,11 +490,5 @@ def _taken_apart(raised: BaseException) -> BaseException:
         raised.__traceback__ = raised.__context__ = None  # their frames hold the group itself
         raised, *others = raised.exceptions
         for other in others:
-            _bare(other)
+            bare(other)
     return raised
-
-
-def _bare(error: Error) -> Error:
-    """The error alone: with where it was raised, it would keep the memory of a whole model alive."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)

@@ -16,7 +16,7 @@ import msgspec
 
 from upriver.engine.clock import Clock
 from upriver.engine.read import read_samples_async
-from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError
+from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError, bare
 from upriver.protocol import PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
 from upriver.server import tracing
 from upriver.server.allowed import check_code
@@ -47,7 +47,7 @@ from upriver.server.places import Places
 from upriver.server.pool import WorkerPool
 from upriver.server.programs import Known, Programs
 from upriver.server.requests import Arriving
-from upriver.server.status import Wording, bare
+from upriver.server.status import Wording
 from upriver.server.tenants import Tenant
 from upriver.server.turns import Turns
 from upriver.types import Timings

@@ -13,7 +13,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from upriver import errors
-from upriver.errors import NotAuthorized, Overloaded, ProtocolError, QuotaExceeded, TooLarge, UpriverError
+from upriver.errors import (
+    NotAuthorized,
+    Overloaded,
+    ProtocolError,
+    QuotaExceeded,
+    TooLarge,
+    UpriverError,
+    bare,
+)
 from upriver.protocol import error_body, error_from
 from upriver.server.metrics import Metrics
 from upriver.store import Store
@@ -90,16 +98,6 @@ class Wording:
                 said = {key: text.replace(place, f"store {name}") for key, text in said.items()}
         after = before | said
         return error if after == before else error_from({"error": after})
-
-
-def bare(error: UpriverError) -> UpriverError:
-    """The error alone, at the end of its way.
-
-    Whoever waited for it is in its frames and has it, so these and all their memory would stay until Python
-    collects garbage, which a front may not do for hours.
-    """
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
 
 
 def counted(route: Route, metrics: Metrics, wording: Wording) -> Route:
