@@ -6,6 +6,7 @@ import gc
 import http.client
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,8 +45,9 @@ from upriver.protocol import RunRequest, error_from, program_head
 from upriver.server import cold, costs, programs
 from upriver.server.cold import ColdFile
 from upriver.server.handle import WorkerHandle
+from upriver.server.jobs import Here
 from upriver.store import DEFAULT_PREFIX, Store
-from upriver.types import MicroBatch
+from upriver.types import MicroBatch, Timings
 
 
 @pytest.fixture
@@ -59,10 +61,10 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Workers that wait for weights, each when it begins to; one that weighs a program is busy as well."""
     pids, bring = [], WorkerHandle._bring
 
-    def noted(worker: WorkerHandle, program: Any, asked: Any, *rest: Any) -> float:
+    def noted(worker: WorkerHandle, program: Any, asked: Any, *rest: Any) -> None:
         if not program.weights._arrivals.here([program.numbers[number] for number in asked.weights]):
             pids.append(worker.pid)
-        return bring(worker, program, asked, *rest)
+        bring(worker, program, asked, *rest)
 
     monkeypatch.setattr(WorkerHandle, "_bring", noted)
     return pids
@@ -72,6 +74,13 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def s3() -> Iterator[GatedServer]:
     with GatedServer() as s3:
         yield s3
+
+
+def timings_of(server: Served, asked: RunRequest, batches: list[MicroBatch]) -> Timings:
+    """Where the seconds of an answer's only micro-batch went."""
+    with answering(server, asked, batches) as response:
+        [found] = [message for message in messages(response) if isinstance(message, Timings)]
+    return found
 
 
 # ------------------------------------------------------------------------------------------ answers
@@ -93,6 +102,31 @@ def test_stages_run_while_the_rest_arrives_and_the_answer_is_that_of_the_whole(
         wait_for(lambda: server.is_whole(program))
         assert same(run(server, request(program), sent(program)), here(program))
     assert s3.weights_asked() < 1.1 * program.weight_nbytes  # once
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_wait_for_weights_is_no_part_of_the_stages(
+    s3: GatedServer, waiting: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = WorkerHandle._send
+
+    def late(worker: WorkerHandle, message: Any, *rest: Any) -> None:
+        send(worker, message, *rest)
+        if isinstance(message, Here):  # whoever sent it is held up, while its worker goes on
+            time.sleep(0.3)
+
+    monkeypatch.setattr(WorkerHandle, "_send", late)
+    program = wide()
+    published(s3, program)
+    s3.open_to(3 * LAYER_BYTES)
+    with serving(s3) as server, ThreadPoolExecutor(1) as beside:
+        answer = beside.submit(timings_of, server, request(program), sent(program))
+        wait_for(lambda: waiting)
+        time.sleep(0.3)
+        s3.open_to(None)
+        took = answer.result()
+    assert took.phases["weights"] >= 0.3
+    assert took.phases["forward"] == pytest.approx(sum(took.stages.values()), abs=0.25)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 3), (4, 7)])

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -413,11 +413,10 @@ class WorkerHandle:
         most = job.run.frames
         payloads: list[memoryview] = []
         asked = nbytes = beside = questions = 0
-        waited_s = 0.0
         while isinstance(answer := self._receive(), NeedSlot | NeedRoom | NeedWeights):
             if isinstance(answer, NeedWeights):
                 questions += 1
-                waited_s += self._bring(job.program, answer, questions)
+                self._bring(job.program, answer, questions)
                 continue
             if isinstance(answer, NeedRoom):
                 if answer.nbytes <= beside:
@@ -438,15 +437,15 @@ class WorkerHandle:
                 self._send(UseSlot(slot=NO_SLOT))
         match answer:
             case Done() if len(answer.heads) == len(payloads):
-                timings = Timings(phases=_without(answer.phases, waited_s), stages=answer.stages)
+                timings = Timings(phases=answer.phases, stages=answer.stages)
                 return Result(frames=list(zip(answer.heads, payloads, strict=True)), timings=timings)
             case Failed():
                 raise error_from(answer.body)
             case _:
                 raise ChannelClosed(f"a worker answers Done or Failed, got {type(answer).__name__}")
 
-    def _bring(self, program: ProgramFiles | None, asked: NeedWeights, questions: int) -> float:
-        """Tell a worker when weights are there that it waits for; seconds that it took.
+    def _bring(self, program: ProgramFiles | None, asked: NeedWeights, questions: int) -> None:
+        """Tell a worker when weights are there that it waits for.
 
         Args:
             questions: How many of these it has asked for this job, with this one. Each is for weights that no
@@ -459,7 +458,6 @@ class WorkerHandle:
             raise ChannelClosed("a worker asks for weights that no stage waits for")
         if not all(0 <= number < count for number in asked.weights):
             raise ChannelClosed("a worker waits for weights that there are not")
-        began = time.perf_counter()
         places = [program.numbers[number] for number in asked.weights]
         try:
             self._wait_for(program.weights, places)
@@ -467,7 +465,6 @@ class WorkerHandle:
             self._send(Here(whole=False, error=error_body(error)))
         else:
             self._send(Here(whole=program.weights.whole))
-        return time.perf_counter() - began
 
     def _wait_for(self, file: ColdFile, places: Sequence[int]) -> None:
         """Until weights are there.
@@ -523,13 +520,6 @@ class WorkerHandle:
         if slot.fd is not None:
             self._send(MapSlot(slot=slot.id, nbytes=slot.nbytes), [slot.fd])
             slot.close_fd()
-
-
-def _without(phases: Mapping[str, float], waited_s: float) -> Mapping[str, float]:
-    """A worker's phases, with its wait for weights apart from its stages."""
-    if not waited_s:
-        return phases
-    return {**phases, "forward": phases.get("forward", 0.0) - waited_s, "weights": waited_s}
 
 
 def how_it_ended(code: int, *, boxed: bool) -> str:

@@ -31,8 +31,8 @@ SPANS = {
 }
 """Requests that are traced, and under which name: those that work for a job, not those that only look."""
 
-WORKER_PHASES = ("input", "forward", "encode")
-"""What a worker does of a micro-batch, in this order."""
+WORKER_PHASES = ("input", "weights", "forward", "encode")
+"""What a worker does of a micro-batch, in this order; stages wait for weights in between."""
 
 
 class Traced:

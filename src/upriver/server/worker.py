@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -167,6 +168,7 @@ class Worker:
         self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
         self._code = Code(setup.allow)
         self._beside = 0
+        self._waited_s = 0.0
 
     def serve(self) -> None:
         """Take messages until the front is gone.
@@ -254,8 +256,10 @@ class Worker:
             return
         program = self._programs[key]
         numbers = (number for number, weight in enumerate(program.graph.weights) if weight.key in keys)
+        began = time.perf_counter()
         self._channel.send(NeedWeights(weights=tuple(numbers)))
         here = self._answer(Here)
+        self._waited_s += time.perf_counter() - began
         if here.error:
             raise error_from(here.error)
         if here.whole:
@@ -277,11 +281,14 @@ class Worker:
     def _run(self, run: Run) -> None:
         clock = Clock()
         engine = self._engine(run)
-        self._beside = 0
+        self._beside, self._waited_s = 0, 0.0
         with image.asking(self._make_room):
             batch = self._input(run, engine, clock)
         if run.stop > batch.position:
             batch = engine.advance(batch, run.stop, clock)
+        if self._waited_s:  # by the clock that measured the stages around it
+            clock.add("forward", -self._waited_s)
+            clock.add("weights", self._waited_s)
         with clock.phase("encode"):
             heads = tuple(self._write(part) for part in _parts(batch, run))
         timings = clock.timings()
