@@ -70,6 +70,23 @@ def test_a_file_of_anyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["plain"]["same_answer"] is True
 
 
+class Drawing(Small):
+    """Draws a random number each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As that of a small network."""
+        return super().forward(x) + torch.rand(())
+
+
+def test_another_answer_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file(Drawing().state_dict(), tmp_path / "model.safetensors")
+    name = f"{__name__}:{Drawing.__name__}"
+    uri, shape = f"{tmp_path.as_uri()}/model.safetensors", ("--input-shape", "3,32,32")
+    assert main(["coldstart", uri, name, *shape]) == 0
+    assert main(["coldstart", uri, name, *shape, "--compare"]) == 1
+    assert "ANOTHER ONE" in capsys.readouterr().out
+
+
 def test_for_people(stored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "load.png"
     assert main(["coldstart", stored, *NET, "--compare", "--plot", str(picture)]) == 0

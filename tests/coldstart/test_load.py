@@ -290,6 +290,13 @@ def test_what_is_missing_or_misshapen_is_told_before_the_download(monkeypatch: p
         assert part in str(raised.value)
 
 
+def test_a_weight_without_a_shape_is_named() -> None:
+    store = Store.open(f"memory://lazy-{uuid.uuid4().hex}")
+    publish(nn.Linear(3, 4).state_dict(), store, "m.safetensors")
+    with pytest.raises(ModelError, match=r"LazyLinear: 'weight' is lazy"):
+        load(lambda: nn.LazyLinear(4), "m", store=store)
+
+
 def test_weights_that_the_model_does_not_have_can_be_left() -> None:
     reference = Bare()
     store = Store.open(f"memory://more-{uuid.uuid4().hex}")

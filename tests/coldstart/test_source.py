@@ -133,6 +133,27 @@ def test_padding_is_no_weight(store: Store) -> None:
     assert names(source) == list(tensors)
 
 
+def test_a_manifest_that_is_denied_once_is_asked_for_again(remote: tuple[Store, S3Server]) -> None:
+    store, server = remote
+    publish(some_tensors(), store, PATH)
+    server.faults.append(404)
+    source = find(store, PATH)
+    assert source.ordered and any(tensor.crc32c for tensor in source.tensors)
+    assert not server.faults
+
+
+def test_a_published_file_without_its_manifest_is_anybodys_and_told_of(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = some_tensors()
+    publish(tensors, store, PATH)
+    store.delete(manifest_path(PATH))
+    source = find(store, PATH)
+    assert_holds(source, tensors)
+    assert not source.ordered and not any(tensor.crc32c for tensor in source.tensors)
+    assert f"there is no {manifest_path(PATH)}: it is loaded without checksums" in caplog.text
+
+
 def test_files_with_an_index_are_one_model(store: Store) -> None:
     tensors = some_tensors()
     save_sharded(store, tensors)

@@ -63,7 +63,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in ((headers or {}) | length).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

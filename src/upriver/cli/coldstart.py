@@ -71,11 +71,11 @@ def coldstart(
     option: StoreOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
-) -> None:
+) -> int:
     """Load a program or a model from a store, ask it at once, and print what happened when.
 
     The answer needs only the weights that it reads to be there, and is that of the loaded program or model to
-    the bit.
+    the bit; with --compare the exit code is 1 where it is another one.
     """
     _check_options(model, {"--batch": batch, "--input-shape": input_shape}, stop)
     if batch is not None and batch < 1:
@@ -111,6 +111,7 @@ def coldstart(
     if compare:
         document["plain"] = _compared(begun.plainly, given)
     emit(document, as_json=as_json, text=lambda: print_load(document))
+    return 0 if not compare or document["plain"]["same_answer"] else 1
 
 
 def _check_options(model: str | None, of_model: Mapping[str, object], stop: int | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from upriver.coldstart.source import Placed, Source
 from upriver.errors import ModelError, ProgramError
@@ -115,6 +116,11 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         kind = type(model).__name__
+        if is_lazy(value):
+            raise ModelError(
+                f"{kind}: {name!r} is lazy: its shape is known after a first call alone; give the shape to the "
+                "constructor, or load it with load_state_dict"
+            )
         if not isinstance(value, torch.Tensor):
             raise ModelError(
                 f"{kind}: {name!r} in its state dict is no tensor but {type(value).__name__}; only tensors "
@@ -130,7 +136,7 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor)
 
 
 def _tied(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from upriver.coldstart.execution import NOTHING, Execution
-from upriver.coldstart.layout import CHUNK_BYTES, ENDING, Manifest, read
+from upriver.coldstart.layout import CHUNK_BYTES, ENDING, Manifest, manifest_path, read
 from upriver.errors import ConfigError, ObjectNotFound, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.fetch import get_at_most
@@ -173,10 +173,19 @@ def _file(store: Store, path: str, caps: GraphCaps) -> Source:
     Raises:
         ObjectNotFound: If there is no such object; and the others of :func:`find`.
     """
-    try:
+    with contextlib.suppress(ObjectNotFound):  # the manifest, or both
         return published(store, path, read(store, path, caps=caps))
-    except ObjectNotFound:  # the manifest, or both
-        info, tensors = _foreign(store, path, caps)
+    info, tensors, padded = _foreign(store, path, caps)
+    if padded:  # as files are that have a manifest
+        with contextlib.suppress(ObjectNotFound):
+            return published(store, path, read(store, path, caps=caps))
+        log.warning(
+            "%s in store %r is laid out as published files are, but there is no %s: it is loaded without "
+            "checksums",
+            path,
+            store.name,
+            manifest_path(path),
+        )
     return _unordered(store, path, {path: info.etag}, tensors)
 
 
@@ -221,8 +230,8 @@ def _unordered(store: Store, path: str, etags: Mapping[str, str], tensors: Itera
     )
 
 
-def _foreign(store: Store, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list[Placed]]:
-    """What the header of anyone's file says, tensors as they lie; two ranged reads."""
+def _foreign(store: Store, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list[Placed], bool]:
+    """What the header of anyone's file says, tensors as they lie, and whether it has padding of ours."""
     info = store.head(path)
     try:
         body, entries = _header(store, info, caps)
@@ -242,7 +251,7 @@ def _foreign(store: Store, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list
         for entry in entries
         if not is_reserved(entry.name)
     ]
-    return info, placed
+    return info, placed, len(placed) < len(entries)
 
 
 def _header(store: Store, info: ObjectInfo, caps: GraphCaps) -> tuple[int, list[Entry]]:
@@ -288,9 +297,9 @@ def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> Source:
         raise ProgramError(f"{path} names {len(paths)} files; at most {MOST_SHARDS} are allowed")
     with ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="upriver-coldstart-header") as pool:
         shards = list(pool.map(lambda shard: _foreign(store, shard, caps), paths))
-    tensors = [tensor for _, placed in shards for tensor in placed]
-    _check_shards(path, places, tensors, sum(info.size for info, _ in shards), caps)
-    return _unordered(store, path, {info.path: info.etag for info, _ in shards}, tensors)
+    tensors = [tensor for _, placed, _ in shards for tensor in placed]
+    _check_shards(path, places, tensors, sum(info.size for info, *_ in shards), caps)
+    return _unordered(store, path, {info.path: info.etag for info, *_ in shards}, tensors)
 
 
 def _places(path: str, index: bytes, caps: GraphCaps) -> dict[str, str]:
