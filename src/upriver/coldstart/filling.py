@@ -118,7 +118,7 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
         kind = type(model).__name__
         if is_lazy(value):
             raise ModelError(
-                f"{kind}: {name!r} is lazy: its shape is known after a first call alone; give the shape to the "
+                f"{kind}: {name!r} is lazy: only a first call shows its shape; give the shape to the "
                 "constructor, or load it with load_state_dict"
             )
         if not isinstance(value, torch.Tensor):
