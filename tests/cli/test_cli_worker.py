@@ -154,9 +154,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("cpus", "admitted"), [(1, 8), (4, 8), (48, 96)])
+@pytest.mark.parametrize(
+    ("cpus", "admitted", "requests"), [(1, 8, 128), (4, 8, 128), (16, 32, 256), (48, 96, 512)]
+)
 def test_as_many_processes_as_cpus_and_requests_for_all_of_them(
-    told: dict[str, Any], monkeypatch: pytest.MonkeyPatch, cpus: int, admitted: int
+    told: dict[str, Any], monkeypatch: pytest.MonkeyPatch, cpus: int, admitted: int, requests: int
 ) -> None:
     monkeypatch.setattr(available, "available_cpus", lambda: cpus)
     assert main(["worker", "--allow", "a.b", "--allow", "c:d"]) == 0
@@ -166,6 +168,8 @@ def test_as_many_processes_as_cpus_and_requests_for_all_of_them(
         "workers": cpus,
         "threads": 1,
         "max_admitted": admitted,
+        "max_waiting": requests,
+        "max_requests": requests,
     }
     assert {name: told[name] for name in expected} == expected
     assert (told["stores"], told["token"]) == ({}, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any
@@ -19,9 +19,27 @@ from upriver.dataloader.plan import Stretch
 from upriver.dataloader.remote import Canary, Workers
 from upriver.dataloader.share import AllHere, Part
 from upriver.dataloader.tasks import Arrival, Task
-from upriver.dataloader.worker import HUNG_REST_S, LATE_S, LATE_TIMES, SLOTS, SLOTS_EACH, Worker
+from upriver.dataloader.worker import (
+    HUNG_REST_S,
+    LATE_S,
+    LATE_TIMES,
+    MOST_FAULTS,
+    SLOTS,
+    SLOTS_EACH,
+    Worker,
+)
 from upriver.engine.fingerprint import fingerprint
-from upriver.errors import ServerUnavailable
+from upriver.errors import (
+    BadSample,
+    CodeFailed,
+    ConfigError,
+    DoesNotFit,
+    Forbidden,
+    ObjectNotFound,
+    Overloaded,
+    ServerUnavailable,
+    TooLarge,
+)
 from upriver.pipeline.mapstyle import DONE, START, MapStyle
 from upriver.protocol import DEFAULT_CAPS, Info
 
@@ -74,9 +92,19 @@ class Answer:
 class Server:
     """In place of a client: a worker whose processes take so many seconds for each sample."""
 
-    def __init__(self, bed: Bed, url: str, seconds: float, *, processes: int = 1, admits: int = 99) -> None:
+    def __init__(
+        self,
+        bed: Bed,
+        url: str,
+        seconds: float,
+        *,
+        processes: int = 1,
+        admits: int = 99,
+        most: int = 999,
+        raises: Callable[[Task], Exception | None] = lambda task: None,
+    ) -> None:
         self.bed, self.url, self.seconds = bed, url, seconds
-        self.processes, self.admits = processes, admits
+        self.processes, self.admits, self.most, self.raises = processes, admits, most, raises
         self.canary_s, self.proofs = 0.0, 0
         self.free_at = [0.0] * processes
         self.made = 0
@@ -99,6 +127,11 @@ class Server:
 
     def begin(self, answer: Answer) -> None:
         with self.bed.changed:
+            error = self.raises(answer.task)
+            if error is not None:
+                raise error
+            if sum(each.server is self for each in self.bed.open) >= self.most:
+                raise Overloaded("no place", retry_after_s=5.0)
             took_s = (
                 self.canary_s if answer.task.number == CANARY else self.seconds * len(answer.task.samples)
             )
@@ -153,6 +186,7 @@ class Bed:
 
     def __init__(self) -> None:
         self.now, self.here_s = 0.0, 0.0
+        self.can_here: Callable[[int], bool] = lambda number: True
         self.changed = threading.Condition()
         self.open: list[Answer] = []
         self.servers: list[Server] = []
@@ -160,6 +194,7 @@ class Bed:
         self.arrivals = Queue()
         self.made = Counter[str]()
         self.lock = threading.Lock()
+        self.loaders = list[Told]()
 
     def server(self, seconds: float, **facts: Any) -> Server:
         self.servers.append(Server(self, f"w{len(self.servers)}", seconds, **facts))
@@ -175,6 +210,7 @@ class Bed:
             lock=self.lock,
             now=lambda: self.now,
         )
+        self.loaders.append(self.elsewhere)
         return self.elsewhere
 
     def canary(self, task: Task) -> Canary:
@@ -184,11 +220,12 @@ class Bed:
 
     def settled(self) -> bool:
         """Whether all threads are where they wait for the clock."""
-        told = self.elsewhere
         with self.lock:
-            held = sum(not each.late for each in told._held.values())
-            begun = held + len(told._proving) == len(self.open)
-            return begun and told.taken - told.called_back == held + len(told._waiting) + self.arrivals.come
+            held = sum(not each.late for told in self.loaders for each in told._held.values())
+            begun = held + sum(len(told._proving) for told in self.loaders) == len(self.open)
+            waiting = sum(len(told._waiting) for told in self.loaders)
+            given = sum(told.taken - told.called_back for told in self.loaders)
+            return begun and given == held + waiting + self.arrivals.come
 
     def tasks_of(self, server: Server) -> list[Task]:
         return [each.task for each in self.open if each.server is server and each.task.number != CANARY]
@@ -224,6 +261,8 @@ class Bed:
             answer.server.end(answer)
         arrival = self.arrivals.get()
         self.made[arrival.place if arrival.error is None else "back"] += 1
+        if arrival.blame is not None and self.can_here(arrival.number):
+            arrival.blame()
         return arrival.number
 
     def train(self, count: int, *, first: int = 0, ahead: int | None = None) -> None:
@@ -252,7 +291,8 @@ def task(number: int, samples: int = 1) -> Task:
 def bed() -> Iterator[Bed]:
     found = Bed()
     yield found
-    found.elsewhere.close()
+    for loader in found.loaders:
+        loader.close()
 
 
 # ------------------------------------------------------------------------------------- unequal workers
@@ -508,3 +548,116 @@ def test_a_sample_that_cannot_be_made_here_proves_nobody(bed: Bed, monkeypatch: 
         assert f"compare with: LookupError: sample {number} is gone" in bed.known[0].failed
     assert workers.give(task(3), None)
     assert bed.step() == 3 and not bed.known[0].failed
+
+
+def test_a_worker_that_began_slowly_is_not_waited_for_as_slowly_ever_after(bed: Bed) -> None:
+    server = bed.server(1.0, processes=2)
+    server.canary_s = 100.0
+    workers = bed.workers()
+    bed.train(1)
+    bed.pass_to(100.0)
+    bed.train(2, first=1)
+    server.seconds = 90.0
+    assert workers.give(task(3), None)
+    bed.pass_to(bed.now + 89)
+    assert workers.late() == [], "a process of it may be at its first task"
+    assert bed.step() == 3
+    server.seconds = 1.0
+    bed.train(40, first=4)
+    bed.pass_to(bed.now + 100)
+    server.seconds = math.inf
+    assert workers.give(task(44), None)
+    bed.settle()
+    usual_s = bed.known[0].sample_s
+    bed.pass_to(bed.now + max(LATE_S, LATE_TIMES * usual_s) + 1)
+    assert workers.late() == [44]
+
+
+# ----------------------------------------------------------------------- what a task says, and not a worker
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CodeFailed("raised"),
+        BadSample(sample=1, object_name="a.jpg", reason="broken"),
+        ObjectNotFound("gone"),
+        Forbidden("not allowed"),
+        ConfigError("cannot be sent"),
+        TooLarge("too many tensors"),
+        DoesNotFit("too large"),
+        ValueError("a slip"),
+    ],
+)
+@pytest.mark.parametrize("can_here", [True, False])
+def test_what_is_wrong_with_some_tasks_is_not_held_against_a_worker(
+    bed: Bed, error: Exception, can_here: bool
+) -> None:
+    """Not with those that cannot be made here either, and not with those of other stages."""
+    bad = range(4, 12)
+    servers = [
+        bed.server(1.0, raises=lambda task: error if task.number in bad and task.whole else None)
+        for _ in range(2)
+    ]
+    bed.can_here = lambda number: can_here
+    workers = bed.workers()
+    bed.train(4)
+    came = set[int]()
+    for number in bad:
+        if workers.give(task(number)._replace(whole=True), None):
+            came.add(bed.step())
+    refused = 2 * MOST_FAULTS if can_here else len(bad)
+    assert (len(came), bed.made["back"]) == (refused, refused)
+    for number in range(12, 32):
+        assert workers.give(task(number), None)
+    for _ in range(20):
+        bed.step()
+    assert bed.made["back"] == refused and not any(each.rests_until for each in bed.known)
+    assert all(bed.made[server.url] > 5 for server in servers)
+    assert all((str(error) in each.reason) == can_here and not each.why_not for each in bed.known)
+    assert workers.give(task(32)._replace(whole=True), None) != can_here
+
+
+def test_what_only_one_cannot_do_the_other_does(bed: Bed) -> None:
+    narrow = bed.server(0.1, raises=lambda task: Forbidden("not allowed") if task.whole else None)
+    wide = bed.server(0.1)
+    workers = bed.workers()
+    bed.train(4)
+    for began in (4, 24):
+        before = Counter(bed.made)
+        for number in range(began, began + 20):
+            assert workers.give(task(number)._replace(whole=number % 2 == 0), None)
+        for _ in range(20):
+            bed.step()
+    made = Counter(bed.made) - before
+    assert made["back"] == 0 and made[narrow.url] > 0 and made[wide.url] >= 10
+
+
+def test_what_waits_for_somebody_who_turns_out_not_to_do_it_comes_back(bed: Bed) -> None:
+    bed.server(1.0, raises=lambda task: Forbidden("not allowed") if task.whole else None)
+    workers = bed.workers()
+    bed.train(1)
+    for number in range(1, 21):
+        assert workers.give(task(number)._replace(whole=number > SLOTS), None)
+    assert sorted(bed.step() for _ in range(20)) == list(range(1, 21))
+    assert bed.made == {"w0": 1 + SLOTS, "back": 16}
+
+
+# ------------------------------------------------------------------------------- several loaders at once
+
+
+@pytest.mark.parametrize("most", [20, 12, 8, 5])
+def test_two_loaders_that_ask_for_more_than_there_are_places_keep_it_busy(bed: Bed, most: int) -> None:
+    """Each is told that it may have 16 tasks there at once."""
+    server = bed.server(0.5, processes=8, most=most)
+    loaders = [bed.workers() for _ in range(2)]
+    given, made = Counter[int](), Counter[int]()
+    for _ in range(1000):
+        for which, loader in enumerate(loaders):
+            while given[which] - made[which] < 16 and loader.give(task(2 * given[which] + which), None):
+                given[which] += 1
+        done = bed.step()
+        made[done % 2] += 1
+    assert bed.made["back"] < 100, "where there was no place at all"
+    assert bed.now < 1.2 * bed.made[server.url] * 0.5 / min(most, server.processes)
+    assert min(made.values()) > 300

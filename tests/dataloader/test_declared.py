@@ -24,7 +24,7 @@ from tests.pipeline.test_any_chain import STORED, chains
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading
 from upriver.dataloader.declared import Declared
-from upriver.errors import BadSample, ConfigError
+from upriver.errors import BadSample, ConfigError, ObjectNotFound
 from upriver.pipeline import (
     ColorJitter,
     Dataset,
@@ -337,6 +337,33 @@ def test_a_bad_sample_is_named(tmp_path: Path) -> None:
             next(iterator), next(iterator)
             with pytest.raises((BadSample, RuntimeError), match=r"sample 4 in object 'a/4\.jpg'"):
                 next(iterator)
+
+
+def test_bad_and_missing_objects_cost_their_batches_and_no_help(tmp_path: Path) -> None:
+    files = {f"a/{each:02}.jpg": encoded(pixels(20, 20, each)) for each in range(30)}
+    files.update({f"a/{each:02}.jpg": files["a/00.jpg"][:100] for each in (4, 6, 9, 11, 12)})
+    data = index(write(tmp_path, files), stages=STAGES)
+    data.publish()
+    gone = [data.locate([at])[0].object for at in (16, 18, 21)]
+    for name in gone:
+        (tmp_path / name).unlink()
+    with EmbeddedServer.start({"default": data.store.uri}, workers=1, threads=1) as server:
+        for candidate in ("p3", "p2", "read..decode"):
+            loader = DataLoader(
+                data, batch_size=2, workers=[server.url], offload=Offloading(candidate=candidate)
+            )
+            for epoch in range(1, 3):
+                iterator, found, failed = iter(loader), 0, list[str]()
+                while True:
+                    try:
+                        found += len(next(iterator)[1])
+                    except (BadSample, ObjectNotFound) as error:
+                        failed.append(str(error))
+                    except StopIteration:
+                        break
+                assert found == 14 and len(failed) == 8
+                assert sum(name in error for name in gone for error in failed) == 3
+                assert loader.report.made == {server.url: epoch * 14} and not loader.report.why_not
 
 
 @pytest.mark.parametrize(

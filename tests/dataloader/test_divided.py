@@ -87,6 +87,28 @@ class Whole(Folded):
         return self.transform(self.read(index))
 
 
+class Text(str):
+    """Would come out as something else at the other end."""
+
+
+class Told(Whole):
+    """What it reads has the index in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = str
+
+    def read(self, path: Any) -> Any:
+        return path, "read"
+
+
+class Opened(Whole):
+    """What it reads is nothing that can be sent."""
+
+    def read(self, path: Any) -> Text:
+        return Text(path)
+
+
 class Absent(Whole):
     """There is no sample 0."""
 
@@ -103,6 +125,7 @@ OTHERWISE = {
     "Trimmed": "transforms something else than what read gives",
     "Tossed": "draws by chance besides",
     "Alone": "calls neither of them",
+    "Opened": "reads what no worker can be sent: the sample is a tests.dataloader.test_divided.Text",
 }
 
 
@@ -129,11 +152,12 @@ def test_what_is_made_otherwise_is_not_divided(kind: str) -> None:
     assert same(list(whole), list(TorchLoader(globals()[kind](), batch_size=4)))
 
 
-def test_what_is_made_so_is() -> None:
-    data = named("Whole")
+@pytest.mark.parametrize("kind", [Whole, Told])
+def test_what_is_made_so_is(kind: type[Whole]) -> None:
+    data = named(kind.__name__)
     loader = DataLoader(data, batch_size=4, workers=NOBODY, offload=Offloading(candidate="p1"))
     assert loader._hired is not None and loader._hired.candidates == ("p1", "p2", "p3")
-    assert data.dataset.__dict__.keys() == Whole().__dict__.keys(), "the user's own is left as it was"
+    assert data.dataset.__dict__.keys() == kind().__dict__.keys(), "the user's own is left as it was"
 
 
 def test_what_cannot_be_seen_is_done_where_the_user_says_so() -> None:

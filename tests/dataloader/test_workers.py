@@ -12,9 +12,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -32,6 +33,7 @@ from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
 
 ALLOW = ["tests.dataloader"]
+DATASETS = "tests.dataloader.datasets"
 COUNT = 60
 CANDIDATES = ("p1", "p2", "p3")
 
@@ -272,6 +274,67 @@ def test_what_only_a_worker_cannot_make_is_made_here_and_told(
             assert [batch[1].tolist() for batch in loader] == [[at, at + 1] for at in range(0, 12, 2)]
     (said,) = [record.getMessage() for record in caplog.records]
     assert worker.url in said and "in __getitem__" in said and "ValueError: bad ***" in said
+
+
+class Rows(NamedTuple):
+    """A batch that cannot be sent."""
+
+    values: list[Any]
+
+
+def as_rows(rows: list[Any]) -> Rows:
+    return Rows(rows)
+
+
+def as_many(rows: list[Any]) -> list[torch.Tensor]:
+    """More tensors than an answer may have."""
+    return [row[0] + at for row in rows for at in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "collate", "says"),
+    [
+        (False, as_rows, "allow"),
+        (True, as_rows, "test_workers.Rows, which cannot be sent"),
+        (True, as_many, "at most 1024 tensors"),
+    ],
+)
+def test_workers_that_cannot_make_batches_make_samples(
+    workers: list[EmbeddedServer], allowed: bool, collate: Any, says: str
+) -> None:
+    arguments: dict[str, Any] = {"dataset": named(), "batch_size": 7, "seed": 3, "collate_fn": collate}
+    reference = DataLoader(**arguments)
+    with ExitStack() as stack:
+        two = workers
+        if not allowed:
+            two = [stack.enter_context(EmbeddedServer.start_worker([DATASETS], workers=1)) for _ in range(2)]
+        loader = DataLoader(workers=urls(two), offload=Offloading(candidate="p3"), **arguments)
+        for _ in range(2):
+            assert same(list(loader), list(reference))
+        assert loader.report.made == {"here": 2 * COUNT}
+        assert any(says in why for why in loader.report.why_not.values())
+        loader._offload = Offloading(candidate="p2")  # as `auto` goes on to what it measures next
+        for _ in range(2):
+            assert same(list(loader), list(reference))
+        assert all(loader.report.made[url] > 0 for url in urls(two))
+        assert Counter(loader.report.made).total() == 4 * COUNT and loader.report.made["here"] == 2 * COUNT
+
+
+def test_bad_samples_cost_their_batches_and_no_help(workers: list[EmbeddedServer]) -> None:
+    bad = [5, 9, 10, 13, 16, 19, 22, 25, 30, 35]
+    data = dataset("tests.dataloader.datasets:Broken", count=COUNT, bad=bad)
+    loader = DataLoader(data, batch_size=3, workers=urls(workers), offload="always")
+    for _ in range(2):
+        iterator, found = iter(loader), list[int]()
+        while True:
+            try:
+                found += next(iterator)[1].tolist()
+            except LookupError as error:
+                assert "is gone" in str(error)
+            except StopIteration:
+                break
+        assert found == [at for at in range(COUNT) if not {each // 3 for each in bad} & {at // 3}]
+    assert "here" not in loader.report.made and not loader.report.why_not
 
 
 @pytest.fixture

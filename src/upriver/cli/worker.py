@@ -33,6 +33,12 @@ ADMITTED, ADMITTED_EACH = 8, 2
 """Requests that may compute at once: as in a server's configuration, or for each process one that it makes
 and one whose answer is being sent, where that is more."""
 
+RANKS = 8
+"""Training processes that may each ask for as much as computes at once: those of a machine with 8 GPUs."""
+
+REQUESTS, MOST_REQUESTS = 128, 512
+"""Requests that may be here: as in a server's configuration, and as many as it has connections."""
+
 
 def worker(
     allow: Annotated[
@@ -86,4 +92,12 @@ def _defaults(file: Checked) -> dict[str, Any]:
 
     workers = file.plain.workers if file.plain.workers is not None else available_cpus()
     admitted = max(ADMITTED, ADMITTED_EACH * workers)
-    return {"port": PORT, "workers": workers, "threads": THREADS, "max_admitted": admitted}
+    requests = max(REQUESTS, min(MOST_REQUESTS, RANKS * admitted))
+    return {
+        "port": PORT,
+        "workers": workers,
+        "threads": THREADS,
+        "max_admitted": admitted,
+        "max_waiting": requests,
+        "max_requests": requests,
+    }

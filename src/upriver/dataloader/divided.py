@@ -18,6 +18,7 @@ from upriver.errors import ConfigError
 from upriver.pipeline.draw import Draw
 from upriver.pipeline.mapstyle import MAKE, MapStyle
 from upriver.pipeline.seeding import Generators, apart, seed_generators
+from upriver.protocol.tree import flatten
 from upriver.text import error_text
 
 log = logging.getLogger("upriver")
@@ -104,4 +105,8 @@ def _otherwise(dataset: Any, index: _Index) -> str:
         return "it gives something else than what transform does"
     if not (began.same(read.before) and read.after.same(transform.before) and transform.after.same(ended)):
         return "it draws by chance besides"
+    try:
+        flatten(dataset.read(int(index)))  # by a plain index, as that may be in what it gives
+    except ConfigError as error:
+        return f"it reads what no worker can be sent: {error}"
     return ""

@@ -134,7 +134,7 @@ class Work:
         stretch: What of it is to be done elsewhere; None where nothing is, or all that is is done.
         away: Whether others are at it.
         place: Who was.
-        failed: What the dataset's code raised elsewhere, and where that was.
+        failed: Why it could not be done elsewhere, and where that was, where trying again would not help.
     """
 
     task: Task
@@ -452,7 +452,7 @@ class Epoch:
             if arrival.final:
                 self._finish(work, arrival)
             else:
-                work.failed = arrival if isinstance(arrival.error, CodeFailed) else work.failed
+                work.failed = arrival if arrival.blame is not None else work.failed
                 self._returned(work)
         elif stretch is not None and not was_away:
             self._give(work, stretch, arrival.value)
@@ -471,9 +471,8 @@ class Epoch:
                 note(arrival.error, _told(work.failed))
             batch.error = batch.error or arrival.error
             return
-        if work.failed is not None and work.failed.place not in self._failed:
-            self._failed.add(work.failed.place)
-            log.warning("made here in epoch %d, as it could not be %s", self._number, _told(work.failed))
+        if work.failed is not None:
+            self._blame(work.failed)
         batch.made[arrival.place if work.place == HERE else work.place] += len(work.at)
         if work.task.whole:
             batch.value, batch.whole, batch.pinned = arrival.value, True, arrival.pinned
@@ -481,8 +480,16 @@ class Epoch:
         for at, sample in zip(work.at, arrival.value, strict=True):
             batch.rows[at] = sample
 
+    def _blame(self, failed: Arrival) -> None:
+        """This machine has done what another one could not."""
+        if failed.blame is not None:
+            failed.blame()
+        if failed.place not in self._failed:
+            self._failed.add(failed.place)
+            log.warning("made here in epoch %d, as it could not be %s", self._number, _told(failed))
+
 
 def _told(failed: Arrival) -> str:
-    """What the dataset's code raised elsewhere, and where in it."""
-    assert isinstance(failed.error, CodeFailed)
-    return f"at worker {failed.place}: {failed.error}\n{failed.error.trace}".rstrip()
+    """What was raised elsewhere, and where in the dataset's code."""
+    trace = failed.error.trace if isinstance(failed.error, CodeFailed) else ""
+    return f"at worker {failed.place}: {failed.error}\n{trace}".rstrip()

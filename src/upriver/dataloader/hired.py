@@ -129,7 +129,7 @@ class Hired:
     @property
     def why_not(self) -> Mapping[str, str]:
         """Why some are not asked any more, or failed last, by address."""
-        reasons = {worker.url: worker.why_not or worker.failed for worker in self._workers}
+        reasons = {worker.url: worker.reason for worker in self._workers}
         return {url: reason for url, reason in reasons.items() if reason}
 
     @property

@@ -19,14 +19,20 @@ from upriver.dataloader.threads import Threads
 from upriver.dataloader.worker import LATE_S, Worker, deal, usual_s
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
+    BadSample,
     CodeFailed,
     ConfigError,
+    Damaged,
+    DoesNotFit,
     Forbidden,
     NotAuthorized,
     NotExact,
+    ObjectChanged,
     ObjectNotFound,
+    Overloaded,
     ProtocolError,
     ServerUnavailable,
+    UpriverError,
 )
 from upriver.pipeline.mapstyle import whole_number
 from upriver.protocol.caps import MAX_INTEGER
@@ -40,6 +46,9 @@ MOST_THREADS = 1024
 
 NEVER = (ConfigError, Forbidden, NotAuthorized, NotExact, ObjectNotFound, ProtocolError)
 """What asking again would not change."""
+
+OF_TASK = (*NEVER, CodeFailed, BadSample, ObjectChanged, Damaged, DoesNotFit)
+"""What says nothing of who has made the canary, but of a task, or of the stages that it is to run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +73,7 @@ class Held:
     Attributes:
         begun_s: When it was given it, by the monotonic clock.
         tasks: That it had then, with this one.
+        refused: How often it had refused one then.
         answer: What comes of it; None where nothing was asked yet.
         late: Whether nobody waits for it any more.
     """
@@ -72,6 +82,7 @@ class Held:
     task: Task
     begun_s: float
     tasks: int
+    refused: int
     answer: RunAnswer | None = None
     late: bool = False
 
@@ -84,6 +95,9 @@ class Workers:
 
     None gets a task before it has made a sample as this machine does. It is at that beside whatever else is
     done; tasks wait for it the first time, and not for long.
+
+    Whoever has made one is not judged by a task with which asking again would not help: that is done here.
+    Only where it can be, a few times in a row, is that worker given no more tasks of the same stages.
 
     Args:
         workers: At least one.
@@ -137,7 +151,7 @@ class Workers:
             if self._closed:
                 return False
             self._begin_proofs()
-            if not any(map(self._there, self._workers)):
+            if not any(self._there(worker) and worker.takes(task) for worker in self._workers):
                 return False
             self._waiting.append((task, raw))
             back = self._deal()
@@ -228,8 +242,7 @@ class Workers:
                 self._note(worker, error)
             else:
                 worker.told(info)
-                worker.proved, worker.failed = True, ""
-                worker.proof_s = 0.0 if began_s is None else self._now() - began_s
+                worker.proves(0.0 if began_s is None else self._now() - began_s)
             back = self._deal()
         self._send_back(back)
 
@@ -252,27 +265,28 @@ class Workers:
         if not self._waiting:
             return []
         there = [worker for worker in self._workers if self._there(worker)]
-        if not there:
-            back = [task for task, _ in self._waiting]
-            self._waiting.clear()
-            return back
-        ready = [worker for worker in there if worker.proved]
-        if not ready:
-            return []
-        waiting, now = self._waiting, self._now()
-        dealt = deal([len(task.samples) for task, _ in waiting], ready, self._under_way, now)
+        waiting, back = list[tuple[Task, Sequence[Any] | None]](), list[Task]()
+        for task, raw in self._waiting:
+            if any(worker.takes(task) for worker in there):
+                waiting.append((task, raw))
+            else:
+                back.append(task)
+        ready, now = [worker for worker in there if worker.proved], self._now()
+        dealt = deal([task for task, _ in waiting], ready, self._under_way, now)
         self._waiting = [each for each, worker in zip(waiting, dealt, strict=True) if worker is None]
         for (task, raw), worker in zip(waiting, dealt, strict=True):
             if worker is not None:
                 self._under_way[worker.url] += 1
                 tasks = self._under_way[worker.url]
                 worker.given(now, samples=len(task.samples), tasks=tasks)
-                held = self._held[task.number] = Held(worker, task, now, tasks)
+                held = self._held[task.number] = Held(worker, task, now, tasks, worker.refused)
                 self._threads.submit(partial(self._ask, held, raw))
-        return []
+        return back
 
     def _is_late(self, held: Held, now: float, usual_s: float) -> bool:
-        limit_s = held.worker.limit_s(usual_s, samples=len(held.task.samples), tasks=held.tasks)
+        limit_s = held.worker.limit_s(
+            usual_s, samples=len(held.task.samples), tasks=held.tasks, begun_s=held.begun_s
+        )
         return not held.late and now - held.begun_s > limit_s
 
     def _ask(self, held: Held, raw: Sequence[Any] | None) -> None:
@@ -311,26 +325,39 @@ class Workers:
             self._let_go(held)
             if self._closed or held.late:
                 return
-            worker.took(self._now() - held.begun_s, samples=len(task.samples), tasks=held.tasks)
+            worker.took(task, now=self._now(), begun_s=held.begun_s, tasks=held.tasks)
             back = self._deal()
         self._arrivals.put(Arrival(task.number, value, place=worker.url))
         self._send_back(back)
 
     def _failed(self, held: Held, raw: Sequence[Any] | None, error: Exception) -> None:
-        """Somebody else makes it; where it is the dataset's own fault, that shows on the training node."""
-        task, own = held.task, isinstance(error, CodeFailed) and not held.late
+        """Somebody else makes it; where that would not help the training node, which shows whose fault it is.
+
+        A worker that refuses is not left alone as long as it is at something for this loader.
+        """
+        task, worker = held.task, held.worker
+        of_task = isinstance(error, OF_TASK) or not isinstance(error, UpriverError)
         with self._lock:
             self._let_go(held)
             if self._closed:
                 return
-            if not held.late:
-                self._note(held.worker, error)
-                if not own:
-                    self._waiting.insert(0, (task, raw))
+            if not held.late and not of_task:
+                left = self._under_way[worker.url]
+                if isinstance(error, Overloaded):
+                    worker.full(refused=held.refused, tasks=left)
+                if not isinstance(error, Overloaded) or not left:
+                    self._note(worker, error)
+                self._waiting.insert(0, (task, raw))
             back = self._deal()
-        if own:
-            self._arrivals.put(Arrival(task.number, error=error, place=held.worker.url))
+        if of_task and not held.late:
+            blame = partial(self._blame, worker, task, error)
+            self._arrivals.put(Arrival(task.number, error=error, place=worker.url, blame=blame))
         self._send_back(back)
+
+    def _blame(self, worker: Worker, task: Task, error: Exception) -> None:
+        """This machine has done what that worker could not."""
+        with self._lock:
+            worker.cannot(task, error)
 
     def _let_go(self, held: Held) -> None:
         self._under_way[held.worker.url] -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,6 +10,9 @@ from upriver.pipeline.mapstyle import DONE, START
 
 HERE = "here"
 """The training node, as a place."""
+
+Kind: TypeAlias = tuple[int, int, bool]
+"""What is done of a task: from where, up to where, and whether a batch is made of it."""
 
 
 class Task(NamedTuple):
@@ -35,6 +39,11 @@ class Task(NamedTuple):
     stop: int = DONE
     given: Any = None
 
+    @property
+    def kind(self) -> Kind:
+        """Which stages of it."""
+        return self.start, self.stop, self.whole
+
 
 class Arrival(NamedTuple):
     """What came of a task, or why nobody elsewhere does it.
@@ -46,6 +55,8 @@ class Arrival(NamedTuple):
         final: Whether the error takes the place of the batch; otherwise the task is done here.
         place: Where it was done.
         pinned: Whether it is in pinned memory.
+        blame: Called where it could be done here: then the error says something of the place. None where
+            nobody needs to know.
     """
 
     number: int
@@ -54,6 +65,7 @@ class Arrival(NamedTuple):
     final: bool = False
     place: str = HERE
     pinned: bool = False
+    blame: Callable[[], None] | None = None
 
 
 Arrivals: TypeAlias = "SimpleQueue[Arrival]"

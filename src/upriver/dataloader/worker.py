@@ -15,15 +15,22 @@ Departures
     - Who was not given anything for PROBE_TIMES of its own tasks is not known any more: it may have been slow
       for a while only. That one task may make others wait takes a fiftieth of the time at most.
     - A task is kept while whoever would be done with it first has no place.
+
+Several training nodes may ask one worker, which then refuses what is too much. Each of them asks for half as
+much after that and for one task more with each round, as TCP does on a link that many share (Jacobson:
+Congestion Avoidance and Control, SIGCOMM 1988).
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from upriver.client.transport import ServerClient
+from upriver.dataloader.tasks import Kind, Task
 from upriver.errors import CodeFailed, Overloaded, UpriverError
 from upriver.protocol import Info
 
@@ -50,6 +57,9 @@ HUNG_REST_S, MOST_HUNG_REST_S = 30.0, 3600.0
 MOST_CODE_FAILS = 3
 """Times in a row that a worker's copy of the dataset may fail: then something is missing there."""
 
+MOST_FAULTS = 3
+"""The same of tasks of the same stages that the training node could do: then they are beyond that worker."""
+
 
 @dataclass(eq=False, slots=True)
 class Worker:
@@ -61,6 +71,12 @@ class Worker:
         proved: Whether it has made the canary since it was last lost sight of.
         proving_s: Since when it is at the canary, by the monotonic clock; None where it is not.
         proof_s: How long it took for it.
+        answers: Tasks that it has done since.
+        warm_s: When all of its processes are taken to have begun, by the monotonic clock.
+        room: Tasks that it has not refused to have at once.
+        refused: How often it has refused one that it was given after it had last refused one.
+        faults: Tasks in a row, of each kind, that it could not do and the training node could.
+        cannot_do: Kinds of tasks that it is not given, and why.
         sample_s: Seconds that one of its processes takes for a sample; 0 where that is not known.
         given_s: When it was given its last task.
         fails: How often in a row.
@@ -77,6 +93,12 @@ class Worker:
     proved: bool = False
     proving_s: float | None = None
     proof_s: float = 0.0
+    answers: int = 0
+    warm_s: float = math.inf
+    room: float = MOST_SLOTS
+    refused: int = 0
+    faults: Counter[Kind] = field(default_factory=Counter)
+    cannot_do: dict[Kind, str] = field(default_factory=dict)
     sample_s: float = 0.0
     given_s: float = 0.0
     fails: int = 0
@@ -88,20 +110,40 @@ class Worker:
     @property
     def slots(self) -> int:
         """Tasks that it is given at once, at most, for one epoch."""
-        return max(1, min(self.admits, MOST_SLOTS, max(SLOTS, SLOTS_EACH * self.processes)))
+        return max(1, min(self.admits, int(self.room), max(SLOTS, SLOTS_EACH * self.processes)))
 
     @property
     def places(self) -> int:
         """The same as of now: what nobody has seen it do yet does not wait behind other tasks."""
         return self.slots if self.sample_s else max(1, min(self.slots, self.processes))
 
+    @property
+    def reason(self) -> str:
+        """Why it is not asked any more, what it failed with last, or why it is not asked for some stages."""
+        return self.why_not or self.failed or "; ".join(sorted({*self.cannot_do.values()}))
+
     def may(self, now: float) -> bool:
         """Whether it may be asked."""
         return not self.why_not and self.rests_until <= now
 
+    def takes(self, task: Task) -> bool:
+        """Whether it is given such tasks."""
+        return task.kind not in self.cannot_do
+
     def told(self, info: Info) -> None:
         """What it says of itself."""
         self.processes, self.admits = max(1, info.workers), max(1, info.admits)
+
+    def proves(self, seconds: float) -> None:
+        """It has made the canary; whoever answers there may be another one than before.
+
+        Args:
+            seconds: That it took for it.
+        """
+        self.proved, self.failed, self.proof_s = True, "", seconds
+        self.answers, self.warm_s = 0, math.inf
+        self.faults.clear()
+        self.cannot_do.clear()
 
     def given(self, now: float, *, samples: int, tasks: int) -> None:
         """It is given a task.
@@ -119,17 +161,40 @@ class Worker:
         """Whether what is known of it is too old, for a task of so many samples, where it has no other."""
         return bool(self.sample_s) and now - self.given_s > PROBE_TIMES * self.sample_s * samples
 
-    def took(self, seconds: float, *, samples: int, tasks: int) -> None:
-        """It has made something.
+    def took(self, task: Task, *, now: float, begun_s: float, tasks: int) -> None:
+        """It has done a task.
 
         Args:
-            seconds: Since it was given the task.
-            samples: Of the task.
+            task: Which.
+            now: By the monotonic clock.
+            begun_s: When it was given it, by the same.
             tasks: That it had then, with this one.
         """
-        sample_s = seconds / max(1, samples) / max(1.0, tasks / self.processes)
+        sample_s = (now - begun_s) / max(1, len(task.samples)) / max(1.0, tasks / self.processes)
         self.sample_s += (SMOOTHING if self.sample_s else 1.0) * (sample_s - self.sample_s)
         self.fails, self.failed = 0, ""
+        self.faults[task.kind] = 0
+        self.room = min(MOST_SLOTS, self.room + 1 / self.room)
+        self.answers += 1
+        if self.answers == self.processes:
+            self.warm_s = now + self.proof_s  # others may be at their first one still
+
+    def full(self, *, refused: int, tasks: int) -> None:
+        """It has no place for a task.
+
+        Args:
+            refused: How often it had refused one when it was given this one.
+            tasks: That it still has.
+        """
+        if refused == self.refused:  # else it was given while too much was still asked
+            self.room, self.refused = max(1.0, tasks / 2), refused + 1
+
+    def cannot(self, task: Task, error: Exception) -> None:
+        """It could not do a task that the training node could."""
+        self.faults[task.kind] += 1
+        self.failed = str(error) or type(error).__name__
+        if self.faults[task.kind] >= MOST_FAULTS:
+            self.cannot_do[task.kind] = self.failed
 
     def hung(self, now: float, *, since: float) -> None:
         """It was waited for in vain; it must make the canary again before a batch depends on it.
@@ -165,16 +230,18 @@ class Worker:
                 rest_s, error.retry_after_s if isinstance(error, Overloaded) else 0.0
             )
 
-    def limit_s(self, usual_s: float, *, samples: int, tasks: int) -> float:
+    def limit_s(self, usual_s: float, *, samples: int, tasks: int, begun_s: float) -> float:
         """How long a task is waited for.
 
         Args:
             usual_s: Seconds for a sample, of a process as there are others.
             samples: Of the task.
             tasks: That it had when it was given this one, with it.
+            begun_s: When that was, by the monotonic clock.
         """
         expected_s = usual_s * samples * max(1.0, tasks / self.processes)
-        return max(LATE_S, self.proof_s + LATE_TIMES * expected_s)  # each process may begin like the first
+        begins_s = self.proof_s if begun_s < self.warm_s else 0.0  # each process may begin like the first
+        return max(LATE_S, begins_s + LATE_TIMES * expected_s)
 
 
 def usual_s(workers: Sequence[Worker]) -> float:
@@ -184,22 +251,23 @@ def usual_s(workers: Sequence[Worker]) -> float:
 
 
 def deal(
-    samples: Sequence[int], workers: Sequence[Worker], under_way: Mapping[str, int], now: float
+    waiting: Sequence[Task], workers: Sequence[Worker], under_way: Mapping[str, int], now: float
 ) -> list[Worker | None]:
     """Who gets each of the tasks that wait; None where it goes on waiting.
 
     Args:
-        samples: Of each task, in the order in which they are needed.
-        workers: At least one.
+        waiting: Tasks, in the order in which they are needed.
+        workers: Who may be given some.
         under_way: Tasks that each has, by address.
         now: By the monotonic clock.
     """
     tasks = [under_way.get(worker.url, 0) for worker in workers]
     free = {at for at, worker in enumerate(workers) if tasks[at] < worker.places}
     found: list[Worker | None] = []
-    for count in samples:
+    for task in waiting:
         if not free:
-            return found + [None] * (len(samples) - len(found))
+            return found + [None] * (len(waiting) - len(found))
+        count = len(task.samples)
         stale = {at for at in free if not tasks[at] and workers[at].forgotten(now, count)}
         sample_s = [0.0 if at in stale else worker.sample_s for at, worker in enumerate(workers)]
         known = [each for each in sample_s if each]
@@ -211,8 +279,10 @@ def deal(
             share = (tasks[at] + 1) / workers[at].processes
             return (sample_s[at] or other_s) * max(1.0, share), share
 
-        first = min(range(len(workers)), key=done)
-        found.append(workers[first] if first in free else None)
+        first = min((at for at, worker in enumerate(workers) if worker.takes(task)), key=done, default=None)
+        found.append(workers[first] if first is not None and first in free else None)
+        if first is None:
+            continue
         tasks[first] += 1
         if tasks[first] >= workers[first].places:
             free.discard(first)
