@@ -32,6 +32,7 @@ from upriver.coldstart.stream import Stream, StreamLimits
 from upriver.coldstart.uris import program_at
 from upriver.coldstart.way import way_to
 from upriver.errors import (
+    AccessDenied,
     ConfigError,
     ObjectChanged,
     ObjectNotFound,
@@ -279,7 +280,7 @@ def find(
     path = weights_path(prefix, weights_digest)
     try:
         manifest = layout.read(store, path, caps=caps)
-    except (ObjectNotFound, ObjectChanged) as error:
+    except (ObjectNotFound, ObjectChanged, AccessDenied) as error:
         log.info("program %s is read whole before it runs: %s", digest, error)
         return None
     source = published(store, path, manifest)

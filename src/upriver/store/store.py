@@ -16,7 +16,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
+from upriver.errors import AccessDenied, ConfigError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
 from upriver.store import local
 from upriver.store.names import check_name, check_prefix
 from upriver.store.places import PIECE_BYTES, Places
@@ -446,7 +446,7 @@ class Store:
             return ObjectNotFound(f"no object {path!r} in store {self.name!r} ({self.uri})")
         if over_http and (isinstance(exc, _REFUSED) or status in ("401", "403")):
             # Stores repeat what was signed, the access key included: of their answer only its code is told.
-            return StoreError(f"{what}: the store refuses these credentials{f' ({code})' if code else ''}")
+            return AccessDenied(f"{what}: the store refuses these credentials{f' ({code})' if code else ''}")
         reason = _first_line(exc)
         for secret in self._secrets:
             reason = reason.replace(secret, "***")
