@@ -62,11 +62,18 @@ log = logging.getLogger(__name__)
 # ----------------------------------------------------------------------------------------- writing
 
 
-def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> None:
+def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX, rewrite: bool = False) -> None:
     """Put a program into a store: weights, then their manifest, then the graph.
 
     Weights that are there without a manifest of theirs are written once more. A weights file that came from
     somebody who lays files out otherwise is put there as it is, without a manifest: it is read whole.
+
+    Args:
+        program: Which.
+        store: Where to.
+        prefix: The folder there that programs are kept under.
+        rewrite: Write all of it also where it is there, as a store does not tell that an object is damaged.
+            Who is loading it then may have to begin anew.
 
     Raises:
         StoreError: If the store refuses; a graph without its weights is never left behind.
@@ -75,10 +82,16 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> 
     if (coming := arriving(program)) is not None:
         coming.wait()
     path = weights_path(prefix, program.weights_digest)
-    if not _has_manifest(store, path) and _is_ours(program):
-        execution = stage_executions(program.graph, list(program.weight_tensors))
-        layout.publish(program.weight_tensors, store, path, tied=False, execution=execution)
-    files.publish(program, store, prefix=prefix)
+    if rewrite or not _has_manifest(store, path):
+        if _is_ours(program):
+            execution = stage_executions(program.graph, list(program.weight_tensors))
+            layout.publish(program.weight_tensors, store, path, tied=False, execution=execution)
+        elif rewrite:
+            store.put(path, program.weights_bytes)
+    if rewrite:
+        store.put(graph_path(prefix, program.digest), program.graph_bytes)
+    else:
+        files.publish(program, store, prefix=prefix)
 
 
 def _has_manifest(store: Store, path: str) -> bool:
