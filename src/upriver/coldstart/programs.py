@@ -16,12 +16,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 import torch
 
 from upriver.coldstart import layout
+from upriver.coldstart.beside import Beside
 from upriver.coldstart.handle import Groupings
 from upriver.coldstart.incoming import Arriving, ArrivingFile, arriving
 from upriver.coldstart.layout import Manifest
@@ -191,7 +192,7 @@ def begin(
     graph = decode(_graph_bytes(place, graph_path(folder, name), name, caps), caps)
     if stop is not None and not 0 <= stop <= len(graph.stages):
         raise ProgramError(f"stop must lie in 0..{len(graph.stages)}, got {stop}")
-    with ThreadPoolExecutor(1, thread_name_prefix="upriver-coldstart-find") as beside:
+    with Beside(1, name="upriver-coldstart-find") as beside:
         found = find(
             place,
             folder,

@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
 import msgspec
 
+from upriver.coldstart.beside import Beside
 from upriver.coldstart.execution import NOTHING, Execution
 from upriver.coldstart.layout import CHUNK_BYTES, ENDING, Manifest, manifest_path, read
 from upriver.errors import AccessDenied, ConfigError, ObjectNotFound, ProgramError, StoreError
@@ -328,7 +328,7 @@ def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> Source:
     paths = sorted(set(places.values()))
     if len(paths) > MOST_SHARDS:
         raise ProgramError(f"{path} names {len(paths)} files; at most {MOST_SHARDS} are allowed")
-    with ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="upriver-coldstart-header") as pool:
+    with Beside(SHARDS_AT_ONCE, name="upriver-coldstart-header") as pool:
         shards = list(pool.map(lambda shard: _foreign(store, shard, caps), paths))
     tensors = [tensor for _, placed, _ in shards for tensor in placed]
     _check_shards(path, places, tensors, sum(info.size for info, *_ in shards), caps)
