@@ -17,6 +17,8 @@ import time
 import uuid
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch import nn
 
 from tests.coldstart.networks import Bare
 from tests.coldstart.ordered import Ordered
+from tests.server.running import wait_for
 from upriver.coldstart import grouping
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart.filling import Memory
@@ -235,6 +238,55 @@ def test_what_the_first_call_shows_outlives_a_process_that_ends_then(tmp_path: P
     assert ended.returncode == 0, ended.stderr
     order = json.loads((tmp_path / "model.order.json").read_text())
     assert order["names"][0].startswith("0.") and order["names"][-1].startswith("1.")
+
+
+@dataclass
+class Parent:
+    """What an answer may hold: fields that are set later, or never, and the way back to it."""
+
+    answer: torch.Tensor
+    child: Child | None = None
+    late: torch.Tensor = field(init=False)
+
+
+@dataclass
+class Child:
+    """Knows whose it is."""
+
+    parent: Parent
+    hidden: torch.Tensor
+
+
+class Family(nn.Module):
+    """Answers with what points at each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Parent:
+        """(rows, 4)."""
+        answer = Parent(self.first(x))
+        answer.child = Child(answer, self.first.weight)
+        return answer
+
+
+def test_an_answer_may_be_any_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, stored, x = Store.open(f"memory://ends-{uuid.uuid4().hex}"), Family(), torch.ones(1, 4)
+    publish(stored.state_dict(), store, "model.safetensors")
+    stream = Ordered(lets=threading.Semaphore(0))
+    assert stream.lets is not None
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    model = load(Family, "model", store=store)
+    with ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(model, x)
+        wait_for(lambda: stream.hurried)
+        stream.lets.release(len(stream.order))
+        found = asked.result(60)
+    stream.join()
+    expected = stored(x)
+    assert torch.equal(found.answer, expected.answer)
+    assert found.child.parent is found and torch.equal(found.child.hidden, expected.child.hidden)
 
 
 def no_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
