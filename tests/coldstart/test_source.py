@@ -155,6 +155,16 @@ def test_a_published_file_without_its_manifest_is_anybodys_and_told_of(
     assert f"there is no {manifest_path(PATH)}: it is loaded without checksums" in caplog.text
 
 
+def test_a_wrong_bit_in_the_header_does_not_hide_who_wrote_a_file(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish({"a": torch.ones(3), "b": torch.ones(3)}, store, PATH)
+    store.delete(manifest_path(PATH))
+    store.put(PATH, store.get(PATH).replace(b'"__pad__1"', b'"__pad__9"'))
+    assert names(find(store, PATH)) == ["a", "b"]
+    assert "laid out as published files" in caplog.text
+
+
 def test_a_file_that_others_lay_out_needs_no_manifest(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     tensors = nn.Linear(16, 16).state_dict()
     store.put(PATH, save(tensors))
