@@ -38,6 +38,14 @@ class ObjectNotFound(StoreError):
     code = "not_found"
 
 
+class AccessDenied(StoreError):
+    """A store refuses these credentials.
+
+    S3 says so of what is not there, too, to those who may not list the bucket. Over the wire it is a store
+    error as any other.
+    """
+
+
 class ObjectChanged(StoreError):
     """An object is no longer the one that was indexed (its ETag differs)."""
 

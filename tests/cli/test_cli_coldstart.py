@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,33 @@ def test_a_file_of_anyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     found = asked(capsys, f"{tmp_path.as_uri()}/model.safetensors", *NET, "--compare")
     assert found["plain"]["same_answer"] is True
+
+
+def test_what_the_first_call_has_shown_is_there_when_the_command_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load_model(NET[0], seed=6)
+    save_file(model.state_dict(), tmp_path / "net.safetensors")
+    put, read, forward = Store.put, Store.read_into_async, nn.Conv2d.forward
+    called = threading.Event()
+
+    def slow(store: Store, path: str, data: bytes) -> None:
+        time.sleep(1)
+        put(store, path, data)
+
+    async def patient(*given: Any, **options: Any) -> None:
+        await asyncio.to_thread(called.wait, 60)
+        await read(*given, **options)
+
+    def telling(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+        called.set()
+        return forward(conv, x)
+
+    monkeypatch.setattr(nn.Conv2d, "forward", telling)
+    monkeypatch.setattr(Store, "read_into_async", patient)
+    monkeypatch.setattr(Store, "put", slow)
+    asked(capsys, f"{tmp_path.as_uri()}/net", *NET)
+    assert (tmp_path / "net.order.json").exists()
 
 
 class Drawing(Small):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from upriver.cli import main
 from upriver.coldstart import layout, load, loading, programs
+from upriver.errors import UpriverError
 from upriver.program import files
 from upriver.program.names import load_model
 from upriver.store import Store
@@ -110,6 +112,36 @@ def test_what_it_prints_is_what_a_cold_start_takes(
         assert (cold.digest, cold.micro_batch) == (each["digest"], each["micro_batch"])
         coming = programs.arriving(cold)
         assert coming is None or coming.wait(60)
+
+
+@pytest.mark.parametrize("damaged", ["weights", "graph"])
+def test_what_is_damaged_is_written_anew(
+    damaged: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load_it() -> None:
+        cold, coming = programs.begin(document["uri"])
+        assert coming is not None
+        coming.wait(60)
+        given = torch.ones(16, 8)
+        expected = sound.run((given,), 0, sound.num_stages)
+        assert torch.equal(cold.run((given,), 0, cold.num_stages)[0], expected[0])
+
+    document = pushed(tmp_path, capsys)
+    sound = files.load(Store.open(tmp_path.as_uri()), document["digest"])
+    load_it()
+    file = tmp_path / document[damaged]
+    before, status = file.read_bytes(), file.stat()
+    with file.open("r+b") as opened:  # as by a disk: its ETag stays what it was
+        opened.seek(-1 if damaged == "graph" else -64, os.SEEK_END)
+        opened.write(b"\xff")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.read_bytes() != before
+    pushed(tmp_path, capsys)
+    with pytest.raises(UpriverError, match=r"push --rewrite|has digest"):
+        load_it()
+    pushed(tmp_path, capsys, "--rewrite")
+    assert file.read_bytes() == before
+    load_it()
 
 
 # --------------------------------------------------------------------------------------- weights alone

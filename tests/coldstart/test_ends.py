@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import json
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import uuid
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +29,13 @@ from torch import nn
 
 from tests.coldstart.networks import Bare
 from tests.coldstart.ordered import Ordered
+from tests.server.running import wait_for
 from upriver.coldstart import grouping
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart.filling import Memory
 from upriver.coldstart.layout import publish
 from upriver.coldstart.model_load import Loading, begin, load
-from upriver.errors import Cancelled, ObjectChanged, StoreError
+from upriver.errors import Cancelled, ObjectChanged, StoreError, UpriverError
 from upriver.store import Store
 
 
@@ -161,6 +168,178 @@ def test_an_error_of_the_constructor_waits_for_no_store(
     assert not said.is_set()
     may.set()
     assert said.wait(60)
+
+
+def a_process(body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What comes of a script, which has a minute; it is ended then, and the test fails."""
+    command = [sys.executable, "-c", SCRIPT + textwrap.dedent(body), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+SCRIPT = """
+import asyncio, sys, threading, time
+from torch import nn
+import torch
+from upriver.coldstart import load
+from upriver.coldstart import model_load, source
+from upriver.store import Store
+
+"""
+
+
+@pytest.mark.parametrize("what", ["find", "_foreign"])
+def test_a_process_ends_that_nobody_gives_an_answer(what: str, tmp_path: Path) -> None:
+    Store.open(tmp_path.as_uri()).put(
+        "model.safetensors.index.json", b'{"weight_map": {"a": "a.safetensors"}}'
+    )
+    ended = a_process(
+        f"""
+        begun = threading.Event()
+
+        def silent(*_, **__):
+            begun.set()
+            time.sleep(600)
+
+        def build():
+            assert begun.wait(50)
+            raise TypeError("mine")
+
+        setattr(model_load if "{what}" == "find" else source, "{what}", silent)
+        load(build, sys.argv[1])
+        """,
+        f"{tmp_path.as_uri()}/model.safetensors.index.json",
+    )
+    assert ended.returncode == 1 and ended.stderr.endswith("TypeError: mine\n")
+
+
+def test_what_the_first_call_shows_outlives_a_process_that_ends_then(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_file(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict(), tmp_path / "model.safetensors")
+    ended = a_process(
+        """
+        put, read, asked = Store.put, Store.read_into_async, threading.Event()
+
+        def slow(store, path, data):
+            time.sleep(0.3)
+            put(store, path, data)
+
+        async def patient(*given, **options):
+            await asyncio.to_thread(asked.wait, 50)
+            await read(*given, **options)
+
+        Store.put, Store.read_into_async = slow, patient
+        forward = nn.Linear.forward
+        nn.Linear.forward = lambda linear, x: asked.set() or forward(linear, x)
+        model = load(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), sys.argv[1])
+        model(torch.ones(1, 4))
+        """,
+        f"{tmp_path.as_uri()}/model",
+    )
+    assert ended.returncode == 0, ended.stderr
+    order = json.loads((tmp_path / "model.order.json").read_text())
+    assert order["names"][0].startswith("0.") and order["names"][-1].startswith("1.")
+
+
+@dataclass
+class Parent:
+    """What an answer may hold: fields that are set later, or never, and the way back to it."""
+
+    answer: torch.Tensor
+    child: Child | None = None
+    late: torch.Tensor = field(init=False)
+
+
+@dataclass
+class Child:
+    """Knows whose it is."""
+
+    parent: Parent
+    hidden: torch.Tensor
+
+
+class Family(nn.Module):
+    """Answers with what points at each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Parent:
+        """(rows, 4)."""
+        answer = Parent(self.first(x))
+        answer.child = Child(answer, self.first.weight)
+        return answer
+
+
+def test_an_answer_may_be_any_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, stored, x = Store.open(f"memory://ends-{uuid.uuid4().hex}"), Family(), torch.ones(1, 4)
+    publish(stored.state_dict(), store, "model.safetensors")
+    stream = Ordered(lets=threading.Semaphore(0))
+    assert stream.lets is not None
+    monkeypatch.setattr(under_test, "Stream", stream.of)
+    model = load(Family, "model", store=store)
+    with ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(model, x)
+        wait_for(lambda: stream.hurried)
+        stream.lets.release(len(stream.order))
+        found = asked.result(60)
+    stream.join()
+    expected = stored(x)
+    assert torch.equal(found.answer, expected.answer)
+    assert found.child.parent is found and torch.equal(found.child.hidden, expected.child.hidden)
+
+
+def no_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As where a process may have no more of them."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+
+def test_an_answer_needs_no_thread_to_write_down_what_it_showed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.set()
+            return super().forward(x)
+
+    def build() -> nn.Module:
+        return nn.Sequential(Asked(4, 4), Asked(4, 4))
+
+    async def patient(*given: Any, **options: Any) -> None:
+        await asyncio.to_thread(asked.wait, 60)
+        await read(*given, **options)
+
+    asked, read = threading.Event(), Store.read_into_async
+    monkeypatch.setattr(Store, "read_into_async", patient)
+    stored, x = build(), torch.ones(1, 4)
+    expected = stored(x)
+    asked.clear()
+    save_file(stored.state_dict(), tmp_path / "model.safetensors")
+    for name in ("order", "keep"):
+        no_thread(monkeypatch, f"upriver-coldstart-{name}")
+    model, handle = begin(build, f"{tmp_path.as_uri()}/model")
+    assert torch.equal(model(x), expected)
+    assert handle.wait(60) and handle.touched
+    assert not (tmp_path / "model.order.json").exists()
+
+
+@pytest.mark.parametrize("name", ["find", "stream"])
+def test_a_load_without_threads_is_a_typed_error(
+    name: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_thread(monkeypatch, f"upriver-coldstart-{name}")
+    with pytest.raises(UpriverError, match="no thread can be started: RuntimeError: can't start new thread"):
+        load(Bare, "model", store=store)
+    monkeypatch.undo()
+    model, handle = begin(Bare, "model", store=store)
+    assert handle.wait(60) and type(model) is Bare
 
 
 def test_a_forked_child_is_told_that_nothing_comes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tests.coldstart.ordered import Ordered
 from tests.program.nets import Shared, Small
 from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer
-from tests.store.s3_server import S3Server
+from tests.store.s3_server import S3Server, UnlistedServer
 from upriver.coldstart import layout
 from upriver.coldstart import programs as under_test
 from upriver.coldstart.handle import under_way
@@ -456,6 +456,18 @@ def test_an_object_that_changed_is_read_whole_and_held_against_its_name() -> Non
     store.put(path, store.get(path)[:-1] + b"\x01")
     with pytest.raises(ProgramError, match="weights file has digest"):
         under_test.open(store=store, digest=program.digest)
+
+
+def test_weights_whose_manifest_is_refused_are_read_whole() -> None:
+    program, inputs = made("small")
+    with S3Server() as server, UnlistedServer() as unlisted:
+        publish(program, connected(server))
+        unlisted.objects = dict(server.objects)
+        store = connected(unlisted)
+        store.delete(manifest_path(weights_of(program)))
+        cold = under_test.open(store=store, digest=program.digest)
+        assert arriving(cold) is None
+        assert same(cold.run(inputs, 0, cold.num_stages), whole("small").run(inputs, 0, cold.num_stages))
 
 
 def test_a_manifest_of_other_forms_is_refused_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:

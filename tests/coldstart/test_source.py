@@ -16,8 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
+from torch import nn
 
-from tests.store.s3_server import S3Server
+from tests.store.s3_server import S3Server, UnlistedServer
 from upriver.coldstart.layout import CHUNK_BYTES, manifest_path, publish
 from upriver.coldstart.source import (
     MOST_SHARDS,
@@ -28,7 +29,7 @@ from upriver.coldstart.source import (
     keep_order,
     order_path,
 )
-from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, ProgramError, StoreError
+from upriver.errors import AccessDenied, ConfigError, ObjectChanged, ObjectNotFound, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS
 from upriver.program.graph import DTYPES
 from upriver.program.weights import encode
@@ -142,16 +143,91 @@ def test_a_manifest_that_is_denied_once_is_asked_for_again(remote: tuple[Store, 
     assert not server.faults
 
 
+@pytest.mark.parametrize("tensors", [some_tensors(), nn.Linear(16, 16).state_dict()], ids=["padded", "even"])
 def test_a_published_file_without_its_manifest_is_anybodys_and_told_of(
-    store: Store, caplog: pytest.LogCaptureFixture
+    tensors: dict[str, torch.Tensor], store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tensors = some_tensors()
     publish(tensors, store, PATH)
     store.delete(manifest_path(PATH))
     source = find(store, PATH)
     assert_holds(source, tensors)
     assert not source.ordered and not any(tensor.crc32c for tensor in source.tensors)
     assert f"there is no {manifest_path(PATH)}: it is loaded without checksums" in caplog.text
+
+
+def test_a_wrong_bit_in_the_header_does_not_hide_who_wrote_a_file(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish({"a": torch.ones(3), "b": torch.ones(3)}, store, PATH)
+    store.delete(manifest_path(PATH))
+    store.put(PATH, store.get(PATH).replace(b'"__pad__1"', b'"__pad__9"'))
+    assert names(find(store, PATH)) == ["a", "b"]
+    assert "laid out as published files" in caplog.text
+
+
+def test_a_file_that_others_lay_out_needs_no_manifest(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = nn.Linear(16, 16).state_dict()
+    store.put(PATH, save(tensors))
+    assert_holds(find(store, PATH), tensors)
+    ours = encode(tensors)
+    body = 8 + int.from_bytes(ours[:8], "little")
+    respelt = json.dumps(json.loads(ours[8:body])).encode()
+    store.put(PATH, len(respelt).to_bytes(8, "little") + respelt + ours[body:])
+    assert_holds(find(store, PATH), tensors)
+    assert "laid out as published files" not in caplog.text
+
+
+@pytest.fixture
+def unlisted() -> Iterator[tuple[Store, S3Server]]:
+    with UnlistedServer() as server:
+        options = {"endpoint": server.url, "access_key_id": "key", "secret_access_key": "secret"}
+        yield Store.open("s3://bucket", options=options), server
+
+
+@pytest.mark.parametrize("path", [PATH, "models/net"])
+def test_anybodys_file_loads_where_the_bucket_may_not_be_listed(
+    path: str, unlisted: tuple[Store, S3Server]
+) -> None:
+    store, _ = unlisted
+    tensors = some_tensors()
+    store.put(PATH, save(tensors))
+    source = find(store, path)
+    assert_holds(source, tensors)
+    assert not source.ordered
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_folder_is_looked_into_where_the_bucket_may_not_be_listed(
+    file: str, unlisted: tuple[Store, S3Server]
+) -> None:
+    store, _ = unlisted
+    tensors = some_tensors()
+    if file == "model.safetensors":
+        store.put(f"models/net/{file}", save(tensors))
+    else:
+        save_sharded(store, tensors)
+    assert_holds(find(store, "models/net"), tensors)
+
+
+@pytest.mark.parametrize("path", [PATH, "models/net"])
+def test_a_published_file_whose_manifest_is_refused_does_not_load(
+    path: str, unlisted: tuple[Store, S3Server]
+) -> None:
+    store, _ = unlisted
+    publish(some_tensors(), store, PATH)
+    assert find(store, path).ordered
+    store.delete(manifest_path(PATH))
+    store.put("models/net/model.safetensors", save({"another": torch.ones(1)}))
+    problem = r"models/net\.manifest\.json.* refuses these credentials.*without its manifest.*list the bucket"
+    with pytest.raises(StoreError, match=problem):
+        find(store, path)
+
+
+@pytest.mark.parametrize("path", [PATH, "models/net", INDEX])
+def test_what_is_refused_is_named_where_nothing_is_found(path: str, unlisted: tuple[Store, S3Server]) -> None:
+    store, _ = unlisted
+    with pytest.raises(AccessDenied, match=r"cannot read 'models/net.* refuses these credentials"):
+        find(store, path)
 
 
 def test_files_with_an_index_are_one_model(store: Store) -> None:

@@ -10,7 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from upriver.errors import BadSample, ObjectChanged, Overloaded, ProtocolError, UpriverError, WorkerCrashed
+from upriver.errors import (
+    AccessDenied,
+    BadSample,
+    ObjectChanged,
+    Overloaded,
+    ProtocolError,
+    StoreError,
+    UpriverError,
+    WorkerCrashed,
+)
 from upriver.protocol import (
     PREFIX_NBYTES,
     VERSION,
@@ -345,6 +354,7 @@ def test_what_an_older_server_does_not_say_is_as_if_nothing_were_known():
 
 def test_errors_keep_their_class():
     assert isinstance(error_from(error_body(ObjectChanged("x"))), ObjectChanged)
+    assert type(error_from(error_body(AccessDenied("x")))) is StoreError
     overloaded = error_from(error_body(Overloaded("full", retry_after_s=7.0)))
     assert isinstance(overloaded, Overloaded)
     assert overloaded.retry_after_s == 7.0

@@ -150,6 +150,19 @@ class _Handler(BaseHTTPRequestHandler):
         return f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>".encode()
 
 
+class UnlistedServer(S3Server):
+    """Says 403 of what is not there, as S3 does to those who may not list the bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.RequestHandlerClass = _Unlisted
+
+
+class _Unlisted(_Handler):
+    def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        super()._answer(403 if status == 404 else status, body, headers)
+
+
 def _path(target: str) -> str:
     return unquote(urlsplit(target).path).strip("/")
 

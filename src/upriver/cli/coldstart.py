@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 LOOK_S = 0.1
 """How often the bar moves."""
 
+WRITING_S = 5.0
+"""For what the next load can use, which a store may take its time to write."""
+
 
 def coldstart(
     uri: Annotated[
@@ -284,6 +287,7 @@ def _until_there(handle: Arriving | Loading) -> None:
         task = bar.add_task("loading", total=handle.nbytes)
         while not handle.wait(LOOK_S):
             bar.update(task, completed=handle.nbytes_here())
+    handle.wait(WRITING_S)  # what the next load can use is written down
 
 
 def _compared(plainly: Callable[[], Ask], given: Sequence[torch.Tensor]) -> dict[str, Any]:

@@ -66,6 +66,10 @@ def push(
         str | None,
         typer.Option(help="Folder of the store that programs are kept under; .upriver without it."),
     ] = None,
+    rewrite: Annotated[
+        bool,
+        typer.Option("--rewrite", help="Write a program also where it is there, as one that is damaged."),
+    ] = False,
     option: StoreOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -83,6 +87,7 @@ def push(
         "--granularity": granularity,
         "--autocast": autocast,
         "--prefix": prefix,
+        "--rewrite": rewrite or None,
     }
     if weights_to is not None:
         _check_alone(of_programs)
@@ -112,12 +117,12 @@ def push(
         outputs = answers_of(network, examples[0], freeze_to, precision) if freeze_to is not None else None
         programs = capture_buckets(network, examples, outputs=outputs, autocast=precision, granularity=ends)
         for program in programs:
-            publish(program, store, prefix=folder)
+            publish(program, store, prefix=folder, rewrite=rewrite)
     document = _document(model, programs, [size for _, size, _ in buckets], uri, folder)
     emit(document, as_json=as_json, text=lambda: _print(document))
 
 
-def _check_alone(of_programs: Mapping[str, str | None]) -> None:
+def _check_alone(of_programs: Mapping[str, object]) -> None:
     """Weights that are published alone have nothing of a program.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -20,6 +21,7 @@ from upriver.coldstart.history import FILLED, Moment, moments
 from upriver.coldstart.source import Source
 from upriver.coldstart.stream import Sink, Stream
 from upriver.errors import Cancelled, StoreError, UpriverError
+from upriver.text import error_text
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,9 @@ class Handle(ABC, Generic[Owner]):
 
         Args:
             owner: Whose weights they are. Once nobody has it any more the rest is not asked for.
+
+        Raises:
+            UpriverError: If no thread can be started.
         """
         self._owner = weakref.ref(owner)
         self._dropped = weakref.finalize(owner, self._stream.cancel)
@@ -81,7 +86,11 @@ class Handle(ABC, Generic[Owner]):
         under_way[owner] = self
         self._stream_s = time.monotonic()
         if self._memories:
-            self._stream.start()
+            try:
+                self._stream.start()
+            except RuntimeError as error:
+                what = f"{self._source.path!r} cannot be loaded: no thread can be started"
+                raise UpriverError(f"{what}: {error_text(error)}") from None
         else:
             self._all_here(None)
 
@@ -191,19 +200,28 @@ class Handle(ABC, Generic[Owner]):
         self._steps["loaded"] = time.monotonic()
         self._over.set()
         if self._source.tensors:
-            with contextlib.suppress(RuntimeError):  # no thread can be started
-                self._begin_beside("keep", remember, self._source, self._stream, self._groupings)
+            self._write_down("keep", remember, self._source, self._stream, self._groupings)
 
     def _give_back(self) -> None:
         if (owner := self._owner()) is not None:
             self._release(owner)
             under_way.pop(owner, None)
 
-    def _begin_beside(self, name: str, target: Callable[..., object], *args: object) -> None:
-        """Do something in a thread that nobody waits for but `wait`."""
+    def _write_down(self, name: str, target: Callable[..., object], *args: object) -> None:
+        """Do what the next load gains from alone: the end of the process waits for it a little, too."""
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            _writing.add(self._begin_beside(name, target, *args))
+
+    def _begin_beside(self, name: str, target: Callable[..., object], *args: object) -> threading.Thread:
+        """Do something in a thread that nobody waits for but `wait`.
+
+        Raises:
+            RuntimeError: If no thread can be started.
+        """
         thread = threading.Thread(target=target, args=args, name=f"upriver-coldstart-{name}", daemon=True)
         thread.start()
         self._threads.append(thread)
+        return thread
 
 
 def _left(until_s: float) -> float | None:
@@ -230,6 +248,20 @@ def remember(source: Source, stream: Stream, groupings: Groupings) -> None:
 
 under_way: weakref.WeakKeyDictionary[object, Handle[Any]] = weakref.WeakKeyDictionary()
 """Of models and programs some of whose weights are still to come."""
+
+
+_writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+WRITING_S = 2.0
+"""How long the end of a process waits for what is being written down: a load, an answer and an end may be all
+that a process is for, and the next one is to gain from it."""
+
+
+@atexit.register
+def _written() -> None:
+    until_s = time.monotonic() + WRITING_S
+    for thread in list(_writing):
+        thread.join(_left(until_s))
 
 
 def _forked() -> None:

@@ -1,7 +1,7 @@
 """What is known of the way to a store: how long a request takes to begin, and how fast bytes come then.
 
 RL and BW of PISeL (CIKM 2024, section 3.1). RL is measured each time, by a read of one byte; BW is what came
-of the last load, one small file a store under ``$UPRIVER_CACHE`` or the user's cache folder.
+of the last load, one small file a bucket or disk under ``$UPRIVER_CACHE`` or the user's cache folder.
 """
 
 from __future__ import annotations
@@ -74,4 +74,4 @@ def _is_bandwidth(value: object) -> bool:
 
 
 def _path(store: Store) -> Path:
-    return cache_folder() / "links" / f"{hashlib.sha256(store.uri.encode()).hexdigest()}.json"
+    return cache_folder() / "links" / f"{hashlib.sha256(store.site().encode()).hexdigest()}.json"

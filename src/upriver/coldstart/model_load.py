@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from upriver.coldstart import kept
 from upriver.coldstart.barrier import Gate
+from upriver.coldstart.beside import Beside
 from upriver.coldstart.construct import construct
 from upriver.coldstart.execution import layer_seconds, pace_of
 from upriver.coldstart.filling import Match, held, match, memories, move
@@ -90,7 +91,7 @@ class Loading(Handle[nn.Module]):
                 return
             self._shown = True
             names = [self._source.tensors[index].name for index in tuple(self.touched)]
-            self._begin_beside("order", _keep, self._all, names)
+            self._write_down("order", _keep, self._all, names)
 
     def _release(self, model: nn.Module) -> None:
         if self._guard is not None:
@@ -168,17 +169,11 @@ def begin(
     limits, steps = limits or StreamLimits(), {"began": time.monotonic()}
     place = torch.device(device)
     where, path = (store, uri) if store is not None else opened(uri, store_options)
-    beside = ThreadPoolExecutor(2, thread_name_prefix="upriver-coldstart-find")
-    try:
+    with Beside(2, name="upriver-coldstart-find") as beside:
         found = beside.submit(_found, where, path, grouping, limits, beside)
         model = construct(build_model)
         steps["constructed"] = time.monotonic()
         source, link, known, steps["found"] = found.result()
-    except BaseException:
-        # What the store still has to say may take minutes, and nobody wants it.
-        beside.shutdown(wait=False, cancel_futures=True)
-        raise
-    beside.shutdown()
     matched = match(move(model, place), source, strict=strict)
     groups, news = grouped(matched.source, link, grouping, limits, place, known)
     loading = Loading(

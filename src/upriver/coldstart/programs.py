@@ -16,12 +16,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 import torch
 
 from upriver.coldstart import layout
+from upriver.coldstart.beside import Beside
 from upriver.coldstart.handle import Groupings
 from upriver.coldstart.incoming import Arriving, ArrivingFile, arriving
 from upriver.coldstart.layout import Manifest
@@ -32,6 +33,7 @@ from upriver.coldstart.stream import Stream, StreamLimits
 from upriver.coldstart.uris import program_at
 from upriver.coldstart.way import way_to
 from upriver.errors import (
+    AccessDenied,
     ConfigError,
     ObjectChanged,
     ObjectNotFound,
@@ -61,11 +63,18 @@ log = logging.getLogger(__name__)
 # ----------------------------------------------------------------------------------------- writing
 
 
-def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> None:
+def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX, rewrite: bool = False) -> None:
     """Put a program into a store: weights, then their manifest, then the graph.
 
     Weights that are there without a manifest of theirs are written once more. A weights file that came from
     somebody who lays files out otherwise is put there as it is, without a manifest: it is read whole.
+
+    Args:
+        program: Which.
+        store: Where to.
+        prefix: The folder there that programs are kept under.
+        rewrite: Write all of it also where it is there, as a store does not tell that an object is damaged.
+            Who is loading it then may have to begin anew.
 
     Raises:
         StoreError: If the store refuses; a graph without its weights is never left behind.
@@ -74,10 +83,16 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> 
     if (coming := arriving(program)) is not None:
         coming.wait()
     path = weights_path(prefix, program.weights_digest)
-    if not _has_manifest(store, path) and _is_ours(program):
-        execution = stage_executions(program.graph, list(program.weight_tensors))
-        layout.publish(program.weight_tensors, store, path, tied=False, execution=execution)
-    files.publish(program, store, prefix=prefix)
+    if rewrite or not _has_manifest(store, path):
+        if _is_ours(program):
+            execution = stage_executions(program.graph, list(program.weight_tensors))
+            layout.publish(program.weight_tensors, store, path, tied=False, execution=execution)
+        elif rewrite:
+            store.put(path, program.weights_bytes)
+    if rewrite:
+        store.put(graph_path(prefix, program.digest), program.graph_bytes)
+    else:
+        files.publish(program, store, prefix=prefix)
 
 
 def _has_manifest(store: Store, path: str) -> bool:
@@ -177,7 +192,7 @@ def begin(
     graph = decode(_graph_bytes(place, graph_path(folder, name), name, caps), caps)
     if stop is not None and not 0 <= stop <= len(graph.stages):
         raise ProgramError(f"stop must lie in 0..{len(graph.stages)}, got {stop}")
-    with ThreadPoolExecutor(1, thread_name_prefix="upriver-coldstart-find") as beside:
+    with Beside(1, name="upriver-coldstart-find") as beside:
         found = find(
             place,
             folder,
@@ -279,7 +294,7 @@ def find(
     path = weights_path(prefix, weights_digest)
     try:
         manifest = layout.read(store, path, caps=caps)
-    except (ObjectNotFound, ObjectChanged) as error:
+    except (ObjectNotFound, ObjectChanged, AccessDenied) as error:
         log.info("program %s is read whole before it runs: %s", digest, error)
         return None
     source = published(store, path, manifest)

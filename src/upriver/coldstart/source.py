@@ -14,16 +14,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
 import msgspec
 
+from upriver.coldstart.beside import Beside
 from upriver.coldstart.execution import NOTHING, Execution
 from upriver.coldstart.layout import CHUNK_BYTES, ENDING, Manifest, manifest_path, read
-from upriver.errors import ConfigError, ObjectNotFound, ProgramError, StoreError
+from upriver.errors import AccessDenied, ConfigError, ObjectNotFound, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.fetch import get_at_most
 from upriver.program.weights import (
@@ -31,6 +31,7 @@ from upriver.program.weights import (
     METADATA,
     Entry,
     entry_of,
+    head_of,
     header_length,
     is_reserved,
     table_of,
@@ -145,23 +146,47 @@ def _named(store: Store, path: str, caps: GraphCaps) -> Source:
     """What lies under a name without an ending."""
     index = f"{path}/model{INDEX_ENDING}"
     files = (f"{path}{ENDING}", f"{path}/model{ENDING}")
-    with contextlib.suppress(ObjectNotFound):
+    absent = _Absent()
+    with absent:
         return _file(store, files[0], caps)
-    _refuse_object(store, path)
-    with contextlib.suppress(ObjectNotFound):
+    with absent:
+        _refuse_object(store, path)
+    with absent:
         return _file(store, files[1], caps)
-    try:
+    data: bytes | None = None
+    with absent:
         data = get_at_most(store, index, caps.header_bytes)
-    except ObjectNotFound:
-        for name in _PICKLED_NAMES:
+    if data is not None:
+        return _shards(store, index, data, caps)
+    for name in _PICKLED_NAMES:
+        with absent:
             if store.exists(f"{path}/{name}"):
-                raise _pickled(f"{path}/{name}") from None
-        looked = ", ".join(repr(name) for name in files)
-        raise ObjectNotFound(
-            f"no weights of {path!r} in store {store.name!r} ({store.uri}): there is none of {looked} and "
-            f"{index!r}"
-        ) from None
-    return _shards(store, index, data, caps)
+                raise _pickled(f"{path}/{name}")
+    if absent.refused:
+        raise AccessDenied(absent.refused)
+    looked = ", ".join(repr(name) for name in files)
+    raise ObjectNotFound(
+        f"no weights of {path!r} in store {store.name!r} ({store.uri}): there is none of {looked} and "
+        f"{index!r}"
+    )
+
+
+class _Absent:
+    """Goes on where an object is not there, or may not be: who may not list a bucket is refused either way.
+
+    Attributes:
+        refused: What the store said when it first refused; empty if it did not.
+    """
+
+    refused = ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, AccessDenied):
+            self.refused = self.refused or str(error)
+        return isinstance(error, ObjectNotFound | AccessDenied)
 
 
 # -------------------------------------------------------------------------------------------- one file
@@ -173,10 +198,16 @@ def _file(store: Store, path: str, caps: GraphCaps) -> Source:
     Raises:
         ObjectNotFound: If there is no such object; and the others of :func:`find`.
     """
-    with contextlib.suppress(ObjectNotFound):  # the manifest, or both
+    absent = _Absent()
+    with absent:  # the manifest, or both
         return published(store, path, read(store, path, caps=caps))
-    info, tensors, padded = _foreign(store, path, caps)
-    if padded:  # as files are that have a manifest
+    info, tensors, ours = _foreign(store, path, caps)
+    if ours and absent.refused:
+        raise StoreError(
+            f"{absent.refused}; {path} is laid out as published files are, and is not loaded without its "
+            "manifest. That may be missing: allow these credentials to list the bucket, and the store says so"
+        )
+    if ours:
         with contextlib.suppress(ObjectNotFound):
             return published(store, path, read(store, path, caps=caps))
         log.warning(
@@ -231,31 +262,33 @@ def _unordered(store: Store, path: str, etags: Mapping[str, str], tensors: Itera
 
 
 def _foreign(store: Store, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list[Placed], bool]:
-    """What the header of anyone's file says, tensors as they lie, and whether it has padding of ours."""
+    """What the header of anyone's file says, tensors as they lie, and whether we would write it so."""
     info = store.head(path)
     try:
-        body, entries = _header(store, info, caps)
+        head, entries = _header(store, info, caps)
         entries.sort(key=lambda entry: (entry.start, entry.stop))
         _check_apart(entries)
     except ProgramError as error:
         raise ProgramError(f"{path} in store {store.name!r}: {error}") from None
+    weights = [entry for entry in entries if not is_reserved(entry.name)]
     placed = [
         Placed(
             name=entry.name,
             dtype=entry.dtype,
             shape=entry.shape,
             path=path,
-            start=body + entry.start,
-            stop=body + entry.stop,
+            start=len(head) + entry.start,
+            stop=len(head) + entry.stop,
         )
-        for entry in entries
-        if not is_reserved(entry.name)
+        for entry in weights
     ]
-    return info, placed, len(placed) < len(entries)
+    # Padding alone would be enough, where there is some: a bit may be wrong in what was read here.
+    ours = head == head_of((entry.name, entry.dtype, entry.shape) for entry in weights)[0]
+    return info, placed, ours or len(weights) < len(entries)
 
 
-def _header(store: Store, info: ObjectInfo, caps: GraphCaps) -> tuple[int, list[Entry]]:
-    """Where a file's body begins, and its tensors, each of them within the body."""
+def _header(store: Store, info: ObjectInfo, caps: GraphCaps) -> tuple[bytes, list[Entry]]:
+    """What a file begins with, up to its body, and its tensors, each of them within the body."""
     etag = info.etag or None
     first = store.get_range(info.path, 0, min(LENGTH_BYTES, info.size), etag=etag)
     try:
@@ -269,7 +302,9 @@ def _header(store: Store, info: ObjectInfo, caps: GraphCaps) -> tuple[int, list[
     text = store.get_range(info.path, LENGTH_BYTES, body, etag=etag)
     table = table_of(text, "weights header", caps)
     most = info.size - body
-    return body, [entry_of(name, entry, most, caps) for name, entry in table.items() if name != METADATA]
+    return first + text, [
+        entry_of(name, entry, most, caps) for name, entry in table.items() if name != METADATA
+    ]
 
 
 def _check_apart(entries: Iterable[Entry]) -> None:
@@ -295,7 +330,7 @@ def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> Source:
     paths = sorted(set(places.values()))
     if len(paths) > MOST_SHARDS:
         raise ProgramError(f"{path} names {len(paths)} files; at most {MOST_SHARDS} are allowed")
-    with ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="upriver-coldstart-header") as pool:
+    with Beside(SHARDS_AT_ONCE, name="upriver-coldstart-header") as pool:
         shards = list(pool.map(lambda shard: _foreign(store, shard, caps), paths))
     tensors = [tensor for _, placed, _ in shards for tensor in placed]
     _check_shards(path, places, tensors, sum(info.size for info, *_ in shards), caps)

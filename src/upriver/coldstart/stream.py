@@ -415,7 +415,7 @@ class Stream:
             raise Damaged(
                 f"weight {tensor.name!r}: bytes {start} to {stop} of object {tensor.path!r} in store "
                 f"{self._source.store.name!r} have another checksum than was published, when read again too; "
-                "publish it again"
+                "publish it again, a program with upriver push --rewrite"
             )
 
     def _right(self, part: Part) -> None:

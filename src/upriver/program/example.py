@@ -123,12 +123,13 @@ class Source:
         return f"{self.path or 'output'}{part}{call}"
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nested value, in order; dataclasses are looked into."""
+def tensors_in(value: Any, _within: frozenset[int] = frozenset()) -> list[torch.Tensor]:
+    """The tensors of a nested value, in order; dataclasses are looked into, but not for what they lie in."""
     found: list[torch.Tensor] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, part.name) for part in fields(leaf)])
+        elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in _within:
+            parts = [getattr(leaf, part.name, None) for part in fields(leaf)]  # not all need be set
+            found += tensors_in(parts, _within | {id(leaf)})
     return found

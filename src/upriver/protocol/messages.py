@@ -461,7 +461,9 @@ def error_from(body: Mapping[str, Any]) -> UpriverError:
         return BadSample(sample=fields.sample, object_name=name, reason=said(fields.reason))
     if code == CodeFailed.code:
         return CodeFailed(message, trace=last_lines(fields.traceback, TRACE_CHARS))
-    known = {kind.code: kind for kind in _kinds(UpriverError)}
+    known = {
+        kind.code: kind for kind in reversed([*_kinds(UpriverError)])
+    }  # of kinds that share one the widest
     found = known.get(code, UpriverError)
     if issubclass(found, Overloaded):
         return found(message, retry_after_s=fields.retry_after_s)

@@ -82,6 +82,12 @@ def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
     return store
 
 
+def site_of(store: S3Store) -> str:
+    """Endpoint and bucket, however each was given."""
+    config: Mapping[str, str] = {str(name): str(value) for name, value in store.config.items()}
+    return f"{_endpoint(config)} {config.get('bucket', '')}"
+
+
 def secrets_of(options: Mapping[str, str]) -> tuple[str, ...]:
     """Values that no error message may repeat, as they are and as they stand in a URL.
 

@@ -16,11 +16,11 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
+from upriver.errors import AccessDenied, ConfigError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
 from upriver.store import local
 from upriver.store.names import check_name, check_prefix
 from upriver.store.places import PIECE_BYTES, Places
-from upriver.store.s3 import open_s3, secrets_of
+from upriver.store.s3 import open_s3, secrets_of, site_of
 
 MULTIPART_BYTES = 64 * 2**20
 """Objects up to this size travel in one request, as AWS advises below 100 MB; larger ones in parts of it."""
@@ -128,6 +128,16 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store(name={self.name!r}, uri={self.uri!r})"
+
+    def site(self) -> str:
+        """What is the same for all stores at the end of one way: a bucket's folders, or those of a disk.
+
+        Raises:
+            OSError: If a file store's folder is no more.
+        """
+        if isinstance(self._backend, S3Store):
+            return site_of(self._backend)
+        return self.uri if self._root is None else f"device {self._root.stat().st_dev}"
 
     # ------------------------------------------------------------------------------------- reading
 
@@ -446,7 +456,7 @@ class Store:
             return ObjectNotFound(f"no object {path!r} in store {self.name!r} ({self.uri})")
         if over_http and (isinstance(exc, _REFUSED) or status in ("401", "403")):
             # Stores repeat what was signed, the access key included: of their answer only its code is told.
-            return StoreError(f"{what}: the store refuses these credentials{f' ({code})' if code else ''}")
+            return AccessDenied(f"{what}: the store refuses these credentials{f' ({code})' if code else ''}")
         reason = _first_line(exc)
         for secret in self._secrets:
             reason = reason.replace(secret, "***")
