@@ -7,13 +7,15 @@ network was captured with, which both sides compute, whole and from the cut that
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upriver.client.compare import Exact, Tolerance, difference, tolerance
 from upriver.client.inference.costs import ANY_TIME, Costs, Handling, crossing_bytes
 from upriver.client.inference.exchange import Exchange, Finished, packing
-from upriver.client.inference.link import LinkWindow
+from upriver.client.inference.link import ROUND_TRIPS, LinkWindow
+from upriver.client.inference.uplink import Uplink
 from upriver.client.measuring import profile_key
 from upriver.client.servers import MEASURE_S, bring, check_fingerprint, threads_hint
 from upriver.client.today import UNCHANGED
@@ -27,9 +29,9 @@ from upriver.types import Tier, Timings
 
 log = logging.getLogger("upriver")
 
-ROUND_TRIPS, PROBES = 3, 3
-"""Transfers of one byte and of more that a server's link is first known by; of the latter the first one is
-small, and only says how large the others may be."""
+PROBES = 3
+"""Transfers of more than a byte that a server's link is first known by; the first one is small, and only says
+how large the others may be."""
 
 CANARIES = 2
 """Runs from the narrowest cut: the first one also has the server look up what crosses there."""
@@ -67,6 +69,7 @@ def admit(
     push: bool,
     exact: Exact,
     link: LinkWindow,
+    uplink: Uplink,
 ) -> Admitted:
     """Let a server show that it gives what the device gives, and measure it and the way there.
 
@@ -77,6 +80,7 @@ def admit(
         push: Whether it is sent the program if it has it not.
         exact: Whether its bits must be the device's.
         link: Takes in what crosses.
+        uplink: By which all of it goes.
 
     Raises:
         NotExact: If its fingerprint or its answer differs.
@@ -87,11 +91,13 @@ def admit(
     info = client.info(process=process)
     check_fingerprint(client.url, info.fingerprint, program.device, exact=exact == "bitwise")
     _bring(client, program, push=push)
-    probe(client, link, small=ROUND_TRIPS, large=PROBES)
+    with uplink.probing(time.monotonic()):
+        probe(client, link, small=ROUND_TRIPS, large=PROBES)
     allowed = allowed_by(exact, captured)
-    whole = canary(client, captured, 0, allowed, process=process)
     narrowest = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
-    again = [canary(client, captured, narrowest, allowed, process=process) for _ in range(CANARIES)]
+    with uplink.in_use():
+        whole = canary(client, captured, 0, allowed, process=process)
+        again = [canary(client, captured, narrowest, allowed, process=process) for _ in range(CANARIES)]
     handling = handling_of(program, narrowest, again, link)
     key, seen = profile_key("", program, client, info), [each.timings for each in (whole, *again)]
     kept = _kept(key, program, seen)
