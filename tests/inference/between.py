@@ -26,6 +26,7 @@ class Between:
         profile_s: Seconds of every stage in profiles.
         run_s: Seconds of every stage in answers.
         k: In answers.
+        phases: Seconds of phases in answers, beside those that the server says.
         refuses: By path an error in place of an answer.
         before: Called with each path before it is answered.
     """
@@ -37,6 +38,7 @@ class Between:
         self.profile_s: float | None = None
         self.run_s: float | None = None
         self.k: float | None = None
+        self.phases: Mapping[str, float] = {}
         self.refuses: dict[str, UpriverError] = {}
         self.before: Callable[[str], None] = lambda path: None
         self._address = urlsplit(url).netloc
@@ -80,6 +82,7 @@ class Between:
     def _timed(self, message: Any) -> Any:
         if not isinstance(message, Timings):
             return message
+        message = replace(message, phases={**message.phases, **self.phases})
         if self.run_s is not None:
             message = replace(message, stages=dict.fromkeys(message.stages, self.run_s))
         return message if self.k is None else replace(message, k=self.k)

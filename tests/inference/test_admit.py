@@ -15,6 +15,7 @@ from tests.inference.asking import SELDOM, chain, far_of, here
 from tests.inference.between import Between, between
 from tests.server.running import Running, wait_for
 from upriver.client.inference import far as far_module
+from upriver.client.inference.decide import Rule
 from upriver.client.inference.offload import Offload
 from upriver.errors import Busy, CaptureError, ProgramNotFound, ProtocolError
 from upriver.program import whole
@@ -181,6 +182,43 @@ def test_a_server_that_measures_no_stages_is_not_asked_again_and_again(front: Be
         assert known_s(answer) == pytest.approx([0.01] * 7)
         wait_for(lambda: front.count("/v1/load") > 4)
         assert front.count(PROFILE) == 1 and not list(cache.glob("*"))
+
+
+ABSURD: list[dict[str, Any]] = [
+    {"profile_s": 1e10},
+    {"profile_s": 1.5e9},
+    {"profile_s": 1e-300},
+    {"run_s": 1e10, "refuses": {PROFILE: Busy("for ever")}},
+    {"run_s": 1e308},
+    {"phases": {"forward": 1e308, "encode": 1e308}},
+    {"phases": {"forward": 1e9, "encode": 1e9}},
+    {"k": 1e308},
+    {"load": {**FREE, "k": 1e308}},
+    {"load": {**FREE, "expected_wait_s": 1e308}},
+]
+"""What a server may say of itself."""
+
+
+@pytest.mark.parametrize("when", ["from the start", "later"])
+@pytest.mark.parametrize("said", ABSURD, ids=str)
+def test_no_number_of_a_server_s_keeps_a_request_from_its_answer(
+    said: dict[str, Any], when: str, front: Between, cache: Path
+) -> None:
+    x = torch.randn(2, 64)
+
+    def say() -> None:
+        for name, value in said.items():
+            setattr(front, name, value)
+
+    if when == "from the start":
+        say()
+    with asking(front, cut=None, load_s=0.02) as answer:
+        say()
+        for cut in (None, 0, 3):
+            answer._rule = Rule(cut=cut)
+            for _ in range(3):
+                assert torch.equal(answer(x), here(chain(), x))
+                assert str(answer.plan) and answer.why
 
 
 # ------------------------------------------------------------------------------------------------ programs

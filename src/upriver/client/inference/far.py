@@ -32,7 +32,7 @@ from upriver.client.transport import ServerClient
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.program.whole import Captured
 from upriver.text import error_text, said
-from upriver.types import BANDWIDTH, require_finite
+from upriver.types import BANDWIDTH, MOST_FACTOR, require_finite
 
 log = logging.getLogger("upriver")
 
@@ -213,7 +213,8 @@ class Far:
             now = time.monotonic()
             self._slowed_until = -math.inf
             if alone_s > 0 and spent_s - SLOWED * self._load * alone_s > LATE * finished.took_s:
-                self._slowed, self._slowed_until = spent_s / alone_s, now + self._terms.load_s
+                self._slowed = min(spent_s / alone_s, MOST_FACTOR)
+                self._slowed_until = now + self._terms.load_s
             # Whether it is free again only /v1/load tells.
             self._heard_at = self._heard_at if self._provisional else now
             self._sought = False
