@@ -148,6 +148,7 @@ def phases_table(found: Sequence[Found]) -> str:
         f"{FULL}, s",
         "ours over the better one",
         "by its own requests",
+        "so many",
         "before it settled, too",
     ]
     rows = []
@@ -159,7 +160,9 @@ def phases_table(found: Sequence[Found]) -> str:
                 cut = each.label(each.usual_cut(number, way))
                 cells.append(f"{each.spread(number, way).text(3)} ({cut})")
             cells += [each.spread(number, way).text(3) for way in (LOCAL, FULL)]
-            cells += [f"{each.over_ends(number, how):+.1%}" for how in OVER_ENDS_BY]
+            over = [f"{each.over_ends(number, how):+.1%}" for how in OVER_ENDS_BY]
+            own = len(each.requests(number, OURS, settled=True))
+            cells += [*over[:2], str(own), *over[2:]]
             rows.append([each.setting.network, *cells])
     return table(header, rows)
 
@@ -271,8 +274,9 @@ Neurosurgeon's mean: by the cut with the least mean there, of all that anybody t
 
 k and the rate are what ours knew when it chose. "Ours over the better one" is over the better one of local
 and full once it has settled, which is the later half of a phase: its cuts, each as long as requests at that
-cut took in that phase, whoever sent them. "By its own requests" is the median of ours' alone then, a few.
-"Before it settled, too" is by its cuts in all of the phase, those before it knew of a change among them.
+cut took in that phase, whoever sent them. "By its own requests" is the median of ours' alone then; "so many"
+they were: one or two with slow networks, where a single one that was disturbed decides. "Before it settled,
+too" is by its cuts in all of the phase, those before it knew of a change among them.
 
 ## The link changes (Figure 6)
 

@@ -111,17 +111,17 @@ class Limits:
             require_finite(name, value, at_least=self.least, at_most=self.most, positive=self.positive)
 
 
-MOST_BYTES = 10**18
+MOST_BYTES, MOST_SECONDS, MOST_FACTOR = 10**18, 10**9, 10**9
 BANDWIDTH = Limits(most=10**15, positive=True)
 """Of a link, bytes per second."""
 
 Bytes: TypeAlias = Annotated[float, Limits(most=MOST_BYTES)]
 Memory: TypeAlias = Annotated[float, Limits(most=MOST_BYTES, or_infinite=True)]
 Bandwidth: TypeAlias = Annotated[float, BANDWIDTH]
-Seconds: TypeAlias = Annotated[float, Limits(most=10**9)]
+Seconds: TypeAlias = Annotated[float, Limits(most=MOST_SECONDS)]
 Flops: TypeAlias = Annotated[float, Limits(most=10**24)]
 Count: TypeAlias = Annotated[int, Limits(least=1, most=10**9)]
-Factor: TypeAlias = Annotated[float, Limits(most=10**9, positive=True)]
+Factor: TypeAlias = Annotated[float, Limits(most=MOST_FACTOR, positive=True)]
 
 
 class _Limited(NamedTuple):

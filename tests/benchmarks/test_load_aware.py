@@ -18,7 +18,7 @@ from load_bed import Failed, Worker
 from load_found import BEST_GAIN, GOALS, MEAN_GAIN, OVER_ENDS_BY, Found
 from load_measure import FIRST, LATER, MOST_FIXED, WARM, cutting_of, measure
 from load_networks import NETWORKS
-from load_report import page, verdict, write
+from load_report import page, phases_table, verdict, write
 from load_schedule import (
     BESIDE,
     CHOOSING,
@@ -412,6 +412,15 @@ def test_what_ours_pays_by_itself_is_seen_in_the_verdict_on_its_own_requests(tmp
         request["seconds"] += 0.5
     assert found.goals["settled"] and not found.goals["measured"]
     assert found.worst_over_ends("measured") == (pytest.approx(0.5), 1)
+
+
+def test_the_page_tells_how_many_requests_that_verdict_rests_on(tmp_path: Path) -> None:
+    found = found_in(tmp_path)
+    header, _, *rows = phases_table([found]).splitlines()
+    column = [name.strip() for name in header.split("|")].index("so many")
+    told = [int(row.split("|")[column]) for row in rows]
+    assert told == [len(found.requests(phase, OURS, settled=True)) for phase in range(len(found.phases))]
+    assert min(told) > 0
 
 
 def test_a_cut_that_was_not_tried_throughout_is_no_fixed_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.inference.asking import here
+from tests.inference.between import between
 from tests.server.running import Running, running
-from upriver.cli import main
+from upriver.cli import common, main
+from upriver.cli import infer as infer_module
 from upriver.cli.stages import input_stages
+from upriver.client.inference import offload as offload_module
 from upriver.pipeline import stored_tensor
 from upriver.program.names import load_model
 
@@ -266,3 +270,34 @@ def test_a_server_without_the_program_says_how_it_comes_by_it(
     arguments = ["--input", str(tmp_path / "x.npy"), "--server", server.url, "--no-push"]
     assert main(["infer", "infer_models:chain", *arguments, "--weights", str(weights)]) == 2
     assert "upriver push MODEL STORE --granularity op" in capsys.readouterr().err
+
+
+def test_a_server_that_is_sent_the_program_for_long_is_waited_for(
+    tmp_path: Path,
+    x: torch.Tensor,
+    server: Running,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is broken off would begin anew each time, and never come to its end."""
+    weights, noted = tmp_path / "other.safetensors", threading.Event()
+    model, _ = load_model("infer_models:chain", seed=6)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, weights)
+    monkeypatch.setattr(offload_module, "START_S", 0.05)
+
+    def note(message: str) -> None:
+        common.note(message)
+        noted.set()
+
+    monkeypatch.setattr(infer_module, "note", note)
+    with between(server.url) as front:
+
+        def slowly(path: str) -> None:
+            if "/programs/" in path:
+                noted.wait(5)
+
+        front.before = slowly
+        arguments = ["--server", front.url, "--policy", "remote", "--weights", str(weights)]
+        found = asked(capsys, "infer_models:chain", "--input", tmp_path / "x.npy", *arguments)
+        assert found["requests"]["server"] == 1 and found["last"]["server"] == front.url
+    assert noted.is_set()

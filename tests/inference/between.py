@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.client.scripted_http import Exchange, scripted
-from upriver.protocol import PROCESS_HEADER, FrameDecoder, encode
+from upriver.errors import Overloaded, UpriverError
+from upriver.protocol import PROCESS_HEADER, FrameDecoder, encode, error_body
 from upriver.types import Timings
 
 
@@ -25,6 +26,8 @@ class Between:
         profile_s: Seconds of every stage in profiles.
         run_s: Seconds of every stage in answers.
         k: In answers.
+        phases: Seconds of phases in answers, beside those that the server says.
+        refuses: By path an error in place of an answer.
         before: Called with each path before it is answered.
     """
 
@@ -35,6 +38,8 @@ class Between:
         self.profile_s: float | None = None
         self.run_s: float | None = None
         self.k: float | None = None
+        self.phases: Mapping[str, float] = {}
+        self.refuses: dict[str, UpriverError] = {}
         self.before: Callable[[str], None] = lambda path: None
         self._address = urlsplit(url).netloc
 
@@ -46,6 +51,9 @@ class Between:
         path = exchange.path.partition("?")[0]
         self.before(path)
         self.asked.append((path, self.process))
+        if (error := self.refuses.get(path)) is not None:
+            status = 429 if isinstance(error, Overloaded) else 400
+            return exchange.plain(status, json.dumps(error_body(error)).encode())
         connection = http.client.HTTPConnection(self._address, timeout=60)
         try:
             connection.request(exchange.method, exchange.path, body=exchange.body or None)
@@ -55,7 +63,7 @@ class Between:
             connection.close()
         if status == 200:
             body = self._changed(path, body)
-        exchange.plain(status, body, **{PROCESS_HEADER.replace("-", "_"): self.process})
+        return exchange.plain(status, body, **{PROCESS_HEADER.replace("-", "_"): self.process})
 
     def _changed(self, path: str, body: bytes) -> bytes:
         if path == "/v1/load":
@@ -74,6 +82,7 @@ class Between:
     def _timed(self, message: Any) -> Any:
         if not isinstance(message, Timings):
             return message
+        message = replace(message, phases={**message.phases, **self.phases})
         if self.run_s is not None:
             message = replace(message, stages=dict.fromkeys(message.stages, self.run_s))
         return message if self.k is None else replace(message, k=self.k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from tests.inference.asking import SELDOM, chain, far_of, here
 from tests.inference.between import Between, between
 from tests.server.running import Running, wait_for
 from upriver.client.inference import far as far_module
+from upriver.client.inference.decide import Rule
 from upriver.client.inference.offload import Offload
+from upriver.errors import Busy, CaptureError, ProgramNotFound, ProtocolError
+from upriver.program import whole
+from upriver.program.capture import capture
 
 FREE, BUSY = {"machine": 0.1, "k": 1.0}, {"machine": 0.95, "k": 1.0}
 
@@ -144,3 +149,99 @@ def test_what_a_busy_server_shows_is_not_kept_and_is_measured_anew_when_it_is_fr
         asked = front.count("/v1/load")
         wait_for(lambda: requests or front.count("/v1/load") > asked + 3)
         assert front.count(PROFILE) == 2
+
+
+@pytest.mark.parametrize(("first_s", "believed_s"), [(0.03, 0.01), (0.002, 0.002)])
+def test_the_first_run_there_counts_only_until_its_stages_can_be_measured(
+    first_s: float, believed_s: float, front: Between, cache: Path
+) -> None:
+    """It was started again, and measures for somebody else just now."""
+    takes(front, 0.01)
+    with asking(front):
+        pass
+    takes(front, first_s)
+    front.refuses[PROFILE] = Busy("another profile is being measured")
+    with asking(front, load_s=0.02) as answer:
+        assert known_s(answer) == pytest.approx([believed_s] * 7)
+        wait_for(lambda: front.count(PROFILE) >= 3)
+        takes(front, 0.005)
+        del front.refuses[PROFILE]
+        wait_for(lambda: known_s(answer) == pytest.approx([0.005] * 7))
+        asked = front.count("/v1/load")
+        wait_for(lambda: front.count("/v1/load") > asked + 3)
+        measured = front.count(PROFILE)
+    with asking(front) as answer:
+        assert known_s(answer) == pytest.approx([0.005] * 7)
+    assert front.count(PROFILE) == measured, "that was kept"
+
+
+def test_a_server_that_measures_no_stages_is_not_asked_again_and_again(front: Between, cache: Path) -> None:
+    takes(front, 0.01)
+    front.refuses[PROFILE] = ProtocolError("no such thing")
+    with asking(front, load_s=0.02) as answer:
+        assert known_s(answer) == pytest.approx([0.01] * 7)
+        wait_for(lambda: front.count("/v1/load") > 4)
+        assert front.count(PROFILE) == 1 and not list(cache.glob("*"))
+
+
+ABSURD: list[dict[str, Any]] = [
+    {"profile_s": 1e10},
+    {"profile_s": 1.5e9},
+    {"profile_s": 1e-300},
+    {"run_s": 1e10, "refuses": {PROFILE: Busy("for ever")}},
+    {"run_s": 1e308},
+    {"phases": {"forward": 1e308, "encode": 1e308}},
+    {"phases": {"forward": 1e9, "encode": 1e9}},
+    {"k": 1e308},
+    {"load": {**FREE, "k": 1e308}},
+    {"load": {**FREE, "expected_wait_s": 1e308}},
+]
+"""What a server may say of itself."""
+
+
+@pytest.mark.parametrize("when", ["from the start", "later"])
+@pytest.mark.parametrize("said", ABSURD, ids=str)
+def test_no_number_of_a_server_s_keeps_a_request_from_its_answer(
+    said: dict[str, Any], when: str, front: Between, cache: Path
+) -> None:
+    x = torch.randn(2, 64)
+
+    def say() -> None:
+        for name, value in said.items():
+            setattr(front, name, value)
+
+    if when == "from the start":
+        say()
+    with asking(front, cut=None, load_s=0.02) as answer:
+        say()
+        for cut in (None, 0, 3):
+            answer._rule = Rule(cut=cut)
+            for _ in range(3):
+                assert torch.equal(answer(x), here(chain(), x))
+                assert str(answer.plan) and answer.why
+
+
+# ------------------------------------------------------------------------------------------------ programs
+
+
+@pytest.mark.parametrize(("skipped", "level"), [(0, "op"), (1, "module"), (2, None)])
+def test_a_server_that_has_not_the_program_is_to_be_pushed_that_one(
+    skipped: int, level: Any, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a cut between operators would change bits stages end with modules, or there is a single one."""
+    tries, through_cuts = count(), whole.through_cuts
+
+    def changes_bits(*args: Any) -> Any:
+        if next(tries) < skipped:
+            raise CaptureError("other bits")
+        return through_cuts(*args)
+
+    monkeypatch.setattr(whole, "through_cuts", changes_bits)
+    model, x = chain(seed=98), torch.randn(1, 64)
+    with pytest.raises(ProgramNotFound) as raised:
+        upriver.offload(model, example_inputs=x, servers=[server.url], push=False)
+    if level is None:
+        assert str(raised.value).endswith("let it be sent with push=True")
+        return
+    assert f"upriver push MODEL STORE --granularity {level} --micro-batch 1" in str(raised.value)
+    assert capture(model, x, granularity=level).digest in str(raised.value)

@@ -17,12 +17,12 @@ from tests.inference.asking import chain
 from upriver.client.inference import far as far_module
 from upriver.client.inference import rest as rest_module
 from upriver.client.inference import uplink as uplink_module
-from upriver.client.inference.admit import PROBES, ROUND_TRIPS, Admitted
+from upriver.client.inference.admit import PROBES, Admitted
 from upriver.client.inference.costs import Costs, Handling, crossing_bytes
 from upriver.client.inference.decide import Now
 from upriver.client.inference.exchange import Finished
 from upriver.client.inference.far import LONGEST_PAUSE_S, PAUSE_S, Far, Terms
-from upriver.client.inference.link import LinkWindow
+from upriver.client.inference.link import ROUND_TRIPS, LinkWindow
 from upriver.client.retry import Backoff
 from upriver.errors import (
     DeadlineExceeded,
@@ -57,14 +57,16 @@ class There:
     Attributes:
         now_s: What the clock says.
         rate: Bytes per second of the way there.
+        rtt_s: Seconds of a round trip.
         refuses: By digest what it says to whoever is to be let in with that program.
         down: What it says to all else.
         machine: How busy it is.
-        did: Probes, questions and let-ins, in order.
+        did: Probes, round trips, questions and let-ins, in order.
     """
 
     now_s: float = 1000.0
     rate: float = 1e6
+    rtt_s: float = RTT_S
     refuses: dict[str, UpriverError] = field(default_factory=dict)
     down: UpriverError | None = None
     machine: float = 0.0
@@ -92,10 +94,10 @@ class There:
         )
 
     def probe(self, _: Any, link: LinkWindow, *, small: int, large: int, every_s: float = 5.0) -> None:
-        self._do("probe")
+        self._do("probe" if large else "round trips")
         for size in [1] * small + [0] * large:
             num_bytes = size or link.probe_bytes(every_s)
-            seconds = RTT_S + num_bytes / self.rate
+            seconds = self.rtt_s + num_bytes / self.rate
             if seconds > QUESTION_S:
                 raise ServerUnavailable("no answer in time")
             link.saw(num_bytes, seconds)
@@ -360,7 +362,7 @@ def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
     serve(far, networks[0])
     turn(far)
     there.did.clear()
-    far._probed_at = math.inf  # it is about the load
+    far._probed_at = far._shown_at = math.inf  # it is about the load
     assert turn(far) == 10.0
     far._wake.clear()
     for _ in range(3):
@@ -376,7 +378,7 @@ def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
         far._wake.clear()
     far.seek()
     far.answered(networks[0], 0, finished())
-    far._probed_at = math.inf
+    far._probed_at = far._shown_at = math.inf
     assert turn(far) == 10.0, "it has told by itself"
 
 
@@ -442,7 +444,9 @@ def test_a_probe_waits_for_a_request_that_is_under_way(
     assert not far._wake.is_set(), "nothing is due"
 
 
-def test_nor_is_it_sent_where_the_request_has_shown_the_link(far: Far, there: There) -> None:
+def test_of_a_link_that_the_request_has_shown_the_round_trip_alone_is_measured(
+    far: Far, there: There
+) -> None:
     captured = capture_whole(chain(), Example.of(torch.randn(16, 64)))
     serve(far, captured)
     turn(far)
@@ -451,9 +455,32 @@ def test_nor_is_it_sent_where_the_request_has_shown_the_link(far: Far, there: Th
         there.now_s += 6.0
         turn(far)
         far.answered(captured, 0, finished(RTT_S + 4096 / there.rate))
-        far._wake.clear()
-    assert not far._wake.is_set()
-    assert turn(far) == 5.0 and there.did == []
+    assert far._wake.is_set()
+    assert turn(far) == 5.0 and there.did == ["round trips"]
+    there.now_s += 3.0
+    far.answered(captured, 0, finished(RTT_S + 4096 / there.rate))
+    there.now_s += 2.0
+    assert turn(far) == 3.0 and there.did == ["round trips"] * 2, "until five seconds after the request"
+    there.now_s += 3.0
+    assert turn(far) == 5.0 and there.did == ["round trips"] * 2 + ["probe"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.005, 0.105), (0.105, 0.005)])
+def test_a_round_trip_of_another_length_is_learned_while_requests_show_the_link(
+    before: float, after: float, far: Far, there: There
+) -> None:
+    captured = capture_whole(chain(), Example.of(torch.randn(800, 64)))
+    there.rtt_s, there.rate, size = before, 1e7, crossing_bytes(captured.program, 0)
+    serve(far, captured)
+    turn(far)
+    there.rtt_s = after
+    for _ in range(20):
+        there.now_s += 1.0
+        far.answered(captured, 0, finished(there.rtt_s + size / there.rate))
+        turn(far)
+    assert far.link.rtt_s == pytest.approx(after, rel=0.01)
+    assert far.link.bandwidth_bytes_per_s == pytest.approx(there.rate, rel=0.01)
+    assert there.did.count("probe") == 2, "at the let-in, and after the first request that was odd"
 
 
 def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: Far, there: There) -> None:
@@ -467,7 +494,7 @@ def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: Far, the
         there.now_s += 1.0
         far.answered(captured, 0, finished(usual_s))
         far._wake.clear()
-    assert not far._wake.is_set() and turn(far) == 5.0 and there.did == [], "it is as it was"
+    assert not far._wake.is_set() and turn(far) == 4.0 and there.did == [], "it is as it was"
     with far.under_way():
         there.now_s += 1.0
         far.answered(captured, 0, finished(RTT_S + 4096 / there.rate))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+import upriver
+from tests.inference.asking import SELDOM, chain, here
+from tests.server.running import Running
+from upriver.client.inference import request as request_module
 from upriver.client.inference.admit import handling_of
 from upriver.client.inference.costs import Costs, Handling, crossing_bytes
 from upriver.client.inference.decide import ESTIMATES
@@ -137,3 +142,26 @@ def test_wide_cuts_are_packed_and_unpacked(captured: Captured, far: Far) -> None
 def test_packing_takes_no_less_than_nothing() -> None:
     encode_s, decode_s = packing()
     assert 0 <= encode_s < math.inf and 0 <= decode_s < math.inf
+
+
+def test_what_an_accelerator_still_computes_when_it_is_called_is_the_device_s_time(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that is fetched waits for all that is before it there."""
+    late_s, fetch, clock = 0.0, torch.Tensor.cpu, SimpleNamespace(perf_counter=lambda: late_s)
+
+    def fetched(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal late_s
+        late_s += 7.0
+        return fetch(tensor)
+
+    x = torch.randn(2, 64)
+    with upriver.offload(chain(), example_inputs=x, servers=[server.url], cut=3, **SELDOM) as answer:
+        monkeypatch.setattr(request_module, "time", clock)
+        monkeypatch.setattr(torch.Tensor, "cpu", fetched)
+        assert torch.equal(answer(x), here(chain(), x))
+        assert answer.last is not None and answer.last.server == server.url
+        assert answer.last.device_s == 7.0
+        answer._patience = replace(answer._patience, deadline_s=5.0)
+        assert torch.equal(answer(x), here(chain(), x))
+        assert answer.last.server == "" and "deadline" in answer.last.why_not

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.client.inference.link import FIRST_PROBE, LEAST_PROBE, MOST_PROBE, LinkWindow
+from upriver.client.inference.link import FIRST_PROBE, LEAST_PROBE, MOST_PROBE, ROUND_TRIPS, LinkWindow
 
 
 def seen(link: LinkWindow, *sizes: float, rate: float = 1e6, rtt_s: float = 0.01) -> None:
@@ -31,7 +31,7 @@ def test_a_transfer_says_whether_it_tells_a_rate() -> None:
     link = LinkWindow()
     assert link.saw(1e5, 0.1) and link.saw(1e5, 0.1, request=True)
     assert not any(link.saw(size, seconds) for size, seconds in ((1024, 0.1), (1e5, -0.1), (1e5, math.nan)))
-    assert len(link._transfers) == 2
+    assert len(link._rates) == 2
 
 
 def test_one_odd_transfer_moves_nothing() -> None:
@@ -58,6 +58,24 @@ def test_two_in_a_row_are_believed(rate: float) -> None:
     assert link.unsettled and link.bandwidth_bytes_per_s == pytest.approx(1e6)
     seen(link, 1e5, rate=rate)
     assert not link.unsettled and link.bandwidth_bytes_per_s == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.005, 0.105), (0.105, 0.005)])
+def test_a_round_trip_of_another_length_is_none_of_the_rate(before: float, after: float) -> None:
+    link = LinkWindow()
+    for _ in range(ROUND_TRIPS):
+        link.saw(1, before)
+    seen(link, *[2e5] * 8, rate=8e6, rtt_s=before)
+    seen(link, 2e5, rate=8e6, rtt_s=after)
+    assert link.unsettled, "until its round trip is known it may be the rate"
+    for _ in range(ROUND_TRIPS):
+        link.saw(1, after)
+    assert link.rtt_s == after
+    assert link.bandwidth_bytes_per_s == pytest.approx(8e6), "those before it were not quicker or slower"
+    for _ in range(20):
+        seen(link, 2e5, rate=8e6, rtt_s=after)
+        assert not link.unsettled
+        assert link.bandwidth_bytes_per_s == pytest.approx(8e6)
 
 
 def test_jitter_is_no_change() -> None:

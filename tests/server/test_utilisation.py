@@ -278,6 +278,12 @@ def test_a_look_that_fails_is_one_that_sees_nothing(caplog: pytest.LogCaptureFix
     ]
 
 
+def test_a_server_knows_how_busy_its_machine_is_soon_after_its_start() -> None:
+    """Nothing known is 0, which clients take for free."""
+    with in_thread("memory://utilisation", load_watch_s=3600.0) as server:
+        assert 0 < wait_for(lambda: server.metric("upriver_machine_utilisation")) <= 1
+
+
 def test_a_server_shows_how_busy_its_machine_is() -> None:
     with in_thread("memory://utilisation", load_watch_s=0.05) as server:
         assert 0 < wait_for(lambda: server.metric("upriver_machine_utilisation")) <= 1

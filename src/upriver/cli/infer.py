@@ -15,6 +15,7 @@ from upriver.cli.options import InputShapeOption, ModelArgument, WeightsOption, 
 from upriver.cli.output import check_output
 from upriver.cli.serving import read_token
 from upriver.errors import ConfigError
+from upriver.text import bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,6 +96,7 @@ def infer(
             ca=ca,
         )
     with answer:
+        _wait(answer)
         asked: list[Served] = []
         for _ in range(repeat):
             given = answer(*call.args, **call.kwargs)
@@ -105,6 +107,19 @@ def infer(
             save_tensors(output, {f"output_{number}": tensor for number, tensor in enumerate(tensors)})
         document = _document(model, answer, asked, tensors)
         emit(document, as_json=as_json, text=lambda: _print(document))
+
+
+def _wait(answer: Offload) -> None:
+    """Until servers have been sent the program: what is broken off begins anew with the next command."""
+    if not (slow := answer.wait(0.0)):
+        return
+    num_bytes = sum(stage.param_bytes for stage in answer.program.stages)
+    note(
+        f"the program, {bytes_text(num_bytes)}, is still being sent to {', '.join(slow)}, where the next "
+        "command finds it; upriver push puts it into a server's store beforehand"
+    )
+    with working("sending the program"):
+        answer.wait()
 
 
 def _document(

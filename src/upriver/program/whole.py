@@ -43,6 +43,7 @@ class Captured:
         reference: What the program gives for that.
         places: For each tensor of an answer, in order, where it stands in what the program gives.
         returned: What the model itself returned for the example.
+        granularity: Where its stages end.
     """
 
     program: Program
@@ -50,6 +51,7 @@ class Captured:
     reference: tuple[torch.Tensor, ...]
     places: tuple[int, ...]
     returned: Answer
+    granularity: Granularity
 
     def answer(self, given: Sequence[torch.Tensor]) -> Any:
         """What the model would return, from what its program gives."""
@@ -105,8 +107,15 @@ def capture_whole(model: nn.Module, inputs: Inputs) -> Captured:
     except CaptureError:  # it does not take any values: the example has to do
         compared = [(example, answer)]
     places = tuple(recording.chain.outputs.index(name) for name in recording.answers)
-    program, reference = _proven(recording, model, places, compared)
-    return Captured(program=program, example=example, reference=reference, places=places, returned=answer)
+    program, reference, granularity = _proven(recording, model, places, compared)
+    return Captured(
+        program=program,
+        example=example,
+        reference=reference,
+        places=places,
+        returned=answer,
+        granularity=granularity,
+    )
 
 
 def _proven(
@@ -114,8 +123,8 @@ def _proven(
     model: nn.Module,
     places: Sequence[int],
     compared: Sequence[tuple[Example, Answer]],
-) -> tuple[Program, tuple[torch.Tensor, ...]]:
-    """The program with the most cuts of which all hold, and what it gives for the first example."""
+) -> tuple[Program, tuple[torch.Tensor, ...], Granularity]:
+    """The program with the most cuts of which all hold, what it gives for the first example, and its cuts."""
     weights, device = WeightsFile(recording.tensors), compared[0][0].tensors[0].device
     for granularity in GRANULARITIES:
         graph = graph_of(recording, model, weights.digest, device=device, granularity=granularity)
@@ -128,7 +137,7 @@ def _proven(
                 raise
     for (_, answer), tensors in zip(compared, given, strict=True):
         _check_alike(compared[0][1], answer, [tensors[place] for place in places])
-    return program, given[0]
+    return program, given[0], granularity
 
 
 def _check_alike(first: Answer, answer: Answer, given: Sequence[torch.Tensor]) -> None:

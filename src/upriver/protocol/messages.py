@@ -14,7 +14,7 @@ from upriver.pipeline.mapstyle import DONE, RAW, START
 from upriver.protocol.caps import MAX_INTEGER, MAX_MICRO_BATCH, VERSION, Caps
 from upriver.store.names import MAX_NAME_BYTES
 from upriver.text import last_lines, printable, said
-from upriver.types import Timings
+from upriver.types import MOST_BYTES, MOST_FACTOR, MOST_SECONDS, Timings
 
 PROCESS_HEADER = "Upriver-Process"
 """Header of every answer: names the process that gives it, by a word that it drew when it began. Another one
@@ -41,9 +41,10 @@ Label = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[ -~]*\Z")]
 MAX_LARGER = 8
 """Sizes to choose from: eight doublings."""
 
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+Bytes = Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Factor = Annotated[float, msgspec.Meta(ge=1)]
+Factor = Annotated[float, msgspec.Meta(ge=1, le=MOST_FACTOR)]
 
 _T = TypeVar("_T")
 
@@ -260,11 +261,11 @@ class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The same as the noun.
 
         Raises:
-            ProtocolError: If a time is negative, or a number is not finite.
+            ProtocolError: If a time is negative, or beyond what any takes, or a number is not finite.
         """
         for name, seconds in [*self.phases.items(), *self.stages.items()]:
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ProtocolError(f"seconds of {name!r} must be finite and >= 0, got {seconds}")
+            if not 0 <= seconds <= MOST_SECONDS:
+                raise ProtocolError(f"seconds of {name!r} must be in 0..{MOST_SECONDS}, got {seconds}")
         for name, value in (("expected_wait_s", self.expected_wait_s), ("k", self.k)):
             if not math.isfinite(value):
                 raise ProtocolError(f"{name} must be finite, got {value}")
@@ -308,7 +309,7 @@ class StageCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     position: Index
     seconds: tuple[Seconds, Seconds]
-    peak_bytes: Seconds | None = None
+    peak_bytes: Bytes | None = None
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

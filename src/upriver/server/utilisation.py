@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 STAT = Path("/proc/stat")
 
+FIRST_S = 0.5
+"""After which it is told for the first time: before any worker can be asked for anything."""
+
 FIELDS = 8
 """Of a core's line: user, nice, system, idle, iowait, irq, softirq, steal. Guests' time, which follows, is in
 the first two as well; old kernels have the first four alone."""
@@ -164,11 +167,13 @@ async def watch(look: Look, told: Callable[[float | None], None], *, every_s: fl
 
     Args:
         told: What was seen, each time, in the event loop's thread.
+        every_s: Between two looks, but for the first ones.
     """
-    unsaid = True
+    unsaid, wait_s = True, min(FIRST_S, every_s)
     await _seen(look)  # from here on
     while True:
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(wait_s)
+        wait_s = every_s
         found, why = await _seen(look)
         told(found)
         if found is None and unsaid:

@@ -7,18 +7,20 @@ network was captured with, which both sides compute, whole and from the cut that
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upriver.client.compare import Exact, Tolerance, difference, tolerance
 from upriver.client.inference.costs import ANY_TIME, Costs, Handling, crossing_bytes
 from upriver.client.inference.exchange import Exchange, Finished, packing
-from upriver.client.inference.link import LinkWindow
+from upriver.client.inference.link import ROUND_TRIPS, LinkWindow
+from upriver.client.inference.uplink import Uplink
 from upriver.client.measuring import profile_key
 from upriver.client.servers import MEASURE_S, bring, check_fingerprint, threads_hint
 from upriver.client.today import UNCHANGED
 from upriver.client.transport import ServerClient
-from upriver.errors import NotExact, ProgramNotFound, UpriverError
+from upriver.errors import NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.profile.keep import ProfileKey, load_profile, save_profile
 from upriver.program.program import Program
 from upriver.program.whole import Captured
@@ -27,9 +29,9 @@ from upriver.types import Tier, Timings
 
 log = logging.getLogger("upriver")
 
-ROUND_TRIPS, PROBES = 3, 3
-"""Transfers of one byte and of more that a server's link is first known by; of the latter the first one is
-small, and only says how large the others may be."""
+PROBES = 3
+"""Transfers of more than a byte that a server's link is first known by; the first one is small, and only says
+how large the others may be."""
 
 CANARIES = 2
 """Runs from the narrowest cut: the first one also has the server look up what crosses there."""
@@ -48,7 +50,8 @@ class Admitted:
 
     Attributes:
         costs: What its stages take here and there, and what requests take besides.
-        provisional: Whether its stages were measured while it was busy: what they take at best is not known.
+        provisional: Whether what its stages take at best is not known: they were measured while it was busy,
+            or it had no time to measure them.
         cuts: Those that the example ran from.
         load: How busy the server is.
     """
@@ -67,6 +70,7 @@ def admit(
     push: bool,
     exact: Exact,
     link: LinkWindow,
+    uplink: Uplink,
 ) -> Admitted:
     """Let a server show that it gives what the device gives, and measure it and the way there.
 
@@ -77,6 +81,7 @@ def admit(
         push: Whether it is sent the program if it has it not.
         exact: Whether its bits must be the device's.
         link: Takes in what crosses.
+        uplink: By which all of it goes.
 
     Raises:
         NotExact: If its fingerprint or its answer differs.
@@ -86,23 +91,28 @@ def admit(
     process, program = client.process(), captured.program
     info = client.info(process=process)
     check_fingerprint(client.url, info.fingerprint, program.device, exact=exact == "bitwise")
-    _bring(client, program, push=push)
-    probe(client, link, small=ROUND_TRIPS, large=PROBES)
+    _bring(client, captured, push=push)
+    with uplink.probing(time.monotonic()):
+        probe(client, link, small=ROUND_TRIPS, large=PROBES)
     allowed = allowed_by(exact, captured)
-    whole = canary(client, captured, 0, allowed, process=process)
     narrowest = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
-    again = [canary(client, captured, narrowest, allowed, process=process) for _ in range(CANARIES)]
+    with uplink.in_use():
+        whole = canary(client, captured, 0, allowed, process=process)
+        again = [canary(client, captured, narrowest, allowed, process=process) for _ in range(CANARIES)]
     handling = handling_of(program, narrowest, again, link)
     key, seen = profile_key("", program, client, info), [each.timings for each in (whole, *again)]
-    kept = _kept(key, program, seen)
-    measured = () if kept else _measured(client, program)
+    before, today = _kept(key, program), _at_best(program, seen)
+    known = bool(before) and sum(before) / UNCHANGED <= sum(today) <= sum(before) * UNCHANGED
+    measured, later = ((), False) if known else _measured(client, program)
     load = client.load(process=process)  # the same to the end, whatever has failed in between
-    seconds = kept or tuple(each / load.k for each in measured) or _at_best(program, seen)
+    seconds = tuple(each / load.k for each in measured) or today
+    if known or (later and sum(before) < sum(today)):  # a first run takes longer than those after it
+        seconds = before or today
     costs = Costs(program=program, device_s=device_s, server_s=seconds, handling=handling, process=process)
-    busy = load.machine >= BUSY
-    if measured and not busy:
+    provisional = not known and (later or load.machine >= BUSY)
+    if measured and not provisional:
         save_profile(key, costs.profile, costs.cluster(ANY_TIME))
-    return Admitted(costs=costs, provisional=busy and not kept, cuts=(0, narrowest), load=load)
+    return Admitted(costs=costs, provisional=provisional, cuts=(0, narrowest), load=load)
 
 
 def allowed_by(exact: Exact, captured: Captured) -> Tolerance | None:
@@ -110,14 +120,18 @@ def allowed_by(exact: Exact, captured: Captured) -> Tolerance | None:
     return None if exact == "bitwise" else tolerance([tensor.dtype for tensor in captured.reference])
 
 
-def _bring(client: ServerClient, program: Program, *, push: bool) -> None:
+def _bring(client: ServerClient, captured: Captured, *, push: bool) -> None:
+    program, level = captured.program, captured.granularity
     if push:
         bring(client, program)
     elif not client.has_program(program.digest):
+        push_it = (
+            f", or put it into a store of the server's: upriver push MODEL STORE --granularity {level} "
+            f"--micro-batch {program.micro_batch}"
+        )
         raise ProgramNotFound(
-            f"{client.url} has not the program {program.digest}; let it be sent with push=True, or put it "
-            f"into a store of the server's: upriver push MODEL STORE --granularity op --micro-batch "
-            f"{program.micro_batch}"
+            f"{client.url} has not the program {program.digest}; let it be sent with push=True"
+            + (push_it if level != "end" else "")  # of which no command makes a program
         )
 
 
@@ -193,33 +207,22 @@ def handling_of(program: Program, cut: int, seen: Sequence[Finished], link: Link
     )
 
 
-def _kept(key: ProfileKey, program: Program, seen: Sequence[Timings]) -> tuple[float, ...]:
-    """Seconds of each stage as an earlier process had them measured, if the canaries show about the same.
-
-    They were of another day, and maybe of a server that had more to do, or less than it can tell: how many
-    times as long stages take as at best it knows of the time since it began alone.
-    """
+def _kept(key: ProfileKey, program: Program) -> tuple[float, ...]:
+    """Seconds of each stage as an earlier process had them measured; none where none has."""
     kept = load_profile(key, stages=[stage.name for stage in program.stages], input_stages=())
-    if kept is None:
-        return ()
-    seconds = tuple(sum(stage.seconds[Tier.STORAGE]) for stage in kept.profile.stages)
-    before_s, today_s = sum(seconds), sum(_at_best(program, seen))
-    if before_s / UNCHANGED <= today_s <= before_s * UNCHANGED:
-        return seconds
-    log.info("stages take %.3g s on a server today, and %.3g s were kept: measuring anew", today_s, before_s)
-    return ()
+    return () if kept is None else tuple(sum(stage.seconds[Tier.STORAGE]) for stage in kept.profile.stages)
 
 
-def _measured(client: ServerClient, program: Program) -> tuple[float, ...]:
-    """Seconds of each stage as the server measures them now; none where it does not."""
+def _measured(client: ServerClient, program: Program) -> tuple[tuple[float, ...], bool]:
+    """Seconds of each stage as it measures them now; none where it does not, and whether it may later."""
     positions = range(1, program.num_stages + 1)
     try:
         found = client.profile([program.digest], repeats=REPEATS)
         lines = {cost.position: cost.seconds for cost in found.stages}
-        return tuple(lines[at][0] + program.micro_batch * lines[at][1] for at in positions)
+        return tuple(lines[at][0] + program.micro_batch * lines[at][1] for at in positions), False
     except (UpriverError, KeyError) as error:
         log.info("%s does not measure stages now, its first answers have to do: %s", client.url, error)
-        return ()
+        return (), isinstance(error, Overloaded)
 
 
 def _at_best(program: Program, seen: Sequence[Timings]) -> tuple[float, ...]:

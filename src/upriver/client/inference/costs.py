@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -98,6 +98,10 @@ class Costs:
         server_s: Of each stage on the server when nothing else keeps it busy.
         handling: What a request takes besides.
         process: Of the server, which has shown that it gives what the device gives.
+        sums: Of all that, added up once.
+
+    Raises:
+        ConfigError: If a number in it is beyond what anything takes, as the server may say.
     """
 
     program: Program
@@ -105,6 +109,7 @@ class Costs:
     server_s: Sequence[float]
     handling: Handling = Handling()
     process: str = ""
+    sums: Sums = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         counts = {len(self.device_s), len(self.server_s)}
@@ -112,11 +117,8 @@ class Costs:
             raise ConfigError(
                 f"{self.program.num_stages} stages have seconds each on both sides, got {sorted(counts)}"
             )
-
-    @cached_property
-    def sums(self) -> Sums:
-        """Added up once."""
-        return LatencyModel(self.profile, self.cluster(ANY_TIME)).sums
+        # Here, where the server is let in, and not with the first request.
+        object.__setattr__(self, "sums", LatencyModel(self.profile, self.cluster(ANY_TIME)).sums)
 
     @cached_property
     def profile(self) -> Profile:

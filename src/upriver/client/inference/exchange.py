@@ -70,7 +70,7 @@ class Finished:
         """On the server, beside its stages and the wait for others."""
         phases = self.timings.phases
         there = sum(seconds for name, seconds in phases.items() if name not in (RECEIVE, QUEUE))
-        return max(0.0, there - sum(self.timings.stages.values()))
+        return min(self.took_s, max(0.0, there - sum(self.timings.stages.values())))
 
 
 class Exchange:

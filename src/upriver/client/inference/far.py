@@ -23,7 +23,7 @@ from upriver.client.inference.admit import BUSY, admit, allowed_by, canary, prob
 from upriver.client.inference.costs import Costs, crossing_bytes
 from upriver.client.inference.decide import Now
 from upriver.client.inference.exchange import Exchange, Finished
-from upriver.client.inference.link import CONFIRMED, WINDOW, LinkWindow
+from upriver.client.inference.link import CONFIRMED, ROUND_TRIPS, WINDOW, LinkWindow
 from upriver.client.inference.rest import Rest
 from upriver.client.inference.uplink import Uplink
 from upriver.client.pool import is_lost
@@ -32,7 +32,7 @@ from upriver.client.transport import ServerClient
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.program.whole import Captured
 from upriver.text import error_text, said
-from upriver.types import BANDWIDTH, require_finite
+from upriver.types import BANDWIDTH, MOST_FACTOR, require_finite
 
 log = logging.getLogger("upriver")
 
@@ -108,7 +108,7 @@ class Far:
         self._provisional: set[str] = set()
         self._load, self._wait_s = 1.0, 0.0
         self._slowed, self._slowed_until = 1.0, -math.inf
-        self._probed_at = self._heard_at = self._doubted_at = -math.inf
+        self._probed_at = self._shown_at = self._heard_at = self._doubted_at = -math.inf
         self._sought = False
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
         self._rest = Rest(self._backoff)
@@ -213,15 +213,16 @@ class Far:
             now = time.monotonic()
             self._slowed_until = -math.inf
             if alone_s > 0 and spent_s - SLOWED * self._load * alone_s > LATE * finished.took_s:
-                self._slowed, self._slowed_until = spent_s / alone_s, now + self._terms.load_s
+                self._slowed = min(spent_s / alone_s, MOST_FACTOR)
+                self._slowed_until = now + self._terms.load_s
             # Whether it is free again only /v1/load tells.
             self._heard_at = self._heard_at if self._provisional else now
             self._sought = False
             if shown:
-                self._probed_at = now
+                self._shown_at = now
                 # What it alone says is made sure of at once, behind it; not again and again where links jump.
                 if self.link.unsettled and now >= self._doubted_at + self._terms.probe_s:
-                    self._probed_at, self._doubted_at = now - self._terms.probe_s, now
+                    self._shown_at, self._doubted_at = now - self._terms.probe_s, now
             self._rest.answered()
             self._wanted[program.digest].rest.answered()
             self._looked_up.add((program.digest, cut))
@@ -281,6 +282,7 @@ class Far:
         """End its thread, and break off whatever is under way."""
         self._closed = True
         self._client.close()
+        self._uplink.close()
         self._wake.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -312,7 +314,7 @@ class Far:
 
     @property
     def _probe_at(self) -> float:
-        return self._probed_at + self._terms.probe_s
+        return min(self._probed_at, self._shown_at) + self._terms.probe_s
 
     @property
     def _hear_at(self) -> float:
@@ -379,7 +381,15 @@ class Far:
         terms = self._terms
         if not self._costs:  # it may have failed because the way there is another one now
             self.link = LinkWindow(terms.window)
-        admitted = admit(self._client, captured, device_s, push=terms.push, exact=terms.exact, link=self.link)
+        admitted = admit(
+            self._client,
+            captured,
+            device_s,
+            push=terms.push,
+            exact=terms.exact,
+            link=self.link,
+            uplink=self._uplink,
+        )
         load = admitted.load
         with self._lock:
             self._costs = {**self._costs, captured.program.digest: admitted.costs}
@@ -387,17 +397,25 @@ class Far:
             self._provisional -= {captured.program.digest}
             self._provisional |= {captured.program.digest} if admitted.provisional else set()
             self._load, self._wait_s = load.k, load.expected_wait_s
-            self._probed_at = self._heard_at = time.monotonic()
+            self._probed_at = self._shown_at = self._heard_at = time.monotonic()
             self._wanted[captured.program.digest].rest.error = None
         log.info("%s may be asked for stages of %s", self.url, captured.program.digest[:12])
 
     def _probe(self) -> None:
-        """Once, and again at once where the link seems to be another one and is free."""
-        for _ in range(1 + CONFIRMED):
-            probe(self._client, self.link, small=1, large=1, every_s=self._terms.probe_s)
-            if not self.link.unsettled or self._uplink.busy_since_s < math.inf:
-                break
+        """The round trip, and the rate where no request has shown it.
+
+        That once, and again at once where the link seems to be another one and is free.
+        """
+        every_s = self._terms.probe_s
+        with self._uplink.probing(self._probe_at):
+            large = int(time.monotonic() >= self._shown_at + every_s)
+            probe(self._client, self.link, small=ROUND_TRIPS, large=large, every_s=every_s)
+            for _ in range(CONFIRMED * large):
+                if not self.link.unsettled or self._uplink.busy_since_s < math.inf:
+                    break
+                probe(self._client, self.link, small=0, large=1, every_s=every_s)
         self._probed_at = time.monotonic()
+        self._shown_at = self._probed_at if large else self._shown_at
 
     def _ask_load(self) -> None:
         """And where it was busy when stages were measured, and is not any more, have that done again."""

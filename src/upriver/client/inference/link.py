@@ -4,9 +4,9 @@ Liu, Zheng, Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep Neural Netw
 ICDCS 2022, section IV: a sliding window holds what probes and the requests themselves have shown, and a probe
 is as large as what was sent of late.
 
-A transfer of next to nothing takes a round trip; a larger one that, and its bytes over the rate. Of both the
-median over the window counts, which one odd transfer does not move. Where two in a row say that the link is
-another one now, what came before them is forgotten.
+A transfer of next to nothing takes a round trip; a larger one that of its time, and its bytes over the rate.
+Of both the median counts, which one odd transfer does not move. Where two in a row say that the link is
+another one now, what came before them is forgotten; round trips are few and of one moment.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ SMALL_BYTES = 1024
 
 LEAST_PROBE, FIRST_PROBE, MOST_PROBE = 4 << 10, 64 << 10, 1 << 20
 """Bytes of a probe: where little is sent or nothing is known, before a request was sent, and at most."""
+
+ROUND_TRIPS = 3
+"""Sent in a row, and looked back on: one odd one moves nothing, and what they say is of now."""
 
 PROBE_SHARE = 0.1
 """Of the time between two probes one may take so much: over a thin link a probe is in everybody's way."""
@@ -47,13 +50,13 @@ class LinkWindow:
     """The last transfers up to one server. Thread-safe.
 
     Args:
-        window: Transfers looked back on, and round trips.
+        window: Transfers looked back on.
     """
 
     def __init__(self, window: int = WINDOW) -> None:
         self._lock = threading.Lock()
-        self._round_trips: deque[float] = deque(maxlen=window)
-        self._transfers: deque[tuple[float, float]] = deque(maxlen=window)
+        self._round_trips: deque[float] = deque(maxlen=ROUND_TRIPS)
+        self._rates: deque[float] = deque(maxlen=window)
         self._requests: deque[float] = deque(maxlen=window)
 
     def saw(self, num_bytes: float, seconds: float, *, request: bool = False) -> bool:
@@ -73,9 +76,9 @@ class LinkWindow:
             if num_bytes <= SMALL_BYTES:
                 self._round_trips.append(seconds)
                 return False
-            self._transfers.append((num_bytes, seconds))
+            self._rates.append(num_bytes / max(seconds - self._rtt_s(), LEAST_SHARE * seconds))
             if self._is_another(CONFIRMED):
-                self._transfers = deque(list(self._transfers)[-CONFIRMED:], maxlen=self._transfers.maxlen)
+                self._rates = deque(list(self._rates)[-CONFIRMED:], maxlen=self._rates.maxlen)
         return True
 
     @property
@@ -88,7 +91,7 @@ class LinkWindow:
     def bandwidth_bytes_per_s(self) -> float | None:
         """What the link carries upwards, above 0; None where nothing has crossed it yet."""
         with self._lock:
-            rates = self._rates()
+            rates = list(self._rates)
         return None if not rates else min(median(rates), BANDWIDTH.most)
 
     @property
@@ -100,7 +103,7 @@ class LinkWindow:
     def probe_bytes(self, every_s: float) -> int:
         """How large the next probe is to be, if one is sent that often; the last transfer may be right."""
         with self._lock:
-            rates = self._rates()
+            rates = list(self._rates)
             wanted = median(self._requests) if self._requests else FIRST_PROBE
         if not rates:
             return LEAST_PROBE
@@ -110,15 +113,9 @@ class LinkWindow:
     def _rtt_s(self) -> float:
         return median(self._round_trips) if self._round_trips else 0.0
 
-    def _rates(self) -> list[float]:
-        rtt_s = self._rtt_s()
-        return [
-            num_bytes / max(seconds - rtt_s, LEAST_SHARE * seconds) for num_bytes, seconds in self._transfers
-        ]
-
     def _is_another(self, last: int) -> bool:
         """Whether each of the ``last`` transfers is far from the ones before them, on the same side."""
-        rates = self._rates()
+        rates = list(self._rates)
         before, recent = rates[:-last], rates[-last:]
         if not before:
             return False

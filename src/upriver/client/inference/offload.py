@@ -199,6 +199,21 @@ class Offload:
                 ready[far.url] = tuple(cut for cut in cuts if far.prepare(captured, cut))
         return ready
 
+    def wait(self, seconds: float | None = None) -> tuple[str, ...]:
+        """Until each server may be asked, or cannot be: one that is sent the program first may be so late.
+
+        Args:
+            seconds: At most; as long as it takes if None.
+
+        Returns:
+            Addresses of those of which neither is so yet.
+
+        Raises:
+            ProgramNotFound: If one has not the program and is not to be sent it.
+        """
+        self._check_open()
+        return _wait_for(self._fars, seconds)
+
     # -------------------------------------------------------------------------------------- the end
 
     def close(self) -> None:
@@ -299,7 +314,7 @@ def offload(
     answer = Offload(forms, fars, rule=rule, patience=patience, cached_cuts=cached_cuts)
     try:
         _check_cut(rule, answer.program.num_stages)
-        _wait_for(fars)
+        _wait_for(fars, START_S)
     except BaseException:
         answer.close()
         raise
@@ -350,17 +365,13 @@ def _make(model: nn.Module, fars: Sequence[Far], measure: Measure, example: Exam
     return Network(captured=captured, device_s=seconds, total_s=sum(seconds))
 
 
-def _wait_for(fars: Sequence[Far]) -> None:
-    """Until each server may be asked, or cannot be.
-
-    Raises:
-        ProgramNotFound: If one has not the program and is not to be sent it.
-    """
-    end = time.monotonic() + START_S
+def _wait_for(fars: Sequence[Far], seconds: float | None) -> tuple[str, ...]:
+    began = time.monotonic()
     for far in fars:
-        far.tried.wait(max(0.0, end - time.monotonic()))
+        far.tried.wait(None if seconds is None else max(0.0, began + seconds - time.monotonic()))
         if (error := far.lacks_program) is not None:
             raise error
+    return tuple(far.url for far in fars if not far.tried.is_set())
 
 
 def _end(fars: Sequence[Far], helpers: Executor | None) -> None:
