@@ -6,7 +6,6 @@ minute, and without being root, that everything works: a directory as a bucket, 
 
 from __future__ import annotations
 
-import compileall
 import json
 import os
 import select
@@ -172,7 +171,6 @@ def copied(folder: Path) -> Path:
     for part in ("src", "benchmarks"):
         left_out = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / part, folder / part, ignore=left_out)
-    compileall.compile_dir(folder, quiet=1)
     return folder
 
 
@@ -263,8 +261,8 @@ class Jobs:
             spawned = time.monotonic()
             try:
                 process = self._place.popen_at(
-                    argv, cores=cores, near=near, stdout=subprocess.PIPE, stderr=errors, env=env
-                )
+                    argv, cores=cores, near=near, stdout=subprocess.PIPE, stderr=errors, env=env, cwd=folder
+                )  # Python looks for modules of peers where it is begun first
                 stack.callback(self._place.end, process)
                 if group is not None:
                     with suppress(OSError):  # it has ended already; its output says why

@@ -31,6 +31,7 @@ one of each.
 from __future__ import annotations
 
 import argparse
+import compileall
 import sys
 import tempfile
 import time
@@ -81,6 +82,7 @@ def run_all(
         stack.enter_context(sigterm_raises())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="upriver-cold-scratch-")))
         code, of_commit = copied(scratch / "code"), commit()
+        compileall.compile_dir(code, quiet=1)  # or the first process of each kind would do so
         versions = Versions(code, peers.versions)
         wanted = [each for each in settings if missing(each, records, versions, sweeps=not quick)]
         if not wanted:

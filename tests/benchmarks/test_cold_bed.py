@@ -51,10 +51,10 @@ def test_a_process_that_ends_or_hangs_is_told() -> None:
 
 
 JOB = """
-import json, sys, time
+import json, os, sys, time
 spec = json.loads(sys.argv[-1])
 print("answered")
-print(json.dumps(spec["says"]), flush=True)
+print(json.dumps({**spec["says"], "folder": os.getcwd()}), flush=True)
 time.sleep(spec["lingers"])
 """
 
@@ -77,6 +77,7 @@ def test_a_process_that_has_answered_and_does_not_end_is_killed(
     found = asked(said, 600)
     assert found["equal"] and found["ended"] is False
     assert not place._processes, "it is at an end"
+    assert Path(found["folder"]).parent == tmp_path, "no module lies where it is begun"
     monkeypatch.setattr(cold_bed, "END_LIMIT_S", 60)
     assert "ended" not in asked(said, 0)
     with pytest.raises(Failed, match="run upriver: 'imported'"):
