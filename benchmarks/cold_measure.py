@@ -205,7 +205,7 @@ class Measures:
         self.settings, self._sweeps = tuple(settings), sweeps
         self._published: dict[str, dict[str, Any]] = {}
         self._copied: set[tuple[str, str]] = set()
-        self._learnt: set[tuple[str, str, str]] = set()
+        self._learnt: set[tuple[str, str, int]] = set()
         self._last = ""
         self._begun = {"commit": commit, "begun": round(time.time())}
 
@@ -279,10 +279,9 @@ class Measures:
         choice = self.choice(setting, run)
         if (setting.key, way_of(run)) in self._copied:
             choice = replace(choice, assign=False)
-        known = setting.link, setting.model, run
-        if self._sweeps and way_of(run) in STREAMED and known not in self._learnt:
+        known = (setting.link, run, choice.knob) in self._learnt
+        if self._sweeps and way_of(run) in STREAMED and not known:
             self._tried(setting, run, choice)  # which remembers what the link carries; it is not counted
-            self._learnt.add(known)
         found = self._tried(setting, run, choice)
         if choice.assign and found.get("equal") is False:
             self._copied.add((setting.key, way_of(run)))
@@ -290,6 +289,8 @@ class Measures:
         return {**found, "assign": choice.assign}
 
     def _tried(self, setting: Setting, run: str, choice: Choice, *, do: str = "run") -> dict[str, Any]:
+        if do == "run":
+            self._learnt.add((setting.link, run, choice.knob))
         try:
             return self._ask(setting, do, run, choice)
         except Failed as error:

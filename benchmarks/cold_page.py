@@ -125,7 +125,7 @@ of a model's answer, as memory that is not aligned can, weights are copied.
 - Sequential: construct, download upriver's file by ranged reads into memory, `load_state_dict`, run; no
   checksums. Layer by layer and PISeL's groups: upriver with another grouping, so they construct while they
   ask for the manifest, check sums and wait for single weights as it does. Each remembers a link's bandwidth
-  for the next process of its own; the first of each model, which has nothing to go by, is not counted.
+  for the next process of its own; the first of each start, which has nothing to go by, is not counted.
 - boto3: `download_file` to a file on disk, in parts of 16 MiB; then `safetensors.torch.load_file`, or
   `torch.load` with `mmap` and `weights_only`. runai-model-streamer: tensors copied into the model as they
   come. tensorizer takes `s3://` over TLS alone, so it is given a signed URL of the same object.

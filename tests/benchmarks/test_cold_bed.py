@@ -20,6 +20,7 @@ from cold_bed import Jobs, Lines, Local, Namespaces, told
 from cold_peers import Peers
 from cold_settings import (
     OURS,
+    PLAIN,
     WAYS,
 )
 from input_bed import Failed
@@ -53,21 +54,41 @@ def test_a_process_that_ends_or_hangs_is_told() -> None:
 JOB = """
 import json, os, sys, time
 spec = json.loads(sys.argv[-1])
-print("answered")
-print(json.dumps({**spec["says"], "folder": os.getcwd()}), flush=True)
+if spec["says"]:
+    print("answered")
+more = {"folder": os.getcwd(), "cache": os.environ["UPRIVER_CACHE"]}
+print(json.dumps({**spec["says"], **more}), flush=True)
 time.sleep(spec["lingers"])
 """
+
+
+def jobs_that_say(folder: Path) -> Jobs:
+    """Whose processes say what they are asked to."""
+    (folder / "benchmarks").mkdir()
+    (folder / "benchmarks" / "cold_job.py").write_text(JOB)
+    place = Local()  # whose store is not asked for
+    place.bucket, place.options = "none", {}
+    return Jobs(place, Peers(without=True), folder, folder)
+
+
+def test_what_a_run_learns_of_a_link_is_for_the_same_run_alone(tmp_path: Path) -> None:
+    jobs = jobs_that_say(tmp_path)
+
+    def cache(run: str, link: str, knob: int) -> str:
+        spec = {"model": "gpt2", "knob": knob, "says": {}, "lingers": 0}
+        return str(jobs.ask("parts", run, way=WAYS[OURS], cores=1, link=link, **spec)["cache"])
+
+    first = cache(OURS, "fast", 1)
+    others = {cache("pisel", "fast", 1), cache(OURS + PLAIN, "fast", 1), cache(OURS, "thin", 1)}
+    others.add(cache(OURS, "fast", 4))
+    assert cache(OURS, "fast", 1) == first and len(others - {first}) == 4
 
 
 def test_a_process_that_has_answered_and_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cold_bed, "END_LIMIT_S", 0.1)
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "cold_job.py").write_text(JOB)
-    place = Local()  # whose store is not asked for
-    place.bucket, place.options = "none", {}
-    jobs = Jobs(place, Peers(without=True), tmp_path, tmp_path)
+    jobs = jobs_that_say(tmp_path)
     said = {"imported": 1.0, "callable": 1.0, "answered": 1.0, "whole": 1.0, "equal": True}
 
     def asked(says: dict[str, Any], lingers: float) -> dict[str, Any]:
@@ -76,7 +97,7 @@ def test_a_process_that_has_answered_and_does_not_end_is_killed(
 
     found = asked(said, 600)
     assert found["equal"] and found["ended"] is False
-    assert not place._processes, "it is at an end"
+    assert not jobs._place._processes, "it is at an end"  # type: ignore[attr-defined]
     assert Path(found["folder"]).parent == tmp_path, "no module lies where it is begun"
     monkeypatch.setattr(cold_bed, "END_LIMIT_S", 60)
     assert "ended" not in asked(said, 0)

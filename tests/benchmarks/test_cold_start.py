@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
@@ -14,6 +15,7 @@ import cold_bed
 import cold_measure
 import cold_settings
 import cold_start
+import cold_ways
 import testbed
 from _planned import Deadline, Records, TimeIsUp
 from cold_bed import copied
@@ -64,6 +66,8 @@ from tests.benchmarks.cold_simulated import (
     measured,
     tasks_of,
 )
+from upriver.program.weights import ALIGNMENT
+from upriver.store import Store
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -235,6 +239,14 @@ def test_no_setting_begins_when_time_is_up(tmp_path: Path) -> None:
         )
 
 
+def test_no_turn_begins_when_time_is_up(tmp_path: Path) -> None:
+    jobs = Simulated()
+    measures = Measures(jobs, Records(tmp_path / "r.jsonl"), [SETTING], VERSIONS, lambda _: None)
+    with pytest.raises(TimeIsUp):
+        cold_start.go_through(measures, Deadline(0), [], lambda _: None)
+    assert not jobs.asked
+
+
 def test_settings_take_turns_one_after_another_and_what_fails_holds_up_nobody(tmp_path: Path) -> None:
     class Bad(Simulated):
         def shape(self, rate: float | None) -> float | None:
@@ -321,13 +333,15 @@ def test_small_models_are_swept_by_themselves(tmp_path: Path) -> None:
 
 
 def test_streamed_ways_have_learnt_of_the_link_before_they_count(tmp_path: Path) -> None:
-    _, jobs = measured(tmp_path)
-    asked = [run for do, run, _, spec in jobs.asked if do == "run"]
+    records, jobs = measured(tmp_path)
+    before = [run for do, run, _, _ in jobs.asked if do == "run"]
     for run in SETTING.runs:
-        more = way_of(run) in STREAMED and run not in WAYS
-        before = SETTING.repeats + (way_of(run) in STREAMED)
-        assert not more or asked.count(run) == before
-    assert asked.count("boto3-torch" + PLAIN) == SETTING.repeats
+        more = way_of(run) in STREAMED and run not in WAYS  # the others have, by being swept
+        assert run in WAYS or before.count(run) == SETTING.repeats + more
+    jobs.asked = []
+    later = [turn_key(SETTING, number, run) for number in range(2) for run in (OURS, "runai")]
+    made(jobs, records, keys=later)
+    assert [run for _, run, _, _ in jobs.asked] == [OURS, OURS, "runai", OURS, "runai"], "once a start"
 
 
 def test_a_record_says_what_it_follows_what_the_link_carries_and_what_peers_have(tmp_path: Path) -> None:
@@ -336,6 +350,23 @@ def test_a_record_says_what_it_follows_what_the_link_carries_and_what_peers_have
     row = records.rows[turn_key(SETTING, 0, second)]
     assert row["follows"] == first and row["carried"] == 1e8 and row["nbytes"] == NBYTES
     assert records.rows[turn_key(SETTING, 0, "runai")]["packages"] == dict.fromkeys(WAYS["runai"].needs, "")
+
+
+def test_the_load_that_is_kept_is_that_before_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, records = Simulated(), Records(tmp_path / "r.jsonl")
+    monkeypatch.setattr(os, "getloadavg", lambda: (float(len(jobs.asked)), 0.0, 0.0))
+    made(jobs, records, keys=[sweep_key(SETTING, way) for way in (OURS, "runai")])
+    assert records.rows[sweep_key(SETTING, OURS)]["load"] == 0
+    assert 0 < records.rows[sweep_key(SETTING, "runai")]["load"] < len(jobs.asked)
+
+
+def test_a_download_is_read_into_aligned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_ways, "PART_BYTES", 10_000_001)
+    (tmp_path / "object").write_bytes(data := os.urandom(34 << 20))  # which malloc aligns by 16
+    found = cold_ways.downloaded(Store.open(tmp_path.as_uri()), "object", 35_000_000, 3)
+    assert bytes(found.numpy()) == data[:35_000_000] and found.data_ptr() % ALIGNMENT == 0
 
 
 def test_a_slow_link_takes_the_knobs_of_a_faster_one(tmp_path: Path) -> None:
