@@ -130,7 +130,8 @@ def go_through(measures: Measures, deadline: Deadline, failed: list[str], say: C
                 broken.add(setting.key)
             took_s = time.monotonic() - began
             spent_s, spent = spent_s + took_s, spent + sum(task.weight for task in tasks)
-            rest = sum(task.weight for each in measures.settings for task in measures.missing(each))
+            left = {task.key: task.weight for each in measures.settings for task in measures.missing(each)}
+            rest = sum(left.values())
             say(
                 f"{setting.key}, turn {number}: {took_s:.0f} s; what is left would take some "
                 f"{rest * spent_s / spent / 3600:.1f} h"

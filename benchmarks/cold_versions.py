@@ -23,8 +23,14 @@ EVERYBODYS = ("torch", "torchvision", "transformers")
 """Packages by which models are made, here and, lent, in the peers' environment."""
 
 PACKAGE = ("coldstart", "program", "store")
-CONSTRUCTION = ("construct", "notes", "watch")
-"""Parts of upriver that decide what ours take; and modules of the first one that construct for everybody."""
+CONSTRUCTION: Mapping[str, tuple[str, ...]] = {
+    "construct": (),
+    "notes": (),
+    "watch": (),
+    "barrier": ("Gate",),  # of which the others take some functions
+}
+"""Parts of upriver that decide what ours take; and modules of the first one that construct for everybody,
+with what of them has no part in that."""
 
 OURS_ALONE = ("parts", "after")
 """Functions of `cold_job` that no peer's run goes through."""
@@ -70,8 +76,8 @@ class Versions:
         if not way.needs:
             digest.update(self._ours)
         elif not run.endswith(PLAIN):
-            for name in CONSTRUCTION:
-                digest.update(_code(self._package / "coldstart" / f"{name}.py"))
+            for name, without in CONSTRUCTION.items():
+                digest.update(_code(self._package / "coldstart" / f"{name}.py", without=without))
         return digest.hexdigest()[:12]
 
     @cached_property

@@ -52,7 +52,7 @@ from cold_settings import (
     swept,
     way_of,
 )
-from cold_versions import Versions
+from cold_versions import CONSTRUCTION, Versions
 from cold_ways import LOADERS
 from input_bed import Failed
 from tests.benchmarks.cold_simulated import (
@@ -182,6 +182,7 @@ def test_a_sweep_is_of_the_knobs_that_there_are(tmp_path: Path) -> None:
         ("benchmarks/cold_ways.py", "# a remark", set()),
         ("src/upriver/store/more.py", "ONE = 1", {*STREAMED, "sequential"}),
         ("src/upriver/coldstart/construct.py", "ONE = 1", set(WAYS)),
+        ("src/upriver/coldstart/barrier.py", "ONE = 1", set(WAYS)),
         ("src/upriver/server/more.py", "ONE = 1", set()),
     ],
 )
@@ -212,6 +213,18 @@ def test_a_peers_record_is_of_its_own_class_and_packages(tmp_path: Path) -> None
     changed = {way for way in WAYS if after.of("run", way) != before[way]}
     assert changed == {"tensorizer", "boto3-safetensors", "boto3-torch"}
     assert VERSIONS.of("parts", "sequential") != VERSIONS.of("run", "sequential")
+
+
+def test_versions_name_all_that_constructs_for_everybody() -> None:
+    script = (
+        "import sys, cold_ways; cold_ways._our_construction()\n"
+        "print(*(name for name in sys.modules if name.startswith('upriver.coldstart.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=cold_bed.paths(), capture_output=True, text=True, check=True
+    )
+    named = {f"upriver.coldstart.{name}" for name in CONSTRUCTION}
+    assert set(done.stdout.split()) - named == {"upriver.coldstart.arrivals"}, "which only Gate needs"
 
 
 def test_processes_run_a_copy_that_no_edit_reaches(tmp_path: Path) -> None:
