@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,28 +23,19 @@ from _common import ROOT
 from _hosts import Hosts, last_lines
 from _server_watch import memory_group
 from _swift import run_swift
-from cold_settings import WAYS, Way
+from cold_peers import Peers
+from cold_settings import Way
 from input_bed import BORROW, Failed
 from testbed import Testbed
 
 STORE_CORE, ANSWER_CORE = 0, 1
 RUN_LIMIT_S, PUBLISH_LIMIT_S = 600.0, 1800.0
-READY_LIMIT_S = 60.0
+READY_LIMIT_S, END_LIMIT_S = 60.0, 20.0
 ACCOUNT, BUCKET = "cold", "models"
 NO_LIMIT_BYTES = 1 << 50
 
 PEAKS = ("memory.peak", "memory.max_usage_in_bytes")
 """The most that a control group has had, in version 2 and version 1; file pages that it brought in count."""
-
-VARIABLE = "UPRIVER_BENCHMARK_COLD_PEERS"
-PACKAGES = (
-    "torch==2.13.0",
-    "boto3",
-    "safetensors",
-    "runai-model-streamer[s3]==0.17.0",
-    "tensorizer==2.12.1",
-    "s3torchconnector==1.5.0",
-)
 
 _here = Path(__file__).resolve().parent
 
@@ -69,8 +61,12 @@ class Place(Protocol):
     def end(self, process: subprocess.Popen[Any]) -> None:
         """End it and its children."""
 
-    def shape(self, rate: float | None) -> None:
-        """Let the link carry so many bytes per second; None for no limit."""
+    def shape(self, rate: float | None) -> float | None:
+        """Let the link carry so many bytes per second on the wire; None for no limit.
+
+        Returns:
+            Payload bytes per second that it was measured to carry; None where there is no link.
+        """
 
 
 class Namespaces:
@@ -80,12 +76,16 @@ class Namespaces:
         with ExitStack() as stack:
             data = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="upriver-cold-swift-")))
             cores = {"storage": STORE_CORE, "compute": ANSWER_CORE}
-            self._bed = stack.enter_context(Testbed(None, cores=cores))
+            self.over(stack.enter_context(Testbed(None, cores=cores)))
             swift = run_swift(self._bed, data, tenants=(ACCOUNT,), buckets=(f"{ACCOUNT}:{BUCKET}",))
             self.bucket, self.options = BUCKET, swift.options(ACCOUNT)
             self.writing = f"s3://{BUCKET}", self.options
             self._stack = stack.pop_all()
         return self
+
+    def over(self, bed: Testbed) -> None:
+        """Take a testbed whose link has not been measured."""
+        self._bed, self._checked = bed, dict[float | None, float]()
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
@@ -101,11 +101,17 @@ class Namespaces:
         """See `Place`."""
         self._bed.end(process)
 
-    def shape(self, rate: float | None) -> None:
-        """See `Place`; measures what the link carries then."""
-        if rate != self._bed.rate:
+    def shape(self, rate: float | None) -> float:
+        """See `Place`.
+
+        Raises:
+            TestbedError: If it does not carry that, which the next call measures again.
+        """
+        if rate not in self._checked:
+            self._checked.clear()
             self._bed.set_rate(rate)
-            self._bed.check()
+            self._checked[rate] = self._bed.check().from_storage
+        return self._checked[rate]
 
 
 class Local(Hosts):
@@ -160,62 +166,12 @@ class Local(Hosts):
             raise Failed("there is no link to shape on one host")
 
 
-# ------------------------------------------------------------------------------------------------ peers
-
-
-class Peers:
-    """The environment that has the other systems, if there is one.
-
-    Attributes:
-        python: Its interpreter.
-        versions: Of the packages that it has, among those that ways need.
-    """
-
-    def __init__(self, *, without: bool = False) -> None:
-        self.place = Path(os.environ.get(VARIABLE, ROOT / ".venv-cold-peers"))
-        self.python = self.place / "bin" / "python"
-        self.versions: dict[str, str] = {}
-        if not without and self.python.exists():
-            self.versions = _versions(self.python)
-
-    def lacks(self, way: Way) -> tuple[str, ...]:
-        """What of a way's needs is not installed."""
-        return tuple(package for package in way.needs if package not in self.versions)
-
-    def ways(self) -> tuple[str, ...]:
-        """Names of all ways that can be run."""
-        return tuple(name for name, way in WAYS.items() if not self.lacks(way))
-
-    def hint(self) -> str:
-        """How to make the environment."""
-        wanted = " ".join(f"'{package}'" for package in PACKAGES)
-        return (
-            f"`python -m venv {self.place}` and `{self.place}/bin/pip install {wanted}`, or name another "
-            f"environment in {VARIABLE}"
-        )
-
-
-def _versions(python: Path) -> dict[str, str]:
-    wanted = sorted({package for way in WAYS.values() for package in way.needs})
-    script = (
-        "import importlib.metadata as m, json, sys\n"
-        "found = {}\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: found[name] = m.version(name)\n"
-        "    except m.PackageNotFoundError: pass\n"
-        "print(json.dumps(found))\n"
-    )
-    done = subprocess.run(
-        [python, "-I", "-c", script, *wanted],
-        capture_output=True,
-        text=True,
-        timeout=READY_LIMIT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise Failed(f"{python} cannot be run{last_lines(done.stderr)}")
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+def copied(folder: Path) -> Path:
+    """A copy of the code as it is, which outlasts whatever is edited while a benchmark runs; its root."""
+    for part in ("src", "benchmarks"):
+        left_out = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / part, folder / part, ignore=left_out)
+    return folder
 
 
 # ------------------------------------------------------------------------------------------------- jobs
@@ -228,16 +184,17 @@ class Jobs:
         place: Where.
         peers: Whose environment others' ways run in.
         scratch: A folder on disk, for right answers, caches and files that ways download.
+        code: Whose ``src`` and ``benchmarks`` they run.
     """
 
-    def __init__(self, place: Place, peers: Peers, scratch: Path) -> None:
-        self._place, self._peers, self._scratch = place, peers, scratch
+    def __init__(self, place: Place, peers: Peers, scratch: Path, code: Path = ROOT) -> None:
+        self._place, self._peers, self._scratch, self._code = place, peers, scratch, code
         self.references = scratch / "references"
         self.references.mkdir()
 
-    def shape(self, rate: float | None) -> None:
+    def shape(self, rate: float | None) -> float | None:
         """See `Place.shape`."""
-        self._place.shape(rate)
+        return self._place.shape(rate)
 
     def publish(self, model: str, forms: Sequence[str], calls: Collection[tuple[int, int]]) -> dict[str, Any]:
         """A model into the store, from its side, in these forms.
@@ -264,14 +221,15 @@ class Jobs:
             run: Its way, as `cold_settings.Setting.runs` names it.
             way: The same.
             cores: That it has.
-            link: What is learnt of one link is remembered for it alone.
+            link: What a run learns of a link is remembered for the same run alone, set in the same way.
             spec: ``model``, ``batch``, ``knob``, ``assign``.
 
         Raises:
             Failed: If it cannot.
         """
         whole = {"do": do, "run": run, "options": dict(self._place.options), **spec}
-        return self._run(whole, cores=cores, peer=bool(way.needs), cache=self._scratch / f"cache-{link}")
+        cache = self._scratch / f"cache-{link}-{run}-{spec['knob']}"
+        return self._run(whole, cores=cores, peer=bool(way.needs), cache=cache)
 
     def _run(
         self,
@@ -292,34 +250,42 @@ class Jobs:
                 "references": str(self.references),
                 "packages": [path for path in sys.path if path.endswith("site-packages")],
             }
-            script = [_here / "cold_job.py", json.dumps(spec)]
+            script = [self._code / "benchmarks" / "cold_job.py", json.dumps(spec)]
             argv = [self._peers.python, "-c", BORROW, *script] if peer else [sys.executable, *script]
-            env = {**paths(), "OMP_NUM_THREADS": str(cores), "UPRIVER_CACHE": str(cache or os.devnull)}
+            env = {**paths(self._code), "OMP_NUM_THREADS": str(cores)}
+            env["UPRIVER_CACHE"] = str(cache or os.devnull)
             if peer:
                 env |= _for_amazon(self._place.options)
             errors = stack.enter_context(tempfile.TemporaryFile())
             group = stack.enter_context(memory_group("cold", NO_LIMIT_BYTES))
             spawned = time.monotonic()
-            process = self._place.popen_at(
-                argv, cores=cores, near=near, stdout=subprocess.PIPE, stderr=errors, env=env
-            )
-            stack.callback(self._place.end, process)
-            if group is not None:
-                with suppress(OSError):  # it has ended already; its output says why
-                    (group.path / "cgroup.procs").write_text(str(process.pid), encoding="ascii")
-            lines, answered_at = Lines(process), None
             try:
-                if (line := lines.line(limit_s)) == "answered":
-                    answered_at = time.monotonic()
-                    line = lines.line(limit_s)
-                found: dict[str, Any] = json.loads(line)
-            except (Failed, ValueError) as error:
+                process = self._place.popen_at(
+                    argv, cores=cores, near=near, stdout=subprocess.PIPE, stderr=errors, env=env, cwd=folder
+                )  # Python looks for modules of peers where it is begun first
+                stack.callback(self._place.end, process)
+                if group is not None:
+                    with suppress(OSError):  # it has ended already; its output says why
+                        (group.path / "cgroup.procs").write_text(str(process.pid), encoding="ascii")
+                found = _answered(process, spawned, limit_s)
+            except (Failed, KeyError, ValueError, OSError) as error:
                 said = os.pread(errors.fileno(), 1 << 16, 0).decode(errors="replace")
                 raise Failed(f"{spec['do']} {spec.get('run', '')}: {error}{last_lines(said)}") from None
-            process.wait(READY_LIMIT_S)
-            if group is not None:
-                found |= _peak(group.path)
-        return found if answered_at is None else told(found, spawned, answered_at)
+            try:
+                process.wait(END_LIMIT_S)
+            except subprocess.TimeoutExpired:  # its answer is in
+                found["ended"] = False
+            return found | (_peak(group.path) if group is not None else {})
+
+
+def _answered(process: subprocess.Popen[Any], spawned: float, limit_s: float) -> dict[str, Any]:
+    """What a process says, with the moment of its answer if it gives one."""
+    lines, answered_at = Lines(process), None
+    if (line := lines.line(limit_s)) == "answered":
+        answered_at = time.monotonic()
+        line = lines.line(limit_s)
+    found: dict[str, Any] = json.loads(line)
+    return found if answered_at is None else told(found, spawned, answered_at)
 
 
 def told(found: Mapping[str, Any], spawned: float, answered_at: float) -> dict[str, Any]:
@@ -389,7 +355,7 @@ class Lines:
         return line.decode()
 
 
-def paths() -> dict[str, str]:
+def paths(code: Path = ROOT) -> dict[str, str]:
     """By which every process finds the package and these modules, and asks nobody for models."""
-    found = [str(ROOT / "src"), str(_here), os.environ.get("PYTHONPATH", "")]
+    found = [str(code / "src"), str(code / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, found)), "HF_HUB_OFFLINE": "1"}

@@ -5,8 +5,9 @@ Symbols, in seconds
          opened first, as a fresh process has none
     D    of the link, for the bytes that the answer needs: up to the end of the last weight, in execution
          order, that the call reads. On a shaped link those bytes over its payload rate (TCP's and Ethernet's
-         headers off). On one without a shape the shortest download of the whole object into this process's
-         memory by ranged reads, with nothing else done, less F, in proportion
+         headers off), or over what it was measured to carry, if that is more. On one without a shape the
+         shortest download of the whole object into this process's memory by ranged reads, with nothing else
+         done, less F, in proportion
     L    of a core: CRC32C and one copy into fresh memory, of bytes that this process has already
     E    the first call of a model whose weights are all there, in a fresh process
 
@@ -64,7 +65,8 @@ class Parts:
         """The shortest of each.
 
         Args:
-            rows: Of ``cold_job.parts``; all of one model and link.
+            rows: Of ``cold_job.parts``; all of one model and link. ``carried`` is what the link was measured
+                to carry then, in payload bytes per second.
             rate: Of the link in bytes per second on the wire; None for no shape.
 
         Raises:
@@ -78,7 +80,7 @@ class Parts:
         if rate is None:
             per_byte = min(row["download_s"] for row in rows) / sizes["object_bytes"]
         else:
-            per_byte = 1 / (rate * PAYLOAD_SHARE)
+            per_byte = 1 / max(rate * PAYLOAD_SHARE, *(row.get("carried") or 0.0 for row in rows))
         load_s = min(row["load_s"] for row in rows)
         return cls(
             first_byte_s=min(row["first_byte_s"] for row in rows),

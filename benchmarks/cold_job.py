@@ -61,9 +61,9 @@ def run(spec: Spec, say: Say) -> dict[str, Any]:
 
 
 def baseline(spec: Spec, _: Say) -> dict[str, Any]:
-    """What the same process takes before there is a model."""
+    """What the same process takes before there is a model: at most, and once imports are over."""
     _ready(spec)
-    return memory()
+    return {**memory(), "rss_bytes": _status("VmRSS")}
 
 
 def _ready(spec: Spec) -> tuple[Any, Inputs]:
@@ -193,7 +193,7 @@ def parts(spec: Spec, _: Say) -> dict[str, Any]:
     download_s = time.perf_counter() - began
 
     matched = match(network, source)
-    view = memoryview(data)
+    view = memoryview(data.numpy().data)
     loaded = [torch.empty(targets[0].shape, dtype=targets[0].dtype) for targets in matched.targets]
     began = time.perf_counter()
     for placed, tensor in zip(matched.source.tensors, loaded, strict=True):

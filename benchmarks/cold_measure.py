@@ -1,23 +1,25 @@
 """What `cold_start.py` runs, and under which keys it is kept: sweeps, turns, baselines, loaded models.
 
-A record is whole or not there. The next start makes those that are missing, or that were made by other code.
+A record is of one way, and whole or not there. The next start makes those that are missing, that were made by
+other code, or that failed and have not been tried again.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from _common import ROOT, commit, version_of
 from _planned import Records
 from cold_settings import (
     OURS,
+    PARTS,
     QUICK_KNOB,
+    STREAMED,
+    SWEEP_NEAR,
     SWEEPS,
-    SWEPT_MODEL,
     WAYS,
     Choice,
     Setting,
@@ -26,16 +28,20 @@ from cold_settings import (
     swept,
     way_of,
 )
+from cold_versions import Versions
 from input_bed import Failed
 
 AFTER_REPEATS = 3
 """Processes in which the forward pass of a loaded model is held against a plain one's."""
 
-MEASURING = ("bed", "job", "measure", "models", "ways")
-PACKAGES = ("coldstart", "store")
-"""Modules beside this one, and parts of the package, that decide what a record's figures are."""
+BASELINES = 3
+"""Processes without a model; their median counts."""
 
-_here = Path(__file__).resolve().parent
+TRIES = 2
+"""Of what fails; then it stays so until its code changes."""
+
+SWEEP_WEIGHT = 10
+"""Processes that a sweep takes, more or less."""
 
 Row = Mapping[str, Any]
 Tick = Callable[[str], None]
@@ -44,8 +50,8 @@ Tick = Callable[[str], None]
 class Asks(Protocol):
     """Runs processes; see ``cold_bed.Jobs``."""
 
-    def shape(self, rate: float | None) -> None:
-        """Of the link."""
+    def shape(self, rate: float | None) -> float | None:
+        """Of the link; what it carries."""
 
     def publish(self, model: str, forms: Sequence[str], calls: Collection[tuple[int, int]]) -> dict[str, Any]:
         """A model."""
@@ -54,29 +60,63 @@ class Asks(Protocol):
         """One process."""
 
 
-# -------------------------------------------------------------------------------------------------- keys
+# ------------------------------------------------------------------------------------------------- tasks
 
 
-def version(package: Path = ROOT / "src" / "upriver") -> str:
-    """Of the code that figures depend on."""
-    files = [_here / f"cold_{name}.py" for name in MEASURING]
-    files += [path for part in PACKAGES for path in sorted((package / part).rglob("*.py"))]
-    return version_of(files)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A record that is to be there.
+
+    Attributes:
+        key: That it is kept under.
+        setting: That it is for.
+        do: What a process does: ``run``, ``parts``, ``baseline``, ``after``, or ``sweep``, many runs.
+        run: Which way, as ``Setting.runs`` names it.
+    """
+
+    key: str
+    setting: Setting
+    do: str
+    run: str
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is upriver that fails if this does."""
+        return self.do in ("parts", "after") or way_of(self.run) in STREAMED
+
+    @property
+    def weight(self) -> int:
+        """Processes that it takes, about."""
+        return SWEEP_WEIGHT if self.do == "sweep" else 1
+
+    def version(self, versions: Versions) -> str:
+        """Of the code that it depends on."""
+        return versions.of("run" if self.do == "sweep" else self.do, self.run)
+
+    def is_there(self, records: Records, versions: Versions) -> bool:
+        """Whether it is kept, and of this code."""
+        row = records.rows.get(self.key, {})
+        if row.get("version") != self.version(versions):
+            return False
+        if self.do == "sweep" and row.get("knobs") != list(WAYS[self.run].knobs):
+            return False
+        return "error" not in row or row["tries"] >= TRIES
 
 
-def sweep_key(setting: Setting) -> str:
-    """Of everybody's best knob on a setting's link."""
-    return f"sweep|{swept(setting).link}"
+def sweep_key(setting: Setting, way: str) -> str:
+    """Of a way's best knob on a setting's link."""
+    where = swept(setting)
+    return f"sweep|{where.model}-{where.link}|{way}"
 
 
-def turn_key(setting: Setting, number: int) -> str:
-    """Of one turn of all ways."""
-    return f"{setting.key}|turn{number}"
+def turn_key(setting: Setting, number: int, run: str) -> str:
+    """Of one run of one turn, or of the parts of the bound."""
+    return f"{setting.key}|turn{number}|{run}"
 
 
-def baseline_key(setting: Setting) -> str:
-    """Of what processes take without a model."""
-    return f"{setting.key}|baseline"
+def baseline_key(setting: Setting, number: int, way: str) -> str:
+    """Of what a process takes without a model; links do not matter to it."""
+    return f"{setting.model}-{setting.cores}core|baseline{number}|{way}"
 
 
 def after_key(setting: Setting, number: int) -> str:
@@ -86,7 +126,12 @@ def after_key(setting: Setting, number: int) -> str:
 
 def has_after(setting: Setting) -> bool:
     """Whether forward passes of loaded models are compared there: one sample, one core, any link will do."""
-    return setting.batch == 1 and setting.gbit is None and setting.one_core and setting.plain
+    return has_memory(setting) and setting.gbit is None and setting.timed
+
+
+def has_memory(setting: Setting) -> bool:
+    """Whether its memory is held against the goal's."""
+    return setting.batch == 1 and setting.one_core
 
 
 def narrowed(setting: Setting, ways: Collection[str], repeats: int | None = None) -> Setting:
@@ -96,28 +141,34 @@ def narrowed(setting: Setting, ways: Collection[str], repeats: int | None = None
     return replace(setting, ways=kept, repeats=turns)
 
 
-def missing(setting: Setting, records: Records, now: str, *, sweeps: bool = True) -> list[str]:
-    """Keys of what has not been run as the code is, in the order in which it is.
+def tasks(setting: Setting, number: int, *, sweeps: bool = True) -> list[Task]:
+    """All of one turn of a setting, in the order in which they are done.
 
     Args:
         setting: With the ways that can be run.
-        records: What there is.
-        now: The code's version.
+        number: Of the turn.
         sweeps: Whether knobs are looked for at all.
     """
-    keys = [sweep_key(setting)] if sweeps else []
-    keys += [baseline_key(setting), *(turn_key(setting, number) for number in range(setting.repeats))]
-    if has_after(setting):
-        keys += [after_key(setting, number) for number in range(min(AFTER_REPEATS, setting.repeats))]
-    return [key for key in keys if not _is_there(records.rows.get(key, {}), setting, now)]
+    if number >= setting.repeats:
+        return []
+    found = [(sweep_key(setting, way), "sweep", way) for way in setting.ways] if sweeps else []
+    if has_memory(setting) and number < BASELINES:
+        found += [(baseline_key(setting, number, way), "baseline", way) for way in setting.ways]
+    for run in setting.turn(number):
+        way = ("sequential" if "sequential" in setting.ways else OURS) if run == PARTS else run
+        found.append((turn_key(setting, number, run), "parts" if run == PARTS else "run", way))
+    if has_after(setting) and number < AFTER_REPEATS:
+        found.append((after_key(setting, number), "after", OURS))
+    return [Task(key=key, setting=setting, do=do, run=run) for key, do, run in found]
 
 
-def _is_there(row: Row, setting: Setting, now: str) -> bool:
-    """Whether a record is of this code, and tells of every way, if of any."""
-    wanted = {"choices": setting.ways, "baselines": setting.ways, "runs": setting.runs}
-    return row.get("version") == now and all(
-        set(names) <= set(row[field]) for field, names in wanted.items() if field in row
-    )
+def missing(
+    setting: Setting, records: Records, versions: Versions, number: int | None = None, *, sweeps: bool = True
+) -> list[Task]:
+    """What of a setting, or of one turn of it, has not been run as the code is."""
+    numbers = range(setting.repeats) if number is None else (number,)
+    wanted = {task.key: task for each in numbers for task in tasks(setting, each, sweeps=sweeps)}
+    return [task for task in wanted.values() if not task.is_there(records, versions)]
 
 
 # --------------------------------------------------------------------------------------------- measuring
@@ -130,8 +181,13 @@ class Measures:
         jobs: Runs processes.
         records: Where it is kept.
         settings: All that will be run, so that models are published once for all of them.
+        versions: Of the code that processes run.
         tick: Told of what begins.
+        commit: That the code is of.
         sweeps: Whether knobs are looked for; if not, all ways have the same one.
+
+    Attributes:
+        settings: As given.
     """
 
     def __init__(
@@ -139,44 +195,59 @@ class Measures:
         jobs: Asks,
         records: Records,
         settings: Iterable[Setting],
+        versions: Versions,
         tick: Tick,
         *,
+        commit: str = "unknown",
         sweeps: bool = True,
     ) -> None:
-        self._jobs, self._records, self._tick = jobs, records, tick
-        self._settings, self._sweeps = tuple(settings), sweeps
+        self._jobs, self._records, self._versions, self._tick = jobs, records, versions, tick
+        self.settings, self._sweeps = tuple(settings), sweeps
         self._published: dict[str, dict[str, Any]] = {}
         self._copied: set[tuple[str, str]] = set()
-        self.now = version()
+        self._learnt: set[tuple[str, str, int]] = set()
+        self._last = ""
+        self._begun = {"commit": commit, "begun": round(time.time())}
 
-    def make(self, setting: Setting, key: str) -> None:
-        """One record.
+    def missing(self, setting: Setting, number: int | None = None) -> list[Task]:
+        """See the function."""
+        return missing(setting, self._records, self._versions, number, sweeps=self._sweeps)
+
+    def make(self, task: Task) -> Row:
+        """One record; why a process failed is part of it.
 
         Raises:
-            Failed: If ours cannot run; what others cannot is part of the record.
+            Failed: If its model cannot be published.
         """
-        kind = key.removeprefix(f"{setting.key}|")
-        if key.startswith("sweep|"):
-            found = self._sweep(swept(setting))
+        setting = swept(task.setting) if task.do == "sweep" else task.setting
+        carried = self._jobs.shape(setting.rate)
+        stored = self._stored(setting.model)
+        facts = {**self._begun, "version": task.version(self._versions), "follows": self._last}
+        facts |= {"load": round(os.getloadavg()[0], 2), "carried": carried, **stored}
+        if packages := self._versions.packages(task.run):
+            facts["packages"] = packages
+        if task.do == "sweep":
+            found = self._sweep(setting, task.run)
+        elif task.do == "run":
+            found = self._right(setting, task.run)
         else:
-            self._jobs.shape(setting.rate)
-            stored = self._stored(setting.model)
-            if kind == "baseline":
-                found = {"baselines": self._baselines(setting)}
-            elif kind.startswith("turn"):
-                found = stored | self._turn(setting, int(kind.removeprefix("turn")))
-            else:
-                found = self._ask(setting, "after", OURS)
-        facts = {"version": self.now, "commit": commit(), "load": round(os.getloadavg()[0], 2)}
-        self._records.add(key, {**facts, **found})
+            found = self._tried(setting, task.run, self.choice(setting, task.run), do=task.do)
+        if "error" in found:
+            before = self._records.rows.get(task.key, {})
+            same = before.get("version") == facts["version"]
+            found["tries"] = 1 + (before.get("tries", 0) if same else 0)
+        self._last = task.run if task.do == "run" else task.do
+        row = {**facts, **found}
+        self._records.add(task.key, row)
+        return row
 
     def _stored(self, model: str) -> dict[str, Any]:
         """A model that is in the store, and its size; with all that any setting asks of it."""
         if model not in self._published:
             self._tick(f"{model}: publishing")
-            own = [setting for setting in self._settings if setting.model == model]
-            if self._sweeps and model == SWEPT_MODEL:
-                own += map(swept, self._settings)
+            own = [setting for setting in self.settings if setting.model == model]
+            if self._sweeps:
+                own += [each for each in map(swept, self.settings) if each.model == model]
             forms = list(dict.fromkeys(form for setting in own for form in forms_of(setting)))
             # What is measured by itself reads ours, whoever else takes part.
             forms = list(dict.fromkeys(["upriver.safetensors", *forms]))
@@ -188,9 +259,9 @@ class Measures:
         """How a way is set on a setting's link."""
         if not self._sweeps:
             return Choice(knob=QUICK_KNOB)
-        return Choice(**self._records.rows[sweep_key(setting)]["choices"][way_of(run)])
+        return Choice(**self._records.rows[sweep_key(setting, way_of(run))]["choice"])
 
-    def _ask(self, setting: Setting, do: str, run: str, choice: Choice | None = None) -> dict[str, Any]:
+    def _ask(self, setting: Setting, do: str, run: str, choice: Choice) -> dict[str, Any]:
         self._tick(f"{setting.key}: {run}" + ("" if do == "run" else f", {do}"))
         return self._jobs.ask(
             do,
@@ -200,65 +271,56 @@ class Measures:
             link=setting.link,
             model=setting.model,
             batch=setting.batch,
-            **asdict(choice or self.choice(setting, run)),
+            **asdict(choice),
         )
-
-    def _turn(self, setting: Setting, number: int) -> dict[str, Any]:
-        """Each way once, and the parts of the bound."""
-        sequential = "sequential" if "sequential" in setting.ways else OURS
-        parts = self._ask(setting, "parts", sequential)
-        return {"parts": parts, "runs": {run: self._right(setting, run) for run in setting.turns(number)}}
 
     def _right(self, setting: Setting, run: str) -> dict[str, Any]:
         """A run; where tensors that were taken as they came change low bits, with copies from then on."""
         choice = self.choice(setting, run)
         if (setting.key, way_of(run)) in self._copied:
             choice = replace(choice, assign=False)
+        known = (setting.link, run, choice.knob) in self._learnt
+        if self._sweeps and way_of(run) in STREAMED and not known:
+            self._tried(setting, run, choice)  # which remembers what the link carries; it is not counted
         found = self._tried(setting, run, choice)
         if choice.assign and found.get("equal") is False:
             self._copied.add((setting.key, way_of(run)))
             return self._right(setting, run)
         return {**found, "assign": choice.assign}
 
-    def _tried(self, setting: Setting, run: str, choice: Choice) -> dict[str, Any]:
+    def _tried(self, setting: Setting, run: str, choice: Choice, *, do: str = "run") -> dict[str, Any]:
+        if do == "run":
+            self._learnt.add((setting.link, run, choice.knob))
         try:
-            return self._ask(setting, "run", run, choice)
+            return self._ask(setting, do, run, choice)
         except Failed as error:
-            if way_of(run) == OURS:
-                raise
             return {"error": str(error)}
 
-    def _baselines(self, setting: Setting) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for way in setting.ways:
-            try:
-                found[way] = self._ask(setting, "baseline", way)
-            except Failed as error:
-                found[way] = {"error": str(error)}
+    def _sweep(self, setting: Setting, way: str) -> dict[str, Any]:
+        """A way's best knob on a link; tensors copied, or taken as they came where that can be."""
+        knobs, assigns = WAYS[way].knobs, (False, True) if WAYS[way].assigns else (False,)
+        rows: dict[Choice, list[dict[str, Any]]] = {
+            Choice(knob=knob, assign=assign): [] for assign in assigns for knob in knobs
+        }
+        wanted = list(rows)
+        for _ in range(SWEEPS):
+            for choice in wanted:
+                rows[choice].append(self._tried(setting, way, choice))
+            seconds = {choice: _shortest(tried) for choice, tried in rows.items()}
+            wanted = [each for each in wanted if seconds[each] <= SWEEP_NEAR * min(seconds.values())]
+            wanted = [each for each in wanted if seconds[each] < float("inf")]
+        best = min(rows, key=lambda choice: seconds[choice])
+        found: dict[str, Any] = {"choice": asdict(best), "knobs": list(knobs), "tried": []}
+        for choice, tried in rows.items():
+            took = seconds[choice] if seconds[choice] < float("inf") else None
+            found["tried"].append({**asdict(choice), "seconds": took, "runs": len(tried)})
+        if seconds[best] == float("inf"):
+            errors = [row["error"] for tried in rows.values() for row in tried if "error" in row]
+            found["error"] = errors[0] if errors else "no answer is the model's"
         return found
 
-    def _sweep(self, setting: Setting) -> dict[str, Any]:
-        """Everybody's best knob on a link; copied or not with the best one."""
-        self._jobs.shape(setting.rate)
-        self._stored(setting.model)
-        tried: dict[str, list[dict[str, Any]]] = {}
-        choices: dict[str, Any] = {}
-        for way in dict.fromkeys(way for each in self._settings for way in each.ways):
-            rows = [self._seconds(setting, way, Choice(knob=knob)) for knob in WAYS[way].knobs]
-            best = min(rows, key=_seconds_of)
-            if WAYS[way].assigns:
-                rows.append(self._seconds(setting, way, Choice(knob=best["knob"], assign=True)))
-                best = min(rows, key=_seconds_of)
-            tried[way] = rows
-            choices[way] = {"knob": best["knob"], "assign": best["assign"]}
-        return {"choices": choices, "tried": tried, "model": setting.model}
 
-    def _seconds(self, setting: Setting, way: str, choice: Choice) -> dict[str, Any]:
-        """The shortest of some runs; none of a way that answers wrongly, or not at all, when set so."""
-        rows = [self._tried(setting, way, choice) for _ in range(SWEEPS)]
-        right = [row["after_imports_s"] for row in rows if row.get("equal")]
-        return {**asdict(choice), "seconds": min(right) if len(right) == len(rows) else None}
-
-
-def _seconds_of(row: Row) -> float:
-    return float("inf") if row["seconds"] is None else float(row["seconds"])
+def _shortest(rows: Sequence[Row]) -> float:
+    """Of a way that is set so; endless if it answers wrongly then, or not at all."""
+    right = [float(row["after_imports_s"]) for row in rows if row.get("equal")]
+    return min(right) if len(right) == len(rows) else float("inf")

@@ -32,10 +32,13 @@ Constructed as ever:
 
 {behind}
 
-upriver over the best other: the median, over turns, of one time over the other in the same turn, less one.
-The best other is whoever has the lowest median; its name ends in ` plain` where its model was constructed
-as ever. In the first columns upriver is held against everybody, those too that use its construction; in
-the last ones nobody does. Within {near_best:.0%} counts as even.
+upriver over the best other: the median, over turns in which both answered rightly, of one time over the
+other in the same turn, less one. Whoever fails or is wrong in more than {most_failed:.0%} of its turns
+is not compared. Of {turns} turns of upriver's, {apart} were run in another start of the benchmark than
+the best other's, which stay when upriver's code has changed. The best other is whoever has the lowest
+median; its name ends in ` plain` where its model was constructed as ever. In the first columns upriver
+is held against everybody, those too that use its construction; in the last ones nobody does. Within
+{near_best:.0%} counts as even.
 
 ## Imports, and CPU time
 
@@ -56,22 +59,24 @@ F + max(d + L + e, d + l1 + E, D + l + e).
 
 - F, first byte: the shortest read of one byte through a connection that is not open yet.
 - D, download: of the bytes that the answer needs. On a shaped link they are divided by its payload rate
-  (95.6 % of the rate on the wire). On one without a shape it is the shortest download of the whole object
-  into this process's memory by ranged reads, as many at once as sequential does best with, less F, in
-  proportion.
+  (95.6 % of the rate on the wire), or by what it was measured to carry, if that is more. On one without
+  a shape it is the shortest download of the whole object into this process's memory by ranged reads, as
+  many at once as sequential does best with, less F, in proportion.
 - L, load: CRC32C and one copy into fresh memory of bytes that are in this process already.
 - E, execute: the first call of a model whose weights are all there, in a fresh process.
 - What cannot overlap: d is the first weight's share of D; l1 and l are the first one's and the last one's
   of L, by bytes; e is E from the operator on that first reads the last weight.
 
-All are measured in the same turns, on the same cores, and the shortest of each counts. Receiving takes
-time of the one core, which is in D on the unshaped link and nowhere on shaped ones; constructing is in
-neither. So no loader reaches 1.
+All are measured in {parts_repeats} of the same turns, on the same cores, and the shortest of each
+counts. Receiving takes time of the one core, which is in D on the unshaped link and nowhere on shaped
+ones; constructing is in neither. So no loader reaches 1.
 
 ## Memory
 
-Peaks above a process that imports the same and makes no model, in multiples of the weights, at one sample
-without a shape: of the process (VmHWM) / of its control group.
+Peaks above a process that imports the same and makes no model, in multiples of the weights (of less than
+{judged:.0f} MB in MiB), at one sample without a shape: of the process (VmHWM, above the median VmRSS of
+{baselines} that have imported) / of its control group (peak above peak). The highest of all turns
+counts.
 
 {memory}
 
@@ -85,15 +90,17 @@ control group's peak also counts pages of files that were written or read: {grou
 
 Forward passes in turns, in {after_repeats} processes: of the model that arrived while it was called, of
 one whose weights were copied, and, to see the noise, of another such one. The median ratio of each process.
+Where two plain ones differ by more than {most_after:.0%}, nothing is judged.
 
 ## Everybody at their best
 
 {sweeps}
 
-Found with {swept} at one sample, the shortest of {sweep_runs} runs each; "cannot" where it fails or answers
-wrongly. The link of 0.1 Gbit/s takes the values of that of 1 Gbit/s. "Taken as it came": by
-`load_state_dict(assign=True)`, which spares a copy. Where that changes low bits of a model's answer, as
-memory that is not aligned can, weights are copied.
+Found with {swept} at one sample, for models of 10 MB and less with {swept_small}: the shortest of
+{sweep_runs} runs each, in turns, or of one where that was more than {sweep_near:.0%} over the shortest;
+"cannot" where it fails or answers wrongly. The link of 0.1 Gbit/s takes the values of that of 1 Gbit/s.
+"Taken as it came": by `load_state_dict(assign=True)`, which spares a copy. Where that changes low bits
+of a model's answer, as memory that is not aligned can, weights are copied.
 
 ## How it was measured
 
@@ -110,11 +117,15 @@ memory that is not aligned can, weights are copied.
 - OpenStack Swift with its S3 door has core 0 and a network namespace, the process core 1 and another one;
   with "2core" it has both. Links are shaped both ways by `tc tbf`, and measured before use. Swift gives
   some 280 MB/s here, so the unshaped link stands for 10 Gbit/s, too: such a link would never be full.
-- Ways take turns, each turn begins with another one. A turn is a record.
+- Ways take turns, in an order that is drawn for each turn; the first turn of all settings comes first. All
+  processes run a copy of the code that was made at the start. A run is a record; those count that are of the
+  newest code among all of the same run and setting.
+- With and without our construction runs everybody on the unshaped link at one sample (layer by layer and
+  PISeL's groups with some models), and with some models at 1 Gbit/s, too.
 - Sequential: construct, download upriver's file by ranged reads into memory, `load_state_dict`, run; no
   checksums. Layer by layer and PISeL's groups: upriver with another grouping, so they construct while they
-  ask for the manifest, check sums and wait for single weights as it does. Whoever learns of a link's
-  bandwidth remembers it for the next process; the first has nothing to go by.
+  ask for the manifest, check sums and wait for single weights as it does. Each remembers a link's bandwidth
+  for the next process of its own; the first of each start, which has nothing to go by, is not counted.
 - boto3: `download_file` to a file on disk, in parts of 16 MiB; then `safetensors.torch.load_file`, or
   `torch.load` with `mmap` and `weights_only`. runai-model-streamer: tensors copied into the model as they
   come. tensorizer takes `s3://` over TLS alone, so it is given a signed URL of the same object.
@@ -122,14 +133,14 @@ memory that is not aligned can, weights are copied.
 - Failed or wrong runs:{told}
 - Left out, as not installed: {out}.{hint}
 - Load of the machine before turns: {loads}.
-- Commits {commits}; {machine}.
-  {versions}.
+- upriver: {code}; {machine}.
+  {versions}. Peers' environment, with the same PyTorch: {packages}.
 
 ## What it does not show
 
 GPUs; real networks, whose latency is not some 0.1 ms; disks that are slow; several processes that start at
 once; models in half precision. Both hosts share the memory and the caches of one machine.
 
-Run it again: `python benchmarks/cold_start.py` as root; it goes on from the records, which are of the code
-as it is.
+Run it again: `python benchmarks/cold_start.py` as root; it goes on from the records, and runs anew what is of
+other code than there is.
 """

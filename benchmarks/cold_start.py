@@ -13,71 +13,129 @@ The claim: from process start to the first right answer, and from the end of its
 - every answer is ``torch.equal`` to that of the whole model.
 
 Run ``python benchmarks/cold_start.py`` as root, once Swift is there (``scripts/swift install``); it may be
-ended at any moment: each turn of all ways is a line of ``results/cold_start.jsonl``, and the next start goes
-on from there. ``--only gpt2`` takes settings whose names begin so, ``--minutes 20`` ends it between two
-turns, ``--repeats 3`` makes fewer of them, ``--list`` says how far all are, ``--write`` only writes
-``results/cold_start.md`` and ``.png`` from what is there. All of it takes hours. ``--quick`` shows within two
-minutes, without root and on this host alone, that it works.
+ended at any moment: each run is a line of ``results/cold_start.jsonl``, and the next start goes on from
+there. It makes the first turn of all settings, then the second one of all, and so on, so that there is
+something of everything early. ``--only gpt2`` takes settings whose names begin so, ``--minutes 90`` ends it
+between two turns, ``--repeats 3`` makes fewer of them, ``--list`` says how far all are, ``--write`` only
+writes ``results/cold_start.md`` and ``.png`` from what is there. All of it takes some seven hours.
+``--quick`` shows within two minutes, without root and on this host alone, that it works.
 
-Other systems live in an environment of their own, which ``UPRIVER_BENCHMARK_COLD_PEERS`` names; those that
-are not installed are left out, and the report says so. The process has one core and a network namespace, the
-store another one of each.
+All processes run a copy of the code that is made at the start. What is of other code is run again: upriver's
+own after a change of upriver, others' after a change of their way (`cold_versions`).
+
+Other systems live in an environment of their own, which ``UPRIVER_BENCHMARK_COLD_PEERS`` names; nothing is
+begun without them but by ``--no-peers``. The process has one core and a network namespace, the store another
+one of each.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
-from _common import RESULTS
+from _common import RESULTS, commit
 from _hosts import sigterm_raises
 from _planned import Deadline, Records, TimeIsUp
-from cold_bed import Jobs, Local, Namespaces, Peers
-from cold_measure import Measures, missing, narrowed, version
-from cold_report import Found, write, wrong
+from cold_bed import Jobs, Local, Namespaces, copied
+from cold_found import Found, wrong
+from cold_measure import Measures, missing, narrowed
+from cold_peers import Peers
+from cold_report import write
 from cold_settings import QUICK, SETTINGS, Setting
+from cold_versions import Versions
 from input_bed import Failed
 from testbed import TestbedError
 
 
 def run_all(
-    settings: Sequence[Setting], records: Records, deadline: Deadline, peers: Peers, *, quick: bool
-) -> list[str]:
-    """Everything that is missing; why some of it could not be made.
+    settings: Sequence[Setting],
+    records: Records,
+    deadline: Deadline,
+    peers: Peers,
+    failed: list[str],
+    *,
+    quick: bool,
+) -> None:
+    """Everything that is missing.
+
+    Args:
+        settings: With the ways that can be run.
+        records: Where it is kept.
+        deadline: When no further turn begins.
+        peers: Whose environment others' ways run in.
+        failed: Is added to: why some of it could not be made.
+        quick: Whether it runs on this host alone, without looking for knobs.
 
     Raises:
         TimeIsUp: If the deadline comes first.
     """
-    now, failed = version(), list[str]()
-    wanted = [setting for setting in settings if missing(setting, records, now, sweeps=not quick)]
-    if not wanted:
-        return []
-    deadline.check()
     console = Console(stderr=True, highlight=False)
     with ExitStack() as stack:
         stack.enter_context(sigterm_raises())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="upriver-cold-scratch-")))
+        code, of_commit = copied(scratch / "code"), commit()
+        compileall.compile_dir(code, quiet=1)  # or the first process of each kind would do so
+        versions = Versions(code, peers.versions)
+        wanted = [each for each in settings if missing(each, records, versions, sweeps=not quick)]
+        if not wanted:
+            return
+        deadline.check()
         status = stack.enter_context(console.status("starting"))
         place = stack.enter_context(Local() if quick else Namespaces())
-        measures = Measures(Jobs(place, peers, scratch), records, wanted, status.update, sweeps=not quick)
-        for setting in wanted:
-            for key in missing(setting, records, now, sweeps=not quick):
-                deadline.check()
-                began = time.monotonic()
-                try:
-                    measures.make(setting, key)
-                except (Failed, TestbedError) as error:  # other settings may work
-                    failed.append(f"{key}: {error}")
-                    break
-                console.print(f"{key}: {time.monotonic() - began:.0f} s")
-    return failed
+        jobs = Jobs(place, peers, scratch, code)
+        measures = Measures(
+            jobs, records, wanted, versions, status.update, commit=of_commit, sweeps=not quick
+        )
+        go_through(measures, deadline, failed, console.print)
+
+
+def go_through(measures: Measures, deadline: Deadline, failed: list[str], say: Callable[[str], None]) -> None:
+    """The first turn of all settings, then the second one of all, and so on.
+
+    Args:
+        measures: What runs them.
+        deadline: When no further one begins.
+        failed: Is added to.
+        say: Told of each turn that was made, and of how long the others take.
+
+    Raises:
+        TimeIsUp: If the deadline comes first.
+    """
+    broken: set[str] = set()
+    spent_s, spent = 0.0, 0
+    for number in range(max(setting.repeats for setting in measures.settings)):
+        for setting in measures.settings:
+            tasks = measures.missing(setting, number)
+            if setting.key in broken or not tasks:
+                continue
+            deadline.check()
+            began = time.monotonic()
+            try:
+                for task in tasks:
+                    row = measures.make(task)
+                    if task.ours and "error" in row:
+                        failed.append(f"{task.key}: {row['error']}")
+            except TestbedError as error:  # the next turn may find the link as it should be
+                failed.append(f"{setting.key}, turn {number}: {error}")
+            except Failed as error:  # there is no such model in the store, but others may be
+                failed.append(f"{setting.key}: {error}")
+                broken.add(setting.key)
+            took_s = time.monotonic() - began
+            spent_s, spent = spent_s + took_s, spent + sum(task.weight for task in tasks)
+            left = {task.key: task.weight for each in measures.settings for task in measures.missing(each)}
+            rest = sum(left.values())
+            say(
+                f"{setting.key}, turn {number}: {took_s:.0f} s; what is left would take some "
+                f"{rest * spent_s / spent / 3600:.1f} h"
+            )
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -106,31 +164,41 @@ def main() -> None:
     options = parsed()
     name, settings = ("cold_start_quick", QUICK) if options.quick else ("cold_start", SETTINGS)
     records = Records(options.out / f"{name}.jsonl")
-    peers = Peers(without=options.no_peers or options.quick)
-    wanted = [
-        narrowed(setting, peers.ways(), options.repeats)
-        for setting in settings
-        if any(setting.key.startswith(part) for part in options.only)
-    ]
-    if options.list:
-        now = version()
-        for setting in wanted:
-            left = missing(setting, records, now, sweeps=not options.quick)
-            print(f"{setting.key}: {', '.join(left) or 'finished'}")
-        return
     failed: list[str] = []
-    if not options.write:
-        try:
-            failed = run_all(wanted, records, Deadline(options.minutes), peers, quick=options.quick)
-        except (TestbedError, Failed) as error:  # there is no place to run it in
-            sys.exit(f"error: {error}")
-        except TimeIsUp:
-            print("time is up; the next start goes on from here", file=sys.stderr)
+    try:
+        peers = Peers(without=options.no_peers or options.quick)
+        wanted = [
+            narrowed(setting, peers.ways(), options.repeats)
+            for setting in settings
+            if any(setting.key.startswith(part) for part in options.only)
+        ]
+        if options.list:
+            list_what_is_left(wanted, records, Versions(packages=peers.versions), sweeps=not options.quick)
+            return
+        if not options.write:
+            if not (options.no_peers or options.quick):
+                peers.check()
+            print(f"ways that take part: {', '.join(peers.ways())}", file=sys.stderr)
+            print(f"ways that are left out: {', '.join(peers.left_out()) or 'none'}", file=sys.stderr)
+            run_all(wanted, records, Deadline(options.minutes), peers, failed, quick=options.quick)
+    except (TestbedError, Failed) as error:  # there is no place to run it in, or nobody to compare with
+        sys.exit(f"error: {error}")
+    except TimeIsUp:
+        print("time is up; the next start goes on from here", file=sys.stderr)
     found = [Found(setting, records) for setting in settings]
-    print(write(found, records, options.out, name, hint=peers.hint()))
+    print(write(found, options.out, name, hint=peers.hint()))
     failed += wrong(found)
     if failed:
         sys.exit("\n".join(f"error: {why}" for why in failed))
+
+
+def list_what_is_left(
+    settings: Sequence[Setting], records: Records, versions: Versions, *, sweeps: bool
+) -> None:
+    """How far all settings are."""
+    for setting in settings:
+        left = sum(task.weight for task in missing(setting, records, versions, sweeps=sweeps))
+        print(f"{setting.key}: {f'some {left} processes are left' if left else 'finished'}")
 
 
 if __name__ == "__main__":

@@ -155,35 +155,26 @@ class Sequential(_Loads):
         found = self._find(store, path)
         data = downloaded(store, path, max(placed.stop for placed in found.tensors), self._knob)
         state = {
-            placed.name: _tensor(data, placed.start, placed.stop, DTYPES[placed.dtype], placed.shape)
+            placed.name: data[placed.start : placed.stop].view(DTYPES[placed.dtype]).reshape(placed.shape)
             for placed in found.tensors
         }
         return self._put(network, state | {tie: state[name] for tie, name in found.ties.items()})
 
 
-def downloaded(store: Any, path: str, nbytes: int, at_once: int) -> bytearray:
-    """The beginning of an object, by so many ranged reads at once."""
-    data = bytearray(nbytes)
+def downloaded(store: Any, path: str, nbytes: int, at_once: int) -> torch.Tensor:
+    """The beginning of an object, by so many ranged reads at once, into memory that is aligned as it is."""
+    import torch
+
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    view = memoryview(data.numpy().data)
 
     def fetch(start: int) -> None:
-        stop = min(start + PART_BYTES, nbytes)
-        data[start:stop] = store.get_range(path, start, stop)
+        store.read_into(path, start, view[start : start + PART_BYTES])
 
     with ThreadPoolExecutor(at_once) as pool:
         for _ in pool.map(fetch, range(0, nbytes, PART_BYTES)):
             pass
     return data
-
-
-def _tensor(
-    data: bytearray, start: int, stop: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    import torch
-
-    if start == stop:
-        return torch.empty(shape, dtype=dtype)
-    count = (stop - start) // dtype.itemsize
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=start).reshape(shape)
 
 
 # ------------------------------------------------------------------------------------------------ others

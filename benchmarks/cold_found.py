@@ -1,0 +1,307 @@
+"""What the records of `cold_start.py` say of one setting, and which goals it meets."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from _common import Spread
+from _planned import Records
+from cold_bound import Parts
+from cold_measure import BASELINES, baseline_key, has_memory, sweep_key
+from cold_models import SMALL
+from cold_settings import OURS, PARTS, PLAIN, STREAMED, WAYS, Setting, way_of
+
+NEAR_BEST, LEAST_SHARE, MOST_MEMORY, MOST_AFTER = 0.03, 0.85, 1.1, 0.01
+MOST_FAILED = 0.2
+"""Of a way's turns; one that fails or answers wrongly more often is out of the comparison."""
+
+JUDGED_GBIT = 1.0
+"""The link whose bound is a goal."""
+
+JUDGED_BYTES = 90_000_000
+"""Weights of which a tenth is more than what a client of a store takes whatever it loads."""
+
+STARTED, IMPORTED = "total_s", "after_imports_s"
+"""The two clocks: the parent's, from process start, and the process's own, from the end of its imports."""
+
+Row = Mapping[str, Any]
+
+
+def newest(rows: Mapping[int, Row]) -> dict[int, Row]:
+    """Those that are of the code by which the last one was made, by number."""
+    if not rows:
+        return {}
+    version = max(rows.values(), key=lambda row: row["begun"])["version"]
+    return {number: row for number, row in rows.items() if row["version"] == version}
+
+
+class Found:
+    """What the records say of one setting.
+
+    Args:
+        setting: Which, with all ways that there are.
+        records: All that were kept. Of each run those count that are of the newest code.
+
+    Attributes:
+        turns: Rows of each run, by the number of the turn.
+    """
+
+    def __init__(self, setting: Setting, records: Records) -> None:
+        self.setting = setting
+        turns: dict[str, dict[int, Row]] = defaultdict(dict)
+        afters: dict[int, Row] = {}
+        for key, row in records.rows.items():
+            if found := re.fullmatch(rf"{re.escape(setting.key)}\|(turn|after)(\d+)(?:\|(.*))?", key):
+                kind, number, run = found.groups()
+                (turns[run] if kind == "turn" else afters)[int(number)] = row
+        self.turns = {run: newest(rows) for run, rows in turns.items()}
+        parts, after = list(self.turns.pop(PARTS, {}).values()), list(newest(afters).values())
+        self._parts, self.afters = _right(parts), _right(after)
+        self._loaded_wrongly = any(row.get("equal") is False for row in (*parts, *after))
+        self.baselines: dict[str, list[Row]] = {}
+        for way in setting.ways:
+            keys = {number: baseline_key(setting, number, way) for number in range(BASELINES)}
+            kept = {number: records.rows[key] for number, key in keys.items() if key in records}
+            self.baselines[way] = [row for row in newest(kept).values() if "error" not in row]
+        keys = {way: sweep_key(setting, way) for way in setting.ways}
+        self.sweeps: dict[str, Row] = {
+            way: records.rows[key]
+            for way, key in keys.items()
+            if key in records and "choice" in records.rows[key]
+        }
+
+    @property
+    def begun(self) -> bool:
+        """Whether any turn has been run in which upriver took part."""
+        return bool(self.rows(OURS))
+
+    # ------------------------------------------------------------------------------------------- runs
+
+    def rows(self, run: str) -> list[Row]:
+        """Of every turn in which a run was tried."""
+        return list(self.turns.get(run, {}).values())
+
+    def right(self, run: str) -> list[Row]:
+        """Of every turn in which it answered rightly."""
+        return _right(self.rows(run))
+
+    def usable(self, run: str) -> bool:
+        """Whether it can be compared: it answered rightly, but for a few times at most."""
+        tried, right = len(self.rows(run)), len(self.right(run))
+        return right > 0 and tried - right <= MOST_FAILED * tried
+
+    @cached_property
+    def runs(self) -> list[str]:
+        """All that can be compared, in the order of the ways."""
+        return [run for run in self.setting.runs if self.usable(run)]
+
+    @property
+    def out(self) -> list[str]:
+        """Runs that were tried and cannot be compared."""
+        return [run for run in self.setting.runs if self.rows(run) and not self.usable(run)]
+
+    def spread(self, run: str, clock: str) -> Spread:
+        """A figure of a run, in seconds: ``clock`` may be any that its rows have."""
+        return Spread.of(row[clock] for row in self.right(run))
+
+    def best_other(self, clock: str, ending: str | None = None) -> str | None:
+        """Of all but upriver's own way, the one with the lowest median.
+
+        Args:
+            clock: Which.
+            ending: Of the names: with our construction, without, or None for either.
+        """
+        others = [run for run in self.runs if way_of(run) != OURS and _ends(run, ending)]
+        return min(others, key=lambda run: self.spread(run, clock).median, default=None)
+
+    def pairs(self, one: str, other: str) -> list[tuple[Row, Row]]:
+        """Two runs of each turn in which both answered rightly."""
+        ours, theirs = self.turns.get(one, {}), self.turns.get(other, {})
+        both = [(ours[number], theirs[number]) for number in ours if number in theirs]
+        return [pair for pair in both if len(_right(pair)) == len(pair)]
+
+    def behind(self, clock: str, ending: str | None = None) -> float | None:
+        """How much longer upriver takes than the best other: the median over turns, in which both ran.
+
+        Args:
+            clock: Which.
+            ending: As for `best_other`; upriver is without its construction where the others are.
+        """
+        ours = OURS + (ending or "")
+        best = self.best_other(clock, ending)
+        if best is None or not self.usable(ours):
+            return None
+        ratios = [one[clock] / other[clock] for one, other in self.pairs(ours, best)]
+        return statistics.median(ratios) - 1 if ratios else None
+
+    @property
+    def apart(self) -> int:
+        """Turns in which upriver ran in another start of the benchmark than its best competitor."""
+        best = self.best_other(STARTED)
+        return sum(one["begun"] != other["begun"] for one, other in self.pairs(OURS, best or OURS))
+
+    def told(self) -> list[str]:
+        """Which runs failed, answered wrongly or did not end, and how."""
+        found = []
+        for run in self.turns:
+            errors = [row["error"] for row in self.rows(run) if "error" in row]
+            if errors:
+                lines = errors[0].splitlines()
+                said = " … ".join(dict.fromkeys((lines[0], lines[-1])))
+                found.append(f"{self.setting.key}, {run}: {len(errors)} times {said}")
+            for what, count in (
+                ("answers are not the model's", sum(row.get("equal") is False for row in self.rows(run))),
+                ("processes had to be killed after their answer", len(self._unended(run))),
+            ):
+                if count:
+                    found.append(f"{self.setting.key}, {run}: {count} {what}")
+        return found
+
+    def _unended(self, run: str) -> list[Row]:
+        return [row for row in self.rows(run) if row.get("ended") is False]
+
+    # ------------------------------------------------------------------------------------------ bound
+
+    @cached_property
+    def parts(self) -> Parts | None:
+        """What the stages take by themselves; None if that was not measured."""
+        return Parts.of(self._parts, self.setting.rate) if self._parts else None
+
+    @property
+    def bound_s(self) -> float | None:
+        """The least time from a process that has its imports to an answer; None if it is not known."""
+        return None if self.parts is None else self.parts.bound(one_core=self.setting.one_core)
+
+    def share(self, run: str) -> float | None:
+        """Of the bound: 1 were as fast as can be. None if it is not known."""
+        return None if self.bound_s is None else self.bound_s / self.spread(run, IMPORTED).median
+
+    # ----------------------------------------------------------------------------------------- memory
+
+    @property
+    def stored(self) -> Row:
+        """``nbytes`` and ``tensors`` of the model."""
+        return self.rows(OURS)[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights."""
+        return int(self.stored["nbytes"])
+
+    @property
+    def call_bytes(self) -> int | None:
+        """What a call takes beside the weights: activations, and what kernels reserve; the least of all."""
+        return min((int(row["call_bytes"]) for row in self._parts), default=None)
+
+    def above(self, run: str, field: str = "hwm_bytes") -> float | None:
+        """The highest peak above a process that only imports, in bytes; None where it was not measured.
+
+        A process that only imports is taken when it is done with that, as what its imports took for a while
+        is there again for the weights. Of its control group there is the peak alone.
+
+        Args:
+            run: Which.
+            field: ``hwm_bytes`` of the process, ``group_bytes`` of its control group.
+        """
+        name = "rss_bytes" if field == "hwm_bytes" else field
+        before = [row[name] for row in self.baselines.get(way_of(run), []) if name in row]
+        peaks = [row[field] for row in self.right(run) if field in row]
+        return float(max(peaks) - statistics.median(before)) if before and peaks else None
+
+    # ------------------------------------------------------------------------------------- afterwards
+
+    def after(self, who: str) -> Spread | None:
+        """Forward passes of a model over the plain one's: a median for each process; None if not run."""
+        if not self.afters:
+            return None
+        ratios = []
+        for row in self.afters:
+            plain = row["seconds"]["plain"]
+            ratios.append(
+                statistics.median(one / other for one, other in zip(row["seconds"][who], plain, strict=True))
+            )
+        return Spread.of(ratios)
+
+    def after_is_even(self) -> bool | None:
+        """Whether the loaded model is as fast; None where two plain ones differ by more than the goal is."""
+        arrived, control = self.after("arrived"), self.after("control")
+        if arrived is None or control is None or abs(control.median - 1) > MOST_AFTER:
+            return None
+        return abs(arrived.median - 1) <= MOST_AFTER
+
+    # ------------------------------------------------------------------------------------------ goals
+
+    @property
+    def goals(self) -> dict[str, bool]:
+        """Each goal that says something of this setting, and whether it is met."""
+        found: dict[str, bool] = {"right": not self.wrong()}
+        if self.setting.timed:
+            found |= self._speed()
+        if self.setting.gbit == JUDGED_GBIT and self.bound_s is not None:
+            share = self.share(OURS) if self.usable(OURS) else None
+            found["bound"] = share is not None and share >= LEAST_SHARE
+        if has_memory(self.setting) and self.nbytes >= JUDGED_BYTES:
+            found |= self._memory()
+        if (even := self.after_is_even()) is not None:
+            found["after"] = even
+        return found
+
+    def _speed(self) -> dict[str, bool]:
+        found: dict[str, bool] = {}
+        for goal, clock, ending in (
+            ("fastest", STARTED, None),
+            ("fastest after imports", IMPORTED, None),
+            ("fastest, plain", STARTED, PLAIN),
+        ):
+            behind, ours = self.behind(clock, ending), OURS + (ending or "")
+            if behind is not None:
+                found[goal] = behind <= NEAR_BEST
+            elif self.rows(ours) and not self.usable(ours):
+                found[goal] = False
+        if self.setting.model in SMALL and "fastest" in found:
+            found["small"] = found["fastest"]
+        return found
+
+    def _memory(self) -> dict[str, bool]:
+        above = self.above(OURS)
+        if above is None:
+            return {}
+        found = {"memory": above <= MOST_MEMORY * self.nbytes}
+        if self.call_bytes is not None:
+            found["memory for weights"] = above - self.call_bytes <= MOST_MEMORY * self.nbytes
+        return found
+
+    def wrong(self) -> list[str]:
+        """Answers of ours that are not the model's, or that are not there."""
+        told = []
+        for run in self.setting.runs:
+            if way_of(run) in STREAMED and len(self.right(run)) < len(self.rows(run)):
+                unequal = any(row.get("equal") is False for row in self.rows(run))
+                what = "an answer is not the model's" if unequal else "an answer is missing"
+                told.append(f"{self.setting.key}, {run}: {what}")
+        if self._loaded_wrongly:
+            told.append(f"{self.setting.key}: a loaded model's answer is not the model's")
+        return told
+
+
+def _right(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.get("equal")]
+
+
+def _ends(run: str, ending: str | None) -> bool:
+    return ending is None or run.endswith(PLAIN) == (ending == PLAIN)
+
+
+def wrong(found: Sequence[Found]) -> list[str]:
+    """Every answer of ours that is not the model's, and every peer whose answers never are."""
+    told = [each for one in found for each in one.wrong()]
+    for way in WAYS:
+        runs = [(one, run) for one in found for run in (way, way + PLAIN) if one.rows(run)]
+        if runs and way not in STREAMED and not any(one.right(run) for one, run in runs):
+            told.append(f"{way} answered rightly nowhere, so nothing is compared with it")
+    return told

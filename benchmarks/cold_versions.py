@@ -1,0 +1,98 @@
+"""Of what code a record of `cold_start.py` is. It is made anew where that has changed, and nowhere else.
+
+Every record depends on how processes are run and on the models. A peer's depends on its own way beside that,
+on the packages that it needs, and where it is given a model that upriver constructs, on that construction. So
+it outlasts every other change of upriver, on which ours depend as a whole.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+
+from _common import ROOT
+from cold_settings import PLAIN, WAYS, way_of
+from cold_ways import LOADERS
+
+EVERYBODYS = ("torch", "torchvision", "transformers")
+"""Packages by which models are made, here and, lent, in the peers' environment."""
+
+PACKAGE = ("coldstart", "program", "store")
+CONSTRUCTION: Mapping[str, tuple[str, ...]] = {
+    "construct": (),
+    "notes": (),
+    "watch": (),
+    "barrier": ("Gate",),  # of which the others take some functions
+}
+"""Parts of upriver that decide what ours take; and modules of the first one that construct for everybody,
+with what of them has no part in that."""
+
+OURS_ALONE = ("parts", "after")
+"""Functions of `cold_job` that no peer's run goes through."""
+
+
+class Versions:
+    """Versions of what records depend on.
+
+    Args:
+        root: Of the code: where its ``src`` and ``benchmarks`` are.
+        packages: Versions of what the peers' environment has.
+    """
+
+    def __init__(self, root: Path = ROOT, packages: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._benchmarks, self._package = root / "benchmarks", root / "src" / "upriver"
+        self._packages = packages
+        self._known: dict[tuple[str, str], str] = {}
+
+    def packages(self, run: str) -> dict[str, str]:
+        """Of a run's way, those of the peers' environment."""
+        return {name: self._packages.get(name, "") for name in WAYS[way_of(run)].needs}
+
+    def of(self, do: str, run: str) -> str:
+        """What a record is of.
+
+        Args:
+            do: One of ``cold_job.DOES``.
+            run: As `cold_settings.Setting.runs` names it.
+        """
+        if (do, run) not in self._known:
+            self._known[do, run] = self._of(do, run)
+        return self._known[do, run]
+
+    def _of(self, do: str, run: str) -> str:
+        way = WAYS[way_of(run)]
+        own = {each.__name__ for each in LOADERS[way_of(run)].__mro__}  # type: ignore[attr-defined]
+        others = {each.__name__ for loader in LOADERS.values() for each in loader.__mro__} - own  # type: ignore[attr-defined]
+        digest = sha256(repr((self._everybodys, self.packages(run))).encode())
+        for name in ("bed", "models"):
+            digest.update(_code(self._benchmarks / f"cold_{name}.py"))
+        digest.update(_code(self._benchmarks / "cold_ways.py", without=others))
+        digest.update(_code(self._benchmarks / "cold_job.py", without=set(OURS_ALONE) - {do}))
+        if not way.needs:
+            digest.update(self._ours)
+        elif not run.endswith(PLAIN):
+            for name, without in CONSTRUCTION.items():
+                digest.update(_code(self._package / "coldstart" / f"{name}.py", without=without))
+        return digest.hexdigest()[:12]
+
+    @cached_property
+    def _everybodys(self) -> dict[str, str]:
+        return {name: importlib.metadata.version(name) for name in EVERYBODYS}
+
+    @cached_property
+    def _ours(self) -> bytes:
+        return b"".join(
+            _code(path) for part in PACKAGE for path in sorted((self._package / part).rglob("*.py"))
+        )
+
+
+def _code(path: Path, *, without: Collection[str] = ()) -> bytes:
+    """A module without comments and layout, and without some of its functions and classes."""
+    tree = ast.parse(path.read_bytes())
+    kept = [ast.dump(node) for node in tree.body if getattr(node, "name", None) not in without]
+    return "\n".join((path.name, *kept)).encode()
