@@ -75,12 +75,10 @@ class Peers:
 
     def hint(self) -> str:
         """How to make the environment."""
-        build = _torch().partition("+")[2]
-        index = f"--extra-index-url https://download.pytorch.org/whl/{build} " if build else ""
         wanted = " ".join(f"'{package}'" for package in (f"torch=={_torch()}", *PACKAGES))
         return (
-            f"`python -m venv {self.place}` and `{self.place}/bin/pip install {index}{wanted}`, or name "
-            f"another environment in {VARIABLE}"
+            f"`python -m venv {self.place}` and `{self.place}/bin/pip install {wanted}`, with the package index "
+            f"that ours has come from, or name another environment in {VARIABLE}"
         )
 
 
