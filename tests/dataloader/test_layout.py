@@ -1,0 +1,77 @@
+"""How batches lie in memory, on which low bits hang of what kernels do: the same whoever makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from tests.dataloader.datasets import same
+from upriver.client.embedded import EmbeddedServer
+from upriver.dataloader import DataLoader, Offloading, dataset
+
+COUNT = 24
+WHERE = [None, *((candidate, ratio) for candidate in ("p1", "p2", "p3") for ratio in (0.5, 1.0))]
+
+
+class Clips(Dataset[Any]):
+    """Pictures one after another, the colours of each pixel together in memory; arrays of such as well."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def read(self, index: int) -> Any:
+        return torch.rand(4, 5, 6, 3)
+
+    def transform(self, raw: Any) -> Any:
+        clip, array = raw.permute(0, 3, 1, 2), np.random.rand(4, 5, 6, 3).transpose(0, 3, 1, 2)
+        return {"tensor": clip, "array": array, "crop": clip[:, :, 1:4, 1:4]}
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.read(index))
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[EmbeddedServer]:
+    started = EmbeddedServer.start_worker(["tests.dataloader"], workers=1)
+    yield started
+    started.close()
+
+
+def batches(kind: str, worker: EmbeddedServer, where: Any, num_workers: int, **more: Any) -> list[Any]:
+    data = dataset(f"tests.dataloader.test_layout:{kind}")
+    if where is not None:
+        candidate, ratio = where
+        more |= {"workers": [worker.url], "offload": Offloading(candidate=candidate, ratio=ratio)}
+    loader = DataLoader(data, batch_size=4, seed=3, num_workers=num_workers, **more)
+    found = list(loader)
+    assert where is None or loader.report.made[worker.url] > 0
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("where", WHERE)
+def test_batches_by_pytorchs_own_collating_are_contiguous_whoever_collates(
+    worker: EmbeddedServer, where: Any, num_workers: int
+) -> None:
+    found = batches("Clips", worker, where, num_workers)
+    assert all(each.is_contiguous() for batch in found for each in batch.values())
+    assert same(found, batches("Clips", worker, None, 0))
+
+
+class Word(str):
+    """Something of the user's, who has told PyTorch how it is collated."""
+
+
+def test_what_a_user_has_registered_with_pytorchs_own_collating_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(default_collate_fn_map, Word, lambda words, *, collate_fn_map: "-".join(words))
+    rows: Any = [(Word("a"), torch.rand(2)), (Word("b"), torch.rand(2))]
+    ((words, _),) = DataLoader(rows, batch_size=2)
+    assert words == "a-b"
