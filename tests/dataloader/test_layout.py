@@ -36,6 +36,38 @@ class Clips(Dataset[Any]):
         return self.transform(self.read(index))
 
 
+class Scans(Clips):
+    """What is read is turned, cut and read only; what comes of it hangs on the order of sums."""
+
+    def read(self, index: int) -> Any:
+        turned = np.random.rand(300, 40, 3).astype(np.float32).transpose(2, 0, 1)
+        stored = np.frombuffer(np.random.rand(90, 70).tobytes()).reshape(90, 70)
+        return {
+            "turned": turned,
+            "cut": turned[:, 10:280, 3:37],
+            "stored": stored.T,
+            "part": stored[3:80, 4:60],
+        }
+
+    def transform(self, raw: Any) -> Any:
+        return {name: (each, each - each.mean(), np.add.reduce(each, axis=0)) for name, each in raw.items()}
+
+
+class Masked(Clips):
+    """What is read has values that count for nothing."""
+
+    def read(self, index: int) -> Any:
+        return np.ma.masked_less(np.random.rand(5), 0.5)
+
+    def transform(self, raw: Any) -> Any:
+        return raw * 2
+
+
+def filled(rows: list[Any]) -> Any:
+    """Without what counts for nothing."""
+    return [row.filled(-1.0) for row in rows]
+
+
 @pytest.fixture(scope="module")
 def worker() -> Iterator[EmbeddedServer]:
     started = EmbeddedServer.start_worker(["tests.dataloader"], workers=1)
@@ -62,6 +94,21 @@ def test_batches_by_pytorchs_own_collating_are_contiguous_whoever_collates(
     found = batches("Clips", worker, where, num_workers)
     assert all(each.is_contiguous() for batch in found for each in batch.values())
     assert same(found, batches("Clips", worker, None, 0))
+
+
+@pytest.mark.parametrize("where", WHERE[1:5])
+def test_arrays_are_what_they_are_here_also_in_their_low_bits(worker: EmbeddedServer, where: Any) -> None:
+    found = batches("Scans", worker, where, 0, collate_fn=list)
+    assert same(found, batches("Scans", worker, None, 0, collate_fn=list))
+
+
+@pytest.mark.parametrize("candidate", ["p1", "p2"])
+def test_arrays_with_more_than_elements_are_made_here(worker: EmbeddedServer, candidate: Any) -> None:
+    data = dataset("tests.dataloader.test_layout:Masked")
+    offload = Offloading(candidate=candidate, ratio=0.5)
+    loader = DataLoader(data, batch_size=4, seed=3, collate_fn=filled, workers=[worker.url], offload=offload)
+    assert same(list(loader), batches("Masked", worker, None, 0, collate_fn=filled))
+    assert loader.report.made == {"here": COUNT}
 
 
 class Word(str):
