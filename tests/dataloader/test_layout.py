@@ -14,6 +14,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from tests.dataloader.datasets import same
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
+from upriver.errors import ConfigError
 
 COUNT = 24
 WHERE = [None, *((candidate, ratio) for candidate in ("p1", "p2", "p3") for ratio in (0.5, 1.0))]
@@ -102,13 +103,14 @@ def test_arrays_are_what_they_are_here_also_in_their_low_bits(worker: EmbeddedSe
     assert same(found, batches("Scans", worker, None, 0, collate_fn=list))
 
 
-@pytest.mark.parametrize("candidate", ["p1", "p2"])
-def test_arrays_with_more_than_elements_are_made_here(worker: EmbeddedServer, candidate: Any) -> None:
+def test_arrays_that_are_more_than_their_elements_are_made_here(worker: EmbeddedServer) -> None:
     data = dataset("tests.dataloader.test_layout:Masked")
-    offload = Offloading(candidate=candidate, ratio=0.5)
-    loader = DataLoader(data, batch_size=4, seed=3, collate_fn=filled, workers=[worker.url], offload=offload)
+    arguments: dict[str, Any] = {"batch_size": 4, "seed": 3, "collate_fn": filled, "workers": [worker.url]}
+    loader = DataLoader(data, offload=Offloading(candidate="p2", ratio=0.5), **arguments)
     assert same(list(loader), batches("Masked", worker, None, 0, collate_fn=filled))
     assert loader.report.made == {"here": COUNT}
+    with pytest.raises(ConfigError, match=r"reads what no worker can be sent: .*MaskedArray"):
+        DataLoader(data, offload=Offloading(candidate="p1"), **arguments)
 
 
 class Word(str):
