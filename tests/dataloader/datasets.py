@@ -110,19 +110,29 @@ def mute_rows(rows: list[Any]) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two batches are the same to the bit, of the same types."""
+    """Whether two batches are the same to the bit, of the same types, and lie in memory in the same order."""
     if type(one) is not type(other):
         return False
     match one:
         case torch.Tensor():
-            return one.dtype == other.dtype and torch.equal(one, other)
+            return one.dtype == other.dtype and torch.equal(one, other) and order(one) == order(other)
         case np.ndarray():
-            return one.dtype == other.dtype and np.array_equal(one, other)
+            return one.dtype == other.dtype and np.array_equal(one, other) and order(one) == order(other)
         case dict():
             return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
         case list() | tuple():
             return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+def order(value: torch.Tensor | np.ndarray[Any, Any]) -> list[int]:
+    """Strides as they were without gaps between elements, where they say anything."""
+    if isinstance(value, torch.Tensor):
+        strides = torch.empty_like(value, device="meta").stride()
+    else:
+        strides = tuple(each // value.itemsize for each in np.empty_like(value).strides)
+    shape = value.shape if 0 not in value.shape else ()
+    return [stride for size, stride in zip(shape, strides, strict=False) if size > 1]
 
 
 class OwnGenerator(Plain):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 from torch.utils.data import DataLoader as TorchLoader
@@ -109,6 +111,39 @@ class Opened(Whole):
         return Text(path)
 
 
+class Holding(Whole):
+    """Closes what it has opened where it ends, which is what a copy has open as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = [True]
+
+    def read(self, path: Any) -> str:
+        if not self.open[0]:
+            raise ValueError("I/O operation on closed file")
+        return super().read(path)
+
+    def __del__(self) -> None:
+        self.open[0] = False
+
+
+class Only(Whole):
+    """There is one."""
+
+    def __copy__(self) -> Only:
+        return self
+
+
+class Remembered(Whole):
+    """Those that have made a sample, as long as they are there."""
+
+    seen: ClassVar[WeakSet[Any]] = WeakSet()
+
+    def __getitem__(self, index: int) -> Any:
+        self.seen.add(self)
+        return super().__getitem__(index)
+
+
 class Absent(Whole):
     """There is no sample 0."""
 
@@ -163,6 +198,34 @@ def test_what_is_made_so_is(kind: type[Whole]) -> None:
 def test_what_cannot_be_seen_is_done_where_the_user_says_so() -> None:
     loader = DataLoader(named("Absent"), workers=NOBODY, offload=Offloading(candidate="p1"))
     assert loader._hired is not None and "p1" not in loader._hired.candidates
+
+
+def test_one_that_cannot_be_copied_is_left_as_it_was() -> None:
+    data = named("Only")
+    loader = DataLoader(data, batch_size=4, workers=NOBODY)
+    assert loader._hired is not None and loader._hired.candidates == ("p2", "p3")
+    assert data.dataset.__dict__.keys() == Whole().__dict__.keys()
+
+
+def test_one_that_closes_its_files_where_it_ends_is_not_copied() -> None:
+    data = named("Holding")
+    loader = DataLoader(data, batch_size=4, workers=NOBODY)
+    assert loader._hired is not None and loader._hired.candidates == ("p2", "p3")
+    told = DataLoader(data, batch_size=4, workers=NOBODY, offload=Offloading(candidate="p1"))
+    gc.collect()
+    assert data.dataset.open == [True]
+    assert same(list(told), list(TorchLoader(Whole(), batch_size=4))), "divided, as the user says"
+
+
+def test_a_copy_ends_at_once() -> None:
+    data = named("Remembered")
+    gc.disable()
+    try:
+        loader = DataLoader(data, batch_size=4, workers=NOBODY)
+        assert loader._hired is not None and "p1" in loader._hired.candidates
+        assert not set(Remembered.seen) - {data.dataset}
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("transform", [None, "none"])

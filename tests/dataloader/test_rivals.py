@@ -117,7 +117,7 @@ def test_of_equals_in_all_the_one_that_was_decided_for_is_taken() -> None:
     assert found.best == "p2"
 
 
-@pytest.mark.parametrize(("p2", "taken"), [(10.6, "p2"), (10.4, ""), (9.4, "")])
+@pytest.mark.parametrize(("p2", "taken"), [(10.6, "p2"), (10.51, ""), (10.4, ""), (9.4, "")])
 def test_nothing_is_tried_too_where_it_promises_about_as_much_and_taken_if_no_other_gives_clearly_more(
     p2: float, taken: str
 ) -> None:
@@ -127,6 +127,18 @@ def test_nothing_is_tried_too_where_it_promises_about_as_much_and_taken_if_no_ot
     assert found.best == taken
     said = f"{taken} is taken" if taken else "nothing is offloaded"
     assert f"{said} (nothing 10, p2 {p2:.4g}, p1 8 MB/s)" in found.told()
+
+
+@given(st.floats(1, 1000), st.floats(0.9, 1.1), st.floats(0.9, 1.1))
+def test_one_that_gives_about_the_most_is_taken_and_nothing_wherever_that_does(
+    here: float, p1: float, p2: float
+) -> None:
+    found = rivals(p1=20.0, p2=30.0)
+    assert found is not None
+    turns(found, **{"": [here] * MORE_TURNS, "p1": [p1 * here] * MORE_TURNS, "p2": [p2 * here] * MORE_TURNS})
+    most = max(map(found.throughput, found.seen))
+    assert found.throughput(found.best) >= 0.95 * most and (found.best == "") == (here >= 0.95 * most)
+    assert (f"{found.best} is taken" if found.best else "nothing is offloaded") in found.told()
 
 
 @given(st.dictionaries(st.sampled_from(["", "p1", "p2", "p3"]), st.floats(1, 1000), min_size=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -302,6 +303,55 @@ def test_a_sampler_whose_order_cannot_be_had_again_is_refused_unless_it_has_a_st
         assert same(list(other), reference)
         with pytest.raises(ConfigError, match="only its sampler has a state_dict"):
             loader_with(Hidden()).load_state_dict(state)
+
+
+class Counting(DistributedSampler[int]):
+    """As torchdata's own: its state is how many it has given, and once loaded these are left out, once."""
+
+    def __init__(self) -> None:
+        super().__init__(range(COUNT), num_replicas=1, rank=0, seed=5)  # type: ignore[arg-type]
+        self.given, self.left_out = 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.given, self.left_out = self.left_out, 0
+        for index in itertools.islice(super().__iter__(), self.given, None):
+            self.given += 1
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left_out = state["given"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 3])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_sampler_whose_state_is_how_far_it_is_goes_on_too(before: int, stop: int, num_workers: int) -> None:
+    """Also a second time, and in the epoch after."""
+
+    def loader_with() -> DataLoader:
+        return DataLoader(Noisy(COUNT), batch_size=4, sampler=Counting(), seed=3, num_workers=num_workers)
+
+    def epoch(loader: DataLoader) -> list[Any]:
+        loader.sampler.set_epoch(loader.epoch)  # type: ignore[attr-defined]
+        return list(loader)
+
+    here = loader_with()
+    reference = [epoch(here) for _ in range(before + 2)]
+    loader = loader_with()
+    assert same([epoch(loader) for _ in range(before)], reference[:before])
+    found = list[Any]()
+    for part in (stop, 2, COUNT):
+        if part:
+            loader.sampler.set_epoch(before)  # type: ignore[attr-defined]
+            found += itertools.islice(loader, part)
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader = loader_with()
+        loader.load_state_dict(state)
+    assert same(found, reference[before])
+    assert same(epoch(loader), reference[before + 1])
 
 
 def test_a_sampler_whose_state_json_cannot_say_is_named() -> None:

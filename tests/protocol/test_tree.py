@@ -75,9 +75,65 @@ def test_tensors_are_not_copied_and_arrays_lose_what_is_differentiable():
 def test_arrays_that_are_read_only_or_not_contiguous():
     array = np.arange(6).reshape(2, 3)
     array.flags.writeable = False
-    assert same(through(array), array) and same(through(array.T), array.T.copy())
+    assert same(through(array), array) and same(through(array.T), array.T)
     through(array)[0, 0] = 7
     assert array[0, 0] == 0
+
+
+def layouts():
+    base = np.arange(240, dtype=np.float32).reshape(6, 8, 5)
+    kept = {
+        "rows": base,
+        "fortran": np.asfortranarray(base[0]),
+        "transposed": base.transpose(2, 0, 1),
+        "crop": base[1:5, 1:7],
+        "crop of the transposed": base.transpose(2, 0, 1)[:, 1:5],
+        "one of one": base[:1, 3:4, :1],
+        "nothing": base[:, :0],
+        "number": np.array(3.0),
+    }
+    return kept | {f"{name}, read only": read_only(array) for name, array in kept.items()}
+
+
+def read_only(array):
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_arrays_keep_their_strides_and_are_copied_where_they_are_read_only(name):
+    array = layouts()[name]
+    found = through(array)
+    assert same(found, array)
+    if array.size:
+        assert found.strides == array.strides and found.ctypes.data % 64 == array.ctypes.data % 64
+    assert array.size == 0 or np.shares_memory(found, array) == array.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("array", "order"),
+    [
+        (np.arange(2400.0).reshape(8, 5, 60)[..., 7].T, (1, 0)),
+        (np.arange(40.0).reshape(8, 5)[::-1].T, (1, 0)),
+        (np.arange(40.0).reshape(8, 5)[:, ::-1], (0, 1)),
+    ],
+)
+def test_arrays_that_are_mostly_gaps_or_run_backwards_keep_the_order_of_their_dimensions(array, order):
+    _, (sent,) = flatten(array)
+    assert same(through(array), array) and sent.permute(order).is_contiguous()
+    assert sent.untyped_storage().nbytes() == array.nbytes
+
+
+def test_identical_looks_at_the_order_of_dimensions_in_memory_and_not_at_gaps():
+    tensor = torch.rand(4, 5, 6)
+    turned = tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert not identical(tensor, turned) and not identical(tensor.numpy(), turned.numpy())
+    assert identical(turned, turned[:]) and identical(turned.numpy(), turned.numpy())
+    crop = tensor[:, 1:3]
+    assert identical(crop, crop.clone()) and identical(crop.numpy(), crop.clone().numpy())
+    assert identical(tensor[:1], tensor[:1].permute(1, 2, 0).contiguous().permute(2, 0, 1))
+    assert identical(tensor[:, :0], tensor[:, :0].clone())
 
 
 @given(samples, samples)
@@ -102,6 +158,10 @@ class Number(int):
     pass
 
 
+class Weights(np.ndarray):
+    pass
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [
@@ -118,6 +178,8 @@ class Number(int):
         (np.array([1], dtype=np.uint16), "uint16"),
         (np.array([1], dtype=">i4"), ">i4"),
         (np.array([object()]), "object"),
+        ([np.ma.masked_less([1.0, 2.0], 2)], r"\[0\] is a numpy.ma.*MaskedArray"),
+        (np.ones(2).view(Weights), "tests.protocol.test_tree.Weights"),
         (object(), "builtins.object"),
     ],
 )

@@ -88,12 +88,19 @@ def _otherwise(dataset: Any, index: _Index) -> str:
 
         return run
 
+    if hasattr(dataset, "__del__"):
+        raise ConfigError("a copy would close what the dataset has open, where it ends (__del__)")
     copied = copy(dataset)
-    copied.read, copied.transform = watched("read", copied.read), watched("transform", copied.transform)
-    seed_generators(Draw(seed=0, epoch=0, sample=0, stage=MAKE))
-    began = Generators.now()
-    made = copied[index]
-    ended = Generators.now()
+    if vars(copied) is vars(dataset):
+        raise ConfigError("there is no copy of the dataset but itself")
+    try:
+        copied.read, copied.transform = watched("read", copied.read), watched("transform", copied.transform)
+        seed_generators(Draw(seed=0, epoch=0, sample=0, stage=MAKE))
+        began = Generators.now()
+        made = copied[index]
+        ended = Generators.now()
+    finally:
+        vars(copied).clear()  # or it would hold itself, and what the dataset has, for an unknown time
     if [call.name for call in calls] != ["read", "transform"]:
         return f"it calls {' and then '.join(call.name for call in calls) or 'neither of them'}"
     read, transform = calls

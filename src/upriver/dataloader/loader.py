@@ -36,7 +36,7 @@ from upriver.dataloader.pinning import Pinned, pins
 from upriver.dataloader.plan import CANDIDATES, Offloading, stretch_of
 from upriver.dataloader.recall import Recall
 from upriver.dataloader.share import AllHere, Part
-from upriver.dataloader.state import Counted, Drawn, Order, Place, State, own_state, stateful_of
+from upriver.dataloader.state import Counted, Drawn, Order, Place, State, begun_anew, own_state, stateful_of
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
@@ -247,15 +247,31 @@ class DataLoader(TorchLoader[Any]):
             starts = self._kept is None  # processes that persist have been started
             drawn = Drawn.now(self._generators, starts=starts, twice=starts and self.num_workers > 0)
         elif state.batches:
-            with drawn.again(self._generators):
-                base, begun = drawn.begin(self._batches, self._draw)
-                order = Order(begun)
-                order.go_behind(state.batches, state.digest)
+            try:
+                base, order = self._behind(state, drawn)
+            except ConfigError:
+                if state.sampler is None:
+                    raise
+                base, order = self._behind(state, drawn)  # without the sampler's own state: that is used once
             return base, Place(number, drawn, order, state.batches, sampler)
         else:  # the sampler has not begun, and is about to
             drawn.set(self._generators)
         base, begun = drawn.begin(self._batches, self._draw)
+        if state is not None and state.sampler is not None:
+            begun = begun_anew(begun, self._batches)
         return base, Place(number, drawn, Order(begun), sampler=sampler)
+
+    def _behind(self, state: State, drawn: Drawn) -> tuple[int, Order]:
+        """What is drawn for loader processes, and the order behind what was handed out of the state's epoch.
+
+        Raises:
+            ConfigError: If the order is another one.
+        """
+        with drawn.again(self._generators):
+            base, begun = drawn.begin(self._batches, self._draw)
+            order = Order(begun)
+            order.go_behind(state.batches, state.digest)
+        return base, order
 
     def _draw(self) -> int:
         """A number for loader processes."""

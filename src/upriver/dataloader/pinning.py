@@ -1,4 +1,8 @@
-"""Batches in pinned memory, as PyTorch's loader gives them, copied by the threads that get them."""
+"""Batches in pinned memory, as PyTorch's loader gives them.
+
+Those that somebody has made whole are copied by the thread that gets them, those that are joined of parts by
+the thread that joins them, which is the one that trains.
+"""
 
 from __future__ import annotations
 

@@ -113,13 +113,11 @@ class Rivals:
     def best(self) -> str:
         """Of those that give about the most the one that costs the least here.
 
-        Nobody, unless one gives clearly more than that: what others make is not free, on their machines and
+        Nobody, where nothing offloaded is among them: what others make is not free, on their machines and
         on the link, and the first batches of an epoch, when nothing is made ahead yet, are later for it.
         """
-        most = max(map(self.throughput, self.seen), default=0.0)
-        if not self.seen or (HERE in self.seen and most <= (1 + SAME) * self.throughput(HERE)):
-            return HERE
-        return min(self._with(1 - SAME), key=self.ocycles.__getitem__)
+        near = self._with(1 - SAME) if self.seen else [HERE]
+        return HERE if HERE in near else min(near, key=self.ocycles.__getitem__)
 
     def factor(self, name: str) -> float:
         """What a candidate's Rthp is to be multiplied by, for its promise to be what turns have shown of it.

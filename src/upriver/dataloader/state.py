@@ -4,7 +4,9 @@ The protocol of torchdata's stateful loader: ``state_dict`` at any step, ``load_
 ``iter()``. The order of an epoch is the sampler's, which may draw from any generator when it begins. So how
 these stood then is part of the state: whoever goes on lets the sampler begin in the same way, and leaves out
 what was handed out. No sample is made for that. A sampler that draws from what nobody sees must have a state
-of its own; whether it gives the same order again shows by a digest of what was handed out.
+of its own; whether it gives the same order again shows by a digest of what was handed out. A state may say
+how far a sampler was instead, as those of torchdata do; before an epoch begins, that is how far it was in the
+one before. It gives other indices then, or none, and is begun once more: such a state is used once.
 """
 
 from __future__ import annotations
@@ -299,6 +301,13 @@ class Counted(Iterator[Any]):
             raise
         finally:
             self._place.go_on(self._handed_out())
+
+
+def begun_anew(begun: Iterator[Any], batches: Iterable[Any]) -> Iterator[Any]:
+    """What a sampler gives; where that is nothing, since its state said that it was at its end, once more."""
+    nothing = object()
+    first = next(begun, nothing)
+    yield from iter(batches) if first is nothing else itertools.chain([first], begun)
 
 
 def own_state(*samplers: Any) -> Any:

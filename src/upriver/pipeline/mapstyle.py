@@ -13,6 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate as collate_by
+from torch.utils.data._utils.collate import default_collate_fn_map
+
 from upriver.errors import ConfigError
 from upriver.pipeline.draw import Draw
 from upriver.pipeline.seeding import Generators, seed_generators
@@ -142,13 +147,31 @@ class MapStyle:
 def collated(
     samples: list[Any], collate: Callable[[list[Any]], Any], *, seed: int, epoch: int, batch: int
 ) -> Any:
-    """A batch of its samples; sets the generators of this process and leaves them so."""
+    """A batch of its samples; sets the generators of this process and leaves them so.
+
+    What PyTorch's own collating makes is contiguous, wherever it runs.
+    """
     seed_generators(Draw(seed=seed, epoch=epoch, sample=batch, stage=COLLATE))
     try:
-        return collate(samples)
+        return _contiguous(samples) if collate is default_collate else collate(samples)
     except Exception as error:
         note(error, f"raised where batch {batch} of epoch {epoch} was collated")
         raise
+
+
+def _contiguous(samples: list[Any]) -> Any:
+    """`default_collate`, as it is in PyTorch's loader processes.
+
+    Elsewhere it leaves the order of dimensions in memory to that of the samples, where these have four and
+    more: who has collated a batch would show in it, and in the low bits of what kernels make of it.
+    """
+    tensors = default_collate_fn_map[torch.Tensor]
+
+    def joined(rows: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+        batch: torch.Tensor = tensors(rows, collate_fn_map=collate_fn_map)
+        return batch.contiguous() if batch.layout is torch.strided else batch
+
+    return collate_by(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: joined})
 
 
 def whole_number(index: Any) -> int | None:

@@ -91,7 +91,8 @@ class Generators:
             name, key, *rest = moved["numpy"]
             numpy_random.set_state((name, np.frombuffer(key, dtype=_WORDS), *rest))
         if "torch" in moved:
-            torch.default_generator.set_state(moved["torch"])
+            # A copy, as PyTorch reads from where a tensor's storage begins (2.13), whatever is there.
+            torch.default_generator.set_state(moved["torch"].clone())
 
 
 @contextmanager

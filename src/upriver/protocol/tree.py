@@ -27,13 +27,16 @@ import numpy as np
 import torch
 
 from upriver.errors import ConfigError, ProtocolError
-from upriver.protocol.tensors import DTYPES
+from upriver.protocol.tensors import ALIGNMENT, DTYPES, aligned_empty
 
 Node: TypeAlias = "bool | int | float | str | list[Any] | None"
 
 MAX_DEPTH = 64
 MAX_NODES = 1 << 20
 """Of one tree: what a batch of ten thousand samples with a hundred fields each has."""
+
+MOST_GAPS = 2
+"""Times the bytes of an array may be sent for it, where there are gaps between its elements."""
 
 EXACT = 2**53
 """Whole numbers up to here are the same whoever reads the JSON."""
@@ -52,7 +55,7 @@ _DOUBLE = struct.Struct(">d")
 def flatten(value: Any) -> tuple[Node, list[torch.Tensor]]:
     """Take a sample apart; `build` gives an equal one back.
 
-    Tensors are not copied; what is differentiable about them is left behind.
+    Tensors are not copied, nor are most arrays; what is differentiable about them is left behind.
 
     Returns:
         The description, and the tensors that it numbers.
@@ -120,11 +123,11 @@ class _Flat:
     def _numpy(self, value: np.generic | np.ndarray[Any, Any], where: str) -> Node:
         if value.dtype not in _NUMPY:
             raise self._refusal(value, where or "the sample", f" of {value.dtype}")
-        array = np.asarray(value)
-        contiguous = np.ascontiguousarray(array).reshape(array.shape)
-        if contiguous is value or not contiguous.flags.writeable:
-            contiguous = contiguous.copy()
-        return self._number("g" if isinstance(value, np.generic) else "n", torch.from_numpy(contiguous))
+        if isinstance(value, np.generic):
+            return self._number("g", torch.from_numpy(np.array(value)))
+        if type(value) not in (np.ndarray, np.memmap):
+            raise self._refusal(value, where or "the sample")
+        return self._number("n", torch.from_numpy(writeable(value)))
 
     def _sendable(self, value: torch.Tensor, where: str) -> torch.Tensor:
         if value.dtype not in DTYPES.values() or value.layout is not torch.strided or value.is_meta:
@@ -148,6 +151,28 @@ class _Flat:
         )
 
 
+def writeable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Itself, or a copy that a tensor can be of.
+
+    With its strides and alignment, by which kernels choose in which order they compute. Strides that no
+    tensor has are not kept, nor gaps that are more than what lies between them: then elements are close
+    together, their dimensions in the same order.
+    """
+    nbytes = array.itemsize + sum(
+        (size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)
+    )
+    odd = any(stride < 0 or stride % array.itemsize for stride in array.strides)
+    if odd or not array.size or nbytes > MOST_GAPS * array.nbytes:
+        return np.array(array, order="K")
+    if array.flags.writeable and array.flags.aligned:
+        return array
+    skew = array.ctypes.data % ALIGNMENT // array.itemsize * array.itemsize
+    memory = aligned_empty(skew + nbytes).zero_().numpy()
+    copied = np.ndarray(array.shape, array.dtype, memory, skew, array.strides)
+    copied[...] = array
+    return copied
+
+
 def build(node: Node, tensors: Sequence[torch.Tensor]) -> Any:
     """The sample that `flatten` took apart.
 
@@ -160,7 +185,7 @@ def build(node: Node, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Whether two samples are the same to the bit: every number, type and shape.
+    """Whether two samples are the same to the bit: every number, type and shape, and how dimensions lie.
 
     Raises:
         ConfigError: As `flatten`.
@@ -172,10 +197,16 @@ def identical(one: Any, other: Any) -> bool:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if one.dtype != other.dtype or one.shape != other.shape or _order(one) != _order(other):
         return False
     bits = [each.cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*bits)
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Strides as they were without gaps, where they say anything."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return [stride for size, stride in zip(tensor.shape, strides, strict=True) if size > 1 and tensor.numel()]
 
 
 class _Built:
