@@ -77,8 +77,8 @@ class Peers:
         """How to make the environment."""
         wanted = " ".join(f"'{package}'" for package in (f"torch=={_torch()}", *PACKAGES))
         return (
-            f"`python -m venv {self.place}` and `{self.place}/bin/pip install {wanted}`, with the package index "
-            f"that ours has come from, or name another environment in {VARIABLE}"
+            f"`python -m venv {self.place}` and `{self.place}/bin/pip install {wanted}`, with the package "
+            f"index that ours has come from, or name another environment in {VARIABLE}"
         )
 
 
