@@ -85,10 +85,10 @@ def ended(work: Callable[[], Any], stop: Callable[[], None], client: ServerClien
     thread = threading.Thread(target=catch, daemon=True)
     thread.start()
     thread.join(0.3)
-    assert thread.is_alive() and client._busy
+    assert thread.is_alive() and client._connections.busy
     stop()
     thread.join(60)
-    assert not thread.is_alive() and not client._busy
+    assert not thread.is_alive() and not client._connections.busy
     return errors[0]
 
 
@@ -108,7 +108,7 @@ def test_a_deadline_holds_while_connecting(client: ServerClient) -> None:
         within(0.2, answer.close, url=client.url),
     ):
         next(answer)
-    assert not client._busy
+    assert not client._connections.busy
 
 
 def test_one_that_was_broken_off_before_it_began_connects_nowhere(client: ServerClient) -> None:

@@ -71,6 +71,15 @@ class Forms:
         self._known: tuple[_Known, ...] = (_Known(keys, spec, self.first),)
         self._refused: tuple[_Known, ...] = ()
 
+    @property
+    def networks(self) -> tuple[Network, ...]:
+        """One for each form so far."""
+        return tuple(known.network for known in self._known if known.network is not None)
+
+    def forked(self) -> None:
+        """In a child of this process: one that was captured for another thread is not there."""
+        self._lock = threading.Lock()
+
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Network, list[torch.Tensor]]:
         """The network for a call and the call's tensors.
 
