@@ -26,6 +26,7 @@ from upriver.client.inference.far import Far, Terms
 from upriver.client.inference.forms import Forms, Network
 from upriver.client.inference.link import WINDOW
 from upriver.client.inference.request import Patience, Request, Served
+from upriver.client.inference.unchanged import Unchanged
 from upriver.client.inference.uplink import Uplink
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
@@ -62,6 +63,7 @@ class Offload:
         forms: What calls are to run.
         fars: Servers. The forms' too: others are put in their place in a forked child.
         fars_anew: Makes these.
+        unchanged: Watches the weights.
         rule: How requests are cut.
         patience: With servers.
         cached_cuts: Cuts that `warm` prepares at most.
@@ -75,6 +77,7 @@ class Offload:
         forms: Forms,
         fars: list[Far],
         fars_anew: Callable[[], list[Far]],
+        unchanged: Unchanged,
         *,
         rule: Rule,
         patience: Patience,
@@ -87,7 +90,7 @@ class Offload:
         self._counts: Counter[str] = Counter()
         self._decision: Decision | None = None
         self._close = weakref.finalize(self, _end, fars, patience.helpers)
-        self._fars_anew, self._in_child = fars_anew, False
+        self._fars_anew, self._in_child, self._unchanged = fars_anew, False, unchanged
         forking.tell(self)
 
     # --------------------------------------------------------------------------------------- asking
@@ -98,6 +101,7 @@ class Offload:
         Raises:
             ConfigError: If they have another form than the example and cannot be captured, in words that name
                 the argument; or if this object was closed.
+            FrozenChanged: If weights were written to since the model was captured.
             ProgramError: If the network cannot be computed on them.
         """
         began = time.perf_counter()
@@ -114,6 +118,7 @@ class Offload:
             patience=self._patience,
         )
         answer = network.captured.answer(request.run())
+        self._unchanged.check()  # behind it: nor meanwhile
         request.served.decide_s, request.served.total_s = decide_s, time.perf_counter() - began
         self._note(request.served)
         return answer
@@ -198,8 +203,13 @@ class Offload:
 
         Returns:
             For each server's address the cuts that are ready there.
+
+        Raises:
+            ConfigError: If this object was closed.
+            FrozenChanged: As for a request.
         """
         self._check_open()
+        self._unchanged.check()
         captured = self._forms.first.captured
         ready: dict[str, tuple[int, ...]] = {}
         for far in self._fars:
@@ -243,6 +253,7 @@ class Offload:
             return
         self._lock, self._decision, self._in_child = threading.Lock(), None, True
         self._forms.forked()
+        self._unchanged.forked()
         self._fars.clear()
         self._patience = replace(self._patience, helpers=_helpers(self._patience.hedge_s))
         self._close = weakref.finalize(self, _end, self._fars, self._patience.helpers)
@@ -292,8 +303,8 @@ def offload(
     end with ``close()``, or with the object.
 
     Args:
-        model: Captured as it is now, in eval; it is left as it was. Its parameters are not copied: after they
-            have changed, make another one.
+        model: Captured as it is now, in eval; it is left as it was. Its parameters are not copied: once they
+            are written to, requests raise `FrozenChanged`, and another one is to be made.
         example_inputs: What it is called with: a tensor, a tuple of positional inputs, or a mapping of
             keyword inputs, on the model's device. Calls of other forms are captured when they first come, up
             to 8 in all.
@@ -339,8 +350,9 @@ def offload(
     tls = client_context(ca=ca, certificate=certificate, key=key)
     fars_anew = partial(_fars, tuple(servers), deadline_s, terms, token=checks.token(token), tls=tls)
     fars = fars_anew()
-    forms = Forms(Example.of(example_inputs), partial(_make, model, fars, measure))
-    answer = Offload(forms, fars, fars_anew, rule=rule, patience=patience, cached_cuts=cached_cuts)
+    unchanged = Unchanged()
+    forms = Forms(Example.of(example_inputs), partial(_make, model, fars, measure, unchanged))
+    answer = Offload(forms, fars, fars_anew, unchanged, rule=rule, patience=patience, cached_cuts=cached_cuts)
     try:
         _check_cut(rule, answer.program.num_stages)
         _wait_for(fars, START_S)
@@ -392,9 +404,12 @@ def _fars(
     return [Far(client, terms, uplink) for client in clients]
 
 
-def _make(model: nn.Module, fars: Sequence[Far], measure: Measure, example: Example) -> Network:
+def _make(
+    model: nn.Module, fars: Sequence[Far], measure: Measure, unchanged: Unchanged, example: Example
+) -> Network:
     """Capture a model for one form of call, and let servers have it."""
     captured = capture_whole(model, example)
+    unchanged.watch(captured.weights)
     seconds = device_seconds(captured, measure)
     network = Network(captured=captured, device_s=seconds, total_s=sum(seconds))
     _serve(fars, network)
