@@ -359,6 +359,22 @@ def test_a_server_that_fails_while_it_is_hedged_is_left_alone(
         assert answer.counts["gave_up"] == 1 and len(helpers.given) == 1
 
 
+def test_a_request_that_is_to_be_hedged_when_the_model_is_closed_is_answered(server: Running) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with asking(server.url, model, hedge_s=LONG, deadline_s=60.0) as answer:
+        assert torch.equal(answer(x), here(model, x))
+        far = far_of(answer)
+        ask = far.ask
+
+        def closing(*args: Any, **kwargs: Any) -> Any:
+            answer.close()
+            return ask(*args, **kwargs)
+
+        far.ask = closing  # type: ignore[method-assign]
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.server == "" and "closed" in answer.last.why_not
+
+
 # ------------------------------------------------------------------------------- the caller's own fault
 
 

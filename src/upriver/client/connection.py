@@ -253,7 +253,7 @@ class Holder:
         with self._lock:
             self._connection = connection
             if self.closed:
-                connection.broken_off = True
+                connection.break_off()
 
     def release(self) -> None:
         """The connection is about to serve someone else."""

@@ -434,4 +434,4 @@ def _end(fars: Sequence[Far], helpers: Executor | None) -> None:
     for far in fars:
         far.close()
     if helpers is not None:
-        helpers.shutdown()
+        helpers.shutdown(wait=False)  # a finalizer may run in one of them
