@@ -66,6 +66,56 @@ def test_weights_that_are_written_to_are_an_error_at_every_cut(
         assert torch.equal(answer(x), wanted)
 
 
+def data(model: Chain) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def fused(model: Chain) -> None:
+    model(torch.randn(2, 64)).sum().backward()
+    torch.optim.Adam(model.parameters(), lr=0.1, fused=True).step()
+
+
+@pytest.mark.parametrize("change", [data, fused])
+def test_writes_that_move_no_version_are_seen_by_their_values(
+    change: Callable[[Chain], None], model: Chain, answer: Offload
+) -> None:
+    x = torch.randn(2, 64)
+    before, wanted = copy.deepcopy(model.state_dict()), here(model, x)
+    change(model)
+    for cut in (0, 3, 7):
+        cut_at(answer, cut)
+        with pytest.raises(FrozenChanged):
+            answer(x)
+    for name, tensor in model.state_dict().items():
+        tensor.data.copy_(before[name])
+    assert torch.equal(answer(x), wanted)
+
+
+def test_one_weight_is_looked_at_in_its_turn_and_kept_in_mind(model: Chain, answer: Offload) -> None:
+    x = torch.randn(2, 64)
+    wanted = here(model, x)
+    model.layers.last.weight.data[0, 0] += 1
+    turns = len(answer._unchanged._pieces)
+    cut_at(answer, 0)
+    seen = []
+    for _ in range(2 * turns):
+        try:
+            assert torch.equal(answer(x), wanted)
+        except FrozenChanged as error:
+            seen.append(str(error))
+    assert len(seen) > turns and all("'layers.last.weight'" in each for each in seen)
+
+
+def test_weights_that_come_to_lie_in_shared_memory_are_no_change(model: Chain, answer: Offload) -> None:
+    x = torch.randn(2, 64)
+    wanted = here(model, x)
+    model.share_memory()
+    cut_at(answer, 3)
+    for _ in range(2 * len(answer._unchanged._pieces)):
+        assert torch.equal(answer(x), wanted)
+
+
 def test_a_tensor_in_the_place_of_another_one_changes_nothing(model: Chain, answer: Offload) -> None:
     x = torch.randn(2, 64)
     wanted = here(model, x)
