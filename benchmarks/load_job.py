@@ -36,6 +36,7 @@ from upriver.client.inference.far import Far, Terms
 from upriver.client.inference.forms import Forms, Network
 from upriver.client.inference.offload import Offload
 from upriver.client.inference.request import Patience
+from upriver.client.inference.unchanged import Unchanged
 from upriver.client.transport import Probe, ServerClient
 from upriver.coldstart.programs import publish
 from upriver.latency import last_of_least
@@ -224,6 +225,8 @@ class Device:
         terms = Terms(push=False) if chooses else Terms(push=False, probe_s=NEVER_S, load_s=NEVER_S)
         client = Client(self._url, token=self._token, link=self._link, way=way)
         fars = [] if way == LOCAL else [Far(client, terms)]
+        unchanged = Unchanged()
+        unchanged.watch(self._captured.weights)
 
         def make(_: Example) -> Network:
             stages_s = self._slowness.stages_s
@@ -235,6 +238,8 @@ class Device:
             self._ways[way] = Offload(
                 Forms(self._captured.example, make),
                 fars,
+                list,  # this process has no children
+                unchanged,
                 rule=rule,
                 patience=Patience(deadline_s=DEADLINE_S),
                 cached_cuts=0,

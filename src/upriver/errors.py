@@ -117,7 +117,7 @@ class CaptureError(ModelError):
 
 
 class FrozenChanged(ModelError):
-    """A frozen parameter or buffer changed after the job had started."""
+    """A frozen parameter or buffer changed after the job had started, or a weight after its capture."""
 
     code = "frozen_changed"
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.client.scripted_http import scripted
 from tests.client.test_transport import request, serve_batches
-from upriver.client.connection import Timeouts, within
+from upriver.client.connection import Address, Connection, Holder, Timeouts, within
 from upriver.client.transport import AnswerClosed, ServerClient
 from upriver.errors import ServerUnavailable, UpriverError
 
@@ -85,10 +85,10 @@ def ended(work: Callable[[], Any], stop: Callable[[], None], client: ServerClien
     thread = threading.Thread(target=catch, daemon=True)
     thread.start()
     thread.join(0.3)
-    assert thread.is_alive() and client._busy
+    assert thread.is_alive() and client._connections.busy
     stop()
     thread.join(60)
-    assert not thread.is_alive() and not client._busy
+    assert not thread.is_alive() and not client._connections.busy
     return errors[0]
 
 
@@ -108,7 +108,7 @@ def test_a_deadline_holds_while_connecting(client: ServerClient) -> None:
         within(0.2, answer.close, url=client.url),
     ):
         next(answer)
-    assert not client._busy
+    assert not client._connections.busy
 
 
 def test_one_that_was_broken_off_before_it_began_connects_nowhere(client: ServerClient) -> None:
@@ -116,6 +116,41 @@ def test_one_that_was_broken_off_before_it_began_connects_nowhere(client: Server
     connection.break_off()
     with pytest.raises(ConnectionAbortedError, match="broken off"):
         connection.open(PATIENT, None)
+
+
+def test_one_that_is_taken_after_its_deadline_connects_nowhere(client: ServerClient) -> None:
+    connection, holder = client._address.connection(), Holder()
+    holder.close()
+    holder.hold(connection)
+    with pytest.raises(ConnectionAbortedError, match="broken off"):
+        connection.open(PATIENT, None)
+
+
+def test_a_finalizer_may_close_a_client_in_the_midst_of_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected wherever something is made."""
+    client = ServerClient("http://127.0.0.1:9")
+    address = client._address
+
+    def collecting(_: Address) -> Connection:
+        client.close()
+        return address_connection(address)
+
+    address_connection = Address.connection
+    monkeypatch.setattr(Address, "connection", collecting)
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            client.alive()
+        except BaseException as error:
+            errors.append(error)
+
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    asker.join(60)
+    assert not asker.is_alive()
+    assert "this client was closed" in str(errors[0])
+    assert not client._connections.busy
 
 
 def test_a_name_is_looked_up_and_all_its_addresses_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

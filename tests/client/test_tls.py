@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import ssl
 import subprocess
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 import upriver
+from tests.client.children import ended, fork
 from tests.client.conftest import Reference
 from tests.client.scripted_http import Exchange, scripted
 from tests.client.test_transport import INFO
@@ -83,6 +85,17 @@ def test_a_certificate_is_shown_to_a_server_that_asks(files: Path) -> None:
             assert client.info() == INFO
         with ServerClient(url, tls=client_context(ca=ca)) as client, pytest.raises(ServerUnavailable):
             client.info()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="here nothing is forked")
+def test_a_forked_child_has_a_session_of_its_own(files: Path) -> None:
+    with serving(files) as url, ServerClient(url, tls=client_context(ca=files / "ca.pem")) as client:
+        assert client.info() == INFO
+        children = [fork(lambda: client.info() == INFO and client.info() == INFO) for _ in range(2)]
+        assert [ended(child) for child in children] == [0, 0]
+        (kept,) = client._connections.idle
+        assert client.info() == INFO
+        assert client._connections.idle == [kept]
 
 
 def test_nothing_given_is_nothing_set_up() -> None:

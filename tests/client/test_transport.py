@@ -533,7 +533,7 @@ def test_closing_early_closes_the_connection():
         with client.run(request((0,), (0,), (0,))) as answer:
             next(answer)
         assert gone.wait(10)
-        assert not client._busy and not client._idle
+        assert not client._connections.busy and not client._connections.idle
 
 
 def test_close_wakes_a_reader_in_another_thread():
@@ -741,7 +741,7 @@ def test_a_trickling_server_gets_no_more_than_the_time_of_a_question(respond, as
     with scripted(respond) as url, ServerClient(url, timeouts=timeouts) as client:
         with pytest.raises(ServerUnavailable, match="no answer in time"):
             ask(client)
-        assert not client._busy and not client._idle
+        assert not client._connections.busy and not client._connections.idle
 
 
 NASTY = "\x1b]0;owned\x07 \x1b[2J\nline two\u202e\x9b" + "x" * 10_000

@@ -34,7 +34,7 @@ from tests.server.running import Running, free_port, running, wait_for
 from upriver.client.inference import far as far_module
 from upriver.client.inference.offload import Offload
 from upriver.errors import Overloaded, ProgramError
-from upriver.protocol import End
+from upriver.protocol import End, FrameDecoder
 from upriver.types import MicroBatch, Timings
 
 LONG = 3600.0
@@ -77,11 +77,13 @@ def refuse(status: int, retry_after: str) -> Callable[[Exchange], None]:
     return lambda exchange: exchange.plain(status, b"", Retry_After=retry_after)
 
 
-def answer_with(
-    *tensors: torch.Tensor, ids: tuple[int, ...] = (0, 1), position: int = 7
-) -> Callable[[Exchange], None]:
-    batch = MicroBatch(ids=ids, position=position, tensors=tensors)
-    return lambda exchange: exchange.frames(batch, Timings(), End())
+def answer_with(*tensors: torch.Tensor, other_ids: int = 0, position: int = 7) -> Callable[[Exchange], None]:
+    def respond(exchange: Exchange) -> None:
+        (sent,) = (each for each in FrameDecoder().feed(exchange.body) if isinstance(each, MicroBatch))
+        ids = tuple(each + other_ids for each in sent.ids)
+        exchange.frames(MicroBatch(ids=ids, position=position, tensors=tensors), Timings(), End())
+
+    return respond
 
 
 def break_off(exchange: Exchange) -> None:
@@ -105,7 +107,7 @@ WAYS_TO_FAIL = {
     "other type": answer_with(torch.zeros(2, 3, dtype=torch.float64)),
     "more tensors": answer_with(torch.zeros(2, 3), torch.zeros(2, 3)),
     "no tensor": answer_with(),
-    "other ids": answer_with(torch.zeros(2, 3), ids=(0, 2)),
+    "other ids": answer_with(torch.zeros(2, 3), other_ids=1),
     "other position": answer_with(torch.zeros(2, 3), position=6),
     "an error": lambda exchange: exchange.frames(Overloaded("no room", retry_after_s=60.0)),
 }
@@ -224,7 +226,7 @@ def test_a_hung_server_is_broken_off_at_the_deadline(between: Proxy) -> None:
         hurry(answer)
         assert torch.equal(answer(x), here(model, x))
         assert answer.last is not None and "no answer in time" in answer.last.why_not
-        wait_for(lambda: not far_of(answer)._client._busy)
+        wait_for(lambda: not far_of(answer)._client._connections.busy)
 
 
 def test_a_deadline_holds_where_the_servers_name_is_not_found(
@@ -355,6 +357,22 @@ def test_a_server_that_fails_while_it_is_hedged_is_left_alone(
         assert torch.equal(answer(x), wanted)
         assert not answer.last.hedged and "Not asked" in answer.why
         assert answer.counts["gave_up"] == 1 and len(helpers.given) == 1
+
+
+def test_a_request_that_is_to_be_hedged_when_the_model_is_closed_is_answered(server: Running) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with asking(server.url, model, hedge_s=LONG, deadline_s=60.0) as answer:
+        assert torch.equal(answer(x), here(model, x))
+        far = far_of(answer)
+        ask = far.ask
+
+        def closing(*args: Any, **kwargs: Any) -> Any:
+            answer.close()
+            return ask(*args, **kwargs)
+
+        far.ask = closing  # type: ignore[method-assign]
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.server == "" and "closed" in answer.last.why_not
 
 
 # ------------------------------------------------------------------------------- the caller's own fault

@@ -112,6 +112,41 @@ def test_a_call_that_is_none_is_an_error_that_names_the_argument(
     assert len(made) <= 2, "it is tried once"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+def test_a_tensor_without_strides_is_an_error_that_names_the_argument() -> None:
+    forms, made = forms_of(Two(), torch.randn(2, 8), other=torch.randn(2, 5))
+    x, other = torch.randn(2, 8), torch.randn(2, 5)
+    nested = torch.nested.nested_tensor([torch.randn(8), torch.randn(8)])
+    for strange, layout in (
+        (x.to_sparse(), "sparse_coo"),
+        (x.to_sparse_csr(), "sparse_csr"),
+        (nested, "nested"),
+    ):
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"argument 0 must be a dense tensor, got .*{layout}"):
+                forms.find((strange,), {"other": other})
+    with pytest.raises(ConfigError, match="argument 'other' must be a dense tensor"):
+        forms.find((x,), {"other": other.to_sparse()})
+    assert len(made) == 1
+    with pytest.raises(
+        ConfigError, match=r"argument 0 of example_inputs must be a dense tensor, got .*sparse"
+    ):
+        forms_of(Two(), x.to_sparse())
+
+
+def test_constants_are_told_apart_by_their_bits() -> None:
+    class Divides(nn.Module):
+        def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
+            return x / by
+
+    model, x = Divides(), torch.ones(2)
+    forms, made = forms_of(model, x, by=0.0)
+    for by in (-0.0, 0.0, float("nan"), float("nan"), -0.0, float("inf")):
+        assert torch.equal(answer(forms, x, by=by).isnan(), here(model, x, by=by).isnan())
+        assert str(answer(forms, x, by=by)) == str(here(model, x, by=by))
+    assert len(made) == 4
+
+
 def test_there_are_not_many_forms() -> None:
     forms, made = forms_of(chain(), torch.randn(1, 64))
     for rows in range(2, MOST_FORMS + 1):

@@ -419,7 +419,7 @@ def test_threads_share_it(server: Running) -> None:
             asker.join()
         assert wrong == []
         assert answer.counts["requests"] == 200 and answer.counts["server"] == 200
-        assert len(far_of(answer)._client._idle) <= 9
+        assert len(far_of(answer)._client._connections.idle) <= 9
     assert torch.backends.mha.get_fastpath_enabled()
 
 

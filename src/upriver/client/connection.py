@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import ssl
 import threading
@@ -165,6 +166,18 @@ class Connection:
         """Close, from the thread that owns it."""
         self._connection.close()
 
+    def leave(self) -> None:
+        """In a child of the process that uses it: let go of it, and leave it open for that one.
+
+        Whoever still has it here finds another file in its place: a number that were free would be given to
+        something else.
+        """
+        self.broken_off = True
+        if self._socket is not None and self._socket.fileno() >= 0:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, self._socket.fileno(), inheritable=False)
+            os.close(nothing)
+
     def _use(self, sock: socket.socket) -> None:
         """From here on breaking off means to shut this one down."""
         self._socket = sock
@@ -240,7 +253,7 @@ class Holder:
         with self._lock:
             self._connection = connection
             if self.closed:
-                connection.broken_off = True
+                connection.break_off()
 
     def release(self) -> None:
         """The connection is about to serve someone else."""

@@ -31,6 +31,7 @@ from upriver.client.connection import (
     read_to_end,
     within,
 )
+from upriver.client.connections import Connections
 from upriver.client.link import LinkMeter
 from upriver.client.reading import Crossing, FrameReader, Source
 from upriver.errors import ProgramNotFound, ProtocolError, ServerUnavailable, UpriverError
@@ -129,6 +130,8 @@ class Probe:
 class ServerClient:
     """One server. Thread-safe: each request in flight has a connection of its own, kept for the next one.
 
+    A child of this process has connections of its own, too; answers that were being read are its parent's.
+
     Args:
         url: ``http://host:port`` or ``https://host:port``, with a path where a proxy adds one.
         token: Sent as a bearer token.
@@ -153,10 +156,8 @@ class ServerClient:
         self._caps = caps
         self._address = Address.parse(url, tls)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._busy: set[Connection] = set()
-        self._closed = self._answered = False
+        self._connections = Connections(self._address)
+        self._answered = False
 
     @property
     def url(self) -> str:
@@ -356,18 +357,11 @@ class ServerClient:
 
     def abort(self) -> None:
         """Break all connections off: whoever reads gets ServerUnavailable. Further requests work."""
-        with self._lock:
-            busy, idle = list(self._busy), self._idle
-            self._idle = []
-        for connection in busy:
-            connection.break_off()
-        for connection in idle:
-            connection.close()
+        self._connections.abort()
 
     def close(self) -> None:
         """Abort, and refuse further requests."""
-        self._closed = True
-        self.abort()
+        self._connections.close()
 
     def __enter__(self) -> ServerClient:
         return self
@@ -429,7 +423,7 @@ class ServerClient:
         finally:
             if on_connection is not None:
                 on_connection.release()
-            self._give_back(connection, reusable=response.isclosed())
+            self._connections.give_back(connection, reusable=response.isclosed())
 
     def _send(
         self,
@@ -441,7 +435,7 @@ class ServerClient:
         holder: Holder | None,
     ) -> tuple[Connection, http.client.HTTPResponse]:
         while True:
-            connection, fresh = self._borrow()
+            connection, fresh = self._connections.borrow()
             try:
                 if holder is not None:
                     holder.hold(connection)
@@ -450,31 +444,14 @@ class ServerClient:
                 self._answered = True
                 return connection, response
             except BROKEN as error:
-                self._give_back(connection, reusable=False)
+                self._connections.give_back(connection, reusable=False)
                 # A kept connection may have been closed at the other end meanwhile: that says nothing about
                 # the server, and every request may be repeated.
                 if fresh or isinstance(error, TimeoutError) or connection.broken_off:
                     raise self._unavailable(error, hung_up=not connection.broken_off) from error
             except BaseException:
-                self._give_back(connection, reusable=False)
+                self._connections.give_back(connection, reusable=False)
                 raise
-
-    def _borrow(self) -> tuple[Connection, bool]:
-        with self._lock:
-            if self._closed:
-                raise ServerUnavailable(f"{self.url}: this client was closed")
-            fresh = not self._idle
-            connection = self._address.connection() if fresh else self._idle.pop()
-            self._busy.add(connection)
-        return connection, fresh
-
-    def _give_back(self, connection: Connection, *, reusable: bool) -> None:
-        with self._lock:
-            self._busy.discard(connection)
-            if reusable and not connection.broken_off and not self._closed:
-                self._idle.append(connection)
-                return
-        connection.close()
 
     def _unavailable(self, error: BaseException, *, hung_up: bool = False) -> ServerUnavailable:
         """An error of a connection in words.

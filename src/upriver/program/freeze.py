@@ -115,7 +115,7 @@ class FrozenGuard:
         return {name: (t._version, t.data_ptr(), t.requires_grad) for name, t in self._tensors().items()}
 
     def _read_digest(self) -> dict[str, int]:
-        return {name: _fold(tensor) for name, tensor in self._tensors().items()}
+        return {name: fold(tensor) for name, tensor in self._tensors().items()}
 
     def check_versions(self) -> None:
         """Raise :class:`FrozenChanged` if a frozen tensor got other values or was unfrozen.
@@ -129,7 +129,7 @@ class FrozenGuard:
         tensors = self._tensors()
         for name in touched:
             same_flag = name in now and now[name][2] == self._versions[name][2]
-            if not same_flag or _fold(tensors[name]) != self._digest[name]:
+            if not same_flag or fold(tensors[name]) != self._digest[name]:
                 self._fail(name)
         self._versions = now
 
@@ -147,6 +147,7 @@ class FrozenGuard:
         )
 
 
-def _fold(tensor: torch.Tensor) -> int:
+def fold(tensor: torch.Tensor) -> int:
+    """A digest of its values."""
     data = tensor.detach().cpu().contiguous()
     return xxhash.xxh3_64_intdigest(data.reshape(-1).view(torch.uint8).numpy().data) if data.numel() else 0

@@ -7,7 +7,7 @@ change bits, stages end with modules only; where one of those does, there is a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -44,6 +44,7 @@ class Captured:
         places: For each tensor of an answer, in order, where it stands in what the program gives.
         returned: What the model itself returned for the example.
         granularity: Where its stages end.
+        weights: What the program reads, by key in the weights file: the model's own tensors.
     """
 
     program: Program
@@ -52,6 +53,7 @@ class Captured:
     places: tuple[int, ...]
     returned: Answer
     granularity: Granularity
+    weights: Mapping[str, torch.Tensor]
 
     def answer(self, given: Sequence[torch.Tensor]) -> Any:
         """What the model would return, from what its program gives."""
@@ -115,6 +117,7 @@ def capture_whole(model: nn.Module, inputs: Inputs) -> Captured:
         places=places,
         returned=answer,
         granularity=granularity,
+        weights=recording.tensors,
     )
 
 

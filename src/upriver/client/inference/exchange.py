@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ RECEIVE = "receive"
 
 QUEUE = "queue"
 """The phase in which others' work is waited for."""
+
+ID_BITS = 32
+"""Samples are named by numbers that hardly any other request has: whatever the reason that its answer comes
+here, it is not taken."""
 
 PACKED_BYTES = 4 << 20
 """Packed and unpacked to see what a byte takes: some milliseconds on a slow device."""
@@ -97,7 +102,8 @@ class Exchange:
         process: str,
     ) -> None:
         program = captured.program
-        ids = tuple(range(program.micro_batch))
+        first = secrets.randbits(ID_BITS)
+        ids = tuple(range(first, first + program.micro_batch))
         request = RunRequest(
             micro_batches=(ids,),
             start=cut,

@@ -61,15 +61,24 @@ class Forms:
     """
 
     def __init__(self, example: Example, make: Callable[[Example], Network]) -> None:
+        keys = tuple(_leaf(leaf, f"{name} of example_inputs") for name, leaf in _named_leaves(example))
         example = _copied(example)
         self._example, self._make = example, make
         self._lock = threading.Lock()
         self._order = tuple(example.kwargs)
-        leaves, spec = _flat(example.args, dict(example.kwargs))
-        keys = tuple(_leaf(leaf, "example_inputs") for leaf in leaves)
+        _, spec = _flat(example.args, dict(example.kwargs))
         self.first = make(example)
         self._known: tuple[_Known, ...] = (_Known(keys, spec, self.first),)
         self._refused: tuple[_Known, ...] = ()
+
+    @property
+    def networks(self) -> tuple[Network, ...]:
+        """One for each form so far."""
+        return tuple(known.network for known in self._known if known.network is not None)
+
+    def forked(self) -> None:
+        """In a child of this process: one that was captured for another thread is not there."""
+        self._lock = threading.Lock()
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Network, list[torch.Tensor]]:
         """The network for a call and the call's tensors.
@@ -147,13 +156,22 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy if copy.stride() == tensor.stride() else as_shipped([tensor])[0].to(tensor.device)
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has a shape and strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _key(leaf: object) -> Leaf:
     """What tells inputs apart; of a thing that is no input its type."""
     if isinstance(leaf, torch.Tensor):
+        if not _is_dense(leaf):
+            return leaf.dtype, leaf.layout, leaf.device
         # A dimension of one element has no step that anybody takes.
         steps = tuple(step for size, step in zip(leaf.shape, leaf.stride(), strict=True) if size != 1)
         return leaf.dtype, leaf.shape, steps, leaf.device
-    return type(leaf), leaf if isinstance(leaf, bool | int | float | str) else None
+    if isinstance(leaf, float):  # 0.0 and -0.0 are equal, and not the same; NaN is the same, and not equal
+        return type(leaf), leaf.hex()
+    return type(leaf), leaf if isinstance(leaf, bool | int | str) else None
 
 
 def _leaf(leaf: object, name: str) -> Leaf:
@@ -164,6 +182,8 @@ def _leaf(leaf: object, name: str) -> Leaf:
     """
     if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
         raise ConfigError(f"{name} must be a tensor, a number, a word or None, got a {type(leaf).__name__}")
+    if isinstance(leaf, torch.Tensor) and not _is_dense(leaf):
+        raise ConfigError(f"{name} must be a dense tensor, got {_described(leaf)}")
     return _key(leaf)
 
 
@@ -182,6 +202,9 @@ def _named_leaves(example: Example) -> list[tuple[str, Any]]:
 def _described(leaf: object) -> str:
     if not isinstance(leaf, torch.Tensor):
         return printable(repr(leaf), 40)
-    text = f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    if not _is_dense(leaf):
+        return f"{dtype} of layout {str(leaf.layout).removeprefix('torch.')}{', nested' * leaf.is_nested}"
+    text = f"{dtype} of shape {tuple(leaf.shape)}"
     text += f" on {leaf.device}" if leaf.device.type != "cpu" else ""
     return text if leaf.is_contiguous() else f"{text} with strides {leaf.stride()}"

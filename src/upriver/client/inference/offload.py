@@ -7,14 +7,15 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from upriver.client import checks
+from upriver.client import checks, forking
 from upriver.client.compare import Exact
 from upriver.client.connection import Timeouts
 from upriver.client.discover import is_directory
@@ -25,6 +26,7 @@ from upriver.client.inference.far import Far, Terms
 from upriver.client.inference.forms import Forms, Network
 from upriver.client.inference.link import WINDOW
 from upriver.client.inference.request import Patience, Request, Served
+from upriver.client.inference.unchanged import Unchanged
 from upriver.client.inference.uplink import Uplink
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
@@ -59,7 +61,9 @@ class Offload:
 
     Args:
         forms: What calls are to run.
-        fars: Servers.
+        fars: Servers. The forms' too: others are put in their place in a forked child.
+        fars_anew: Makes these.
+        unchanged: Watches the weights.
         rule: How requests are cut.
         patience: With servers.
         cached_cuts: Cuts that `warm` prepares at most.
@@ -69,15 +73,25 @@ class Offload:
     """
 
     def __init__(
-        self, forms: Forms, fars: Sequence[Far], *, rule: Rule, patience: Patience, cached_cuts: int
+        self,
+        forms: Forms,
+        fars: list[Far],
+        fars_anew: Callable[[], list[Far]],
+        unchanged: Unchanged,
+        *,
+        rule: Rule,
+        patience: Patience,
+        cached_cuts: int,
     ) -> None:
         self.last: Served | None = None
-        self._forms, self._fars, self._rule = forms, tuple(fars), rule
+        self._forms, self._fars, self._rule = forms, fars, rule
         self._patience, self._cached_cuts = patience, cached_cuts
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._decision: Decision | None = None
-        self._close = weakref.finalize(self, _end, self._fars, patience.helpers)
+        self._close = weakref.finalize(self, _end, fars, patience.helpers)
+        self._fars_anew, self._in_child, self._unchanged = fars_anew, False, unchanged
+        forking.tell(self)
 
     # --------------------------------------------------------------------------------------- asking
 
@@ -87,6 +101,7 @@ class Offload:
         Raises:
             ConfigError: If they have another form than the example and cannot be captured, in words that name
                 the argument; or if this object was closed.
+            FrozenChanged: If weights were written to since the model was captured.
             ProgramError: If the network cannot be computed on them.
         """
         began = time.perf_counter()
@@ -103,6 +118,7 @@ class Offload:
             patience=self._patience,
         )
         answer = network.captured.answer(request.run())
+        self._unchanged.check()  # behind it: nor meanwhile
         request.served.decide_s, request.served.total_s = decide_s, time.perf_counter() - began
         self._note(request.served)
         return answer
@@ -187,8 +203,13 @@ class Offload:
 
         Returns:
             For each server's address the cuts that are ready there.
+
+        Raises:
+            ConfigError: If this object was closed.
+            FrozenChanged: As for a request.
         """
         self._check_open()
+        self._unchanged.check()
         captured = self._forms.first.captured
         ready: dict[str, tuple[int, ...]] = {}
         for far in self._fars:
@@ -223,6 +244,29 @@ class Offload:
     def _check_open(self) -> None:
         if not self._close.alive:
             raise ConfigError("this model was closed; make another one with upriver.offload()")
+        if self._in_child:
+            self._begin_anew()
+
+    def forked(self) -> None:
+        """In a child of this process, where nothing looks after servers, and a lock may be held by nobody."""
+        if self._close.detach() is None:
+            return
+        self._lock, self._decision, self._in_child = threading.Lock(), None, True
+        self._forms.forked()
+        self._unchanged.forked()
+        self._fars.clear()
+        self._patience = replace(self._patience, helpers=_helpers(self._patience.hedge_s))
+        self._close = weakref.finalize(self, _end, self._fars, self._patience.helpers)
+
+    def _begin_anew(self) -> None:
+        """At the first question there: not every child has one."""
+        with self._lock:
+            if not self._in_child:
+                return
+            self._fars += self._fars_anew()
+            for network in self._forms.networks:
+                _serve(self._fars, network)
+            self._in_child = False
 
     def __enter__(self) -> Offload:
         return self
@@ -259,8 +303,8 @@ def offload(
     end with ``close()``, or with the object.
 
     Args:
-        model: Captured as it is now, in eval; it is left as it was. Its parameters are not copied: after they
-            have changed, make another one.
+        model: Captured as it is now, in eval; it is left as it was. Its parameters are not copied: once they
+            are written to, requests raise `FrozenChanged`, and another one is to be made.
         example_inputs: What it is called with: a tensor, a tuple of positional inputs, or a mapping of
             keyword inputs, on the model's device. Calls of other forms are captured when they first come, up
             to 8 in all.
@@ -302,16 +346,13 @@ def offload(
     if not isinstance(measure, Predictor):
         checks.choice("measure", measure, WAYS)
     patience = _patience(deadline_s, hedge_s)
-    clients = _clients(
-        servers,
-        deadline_s,
-        token=checks.token(token),
-        tls=client_context(ca=ca, certificate=certificate, key=key),
-    )
-    uplink = Uplink()
-    fars = [Far(client, terms, uplink) for client in clients]
-    forms = Forms(Example.of(example_inputs), partial(_make, model, fars, measure))
-    answer = Offload(forms, fars, rule=rule, patience=patience, cached_cuts=cached_cuts)
+    _check_servers(servers)
+    tls = client_context(ca=ca, certificate=certificate, key=key)
+    fars_anew = partial(_fars, tuple(servers), deadline_s, terms, token=checks.token(token), tls=tls)
+    fars = fars_anew()
+    unchanged = Unchanged()
+    forms = Forms(Example.of(example_inputs), partial(_make, model, fars, measure, unchanged))
+    answer = Offload(forms, fars, fars_anew, unchanged, rule=rule, patience=patience, cached_cuts=cached_cuts)
     try:
         _check_cut(rule, answer.program.num_stages)
         _wait_for(fars, START_S)
@@ -334,35 +375,50 @@ def _check_cut(rule: Rule, num_stages: int) -> None:
 
 def _patience(deadline_s: float, hedge_s: float | None) -> Patience:
     require_finite("deadline_s", deadline_s, positive=True)
-    helpers = None
     if hedge_s is not None:
         require_finite("hedge_s", hedge_s)
-        helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="upriver-hedge")
-    return Patience(deadline_s=deadline_s, hedge_s=hedge_s, helpers=helpers)
+    return Patience(deadline_s=deadline_s, hedge_s=hedge_s, helpers=_helpers(hedge_s))
 
 
-def _clients(
-    urls: Sequence[str], deadline_s: float, *, token: str | None, tls: ssl.SSLContext | None
-) -> list[ServerClient]:
+def _helpers(hedge_s: float | None) -> Executor | None:
+    return None if hedge_s is None else ThreadPoolExecutor(HELPERS, thread_name_prefix="upriver-hedge")
+
+
+def _check_servers(urls: Sequence[str]) -> None:
     if isinstance(urls, str):
         raise ConfigError(f"servers must be a list of addresses, got the text {urls!r}")
     for url in checks.addresses(urls):
         if is_directory(url):
             raise ConfigError(f"{url} is a directory; give the addresses of servers that it names")
+
+
+def _fars(
+    urls: Sequence[str], deadline_s: float, terms: Terms, *, token: str | None, tls: ssl.SSLContext | None
+) -> list[Far]:
     timeouts, patient_s = Timeouts(), max(deadline_s, LEAST_S)
     timeouts = Timeouts(
         connect_s=min(timeouts.connect_s, patient_s), question_s=min(timeouts.question_s, patient_s)
     )
-    return [ServerClient(url, token=token, timeouts=timeouts, tls=tls) for url in dict.fromkeys(urls)]
+    uplink = Uplink()
+    clients = [ServerClient(url, token=token, timeouts=timeouts, tls=tls) for url in dict.fromkeys(urls)]
+    return [Far(client, terms, uplink) for client in clients]
 
 
-def _make(model: nn.Module, fars: Sequence[Far], measure: Measure, example: Example) -> Network:
+def _make(
+    model: nn.Module, fars: Sequence[Far], measure: Measure, unchanged: Unchanged, example: Example
+) -> Network:
     """Capture a model for one form of call, and let servers have it."""
     captured = capture_whole(model, example)
+    unchanged.watch(captured.weights)
     seconds = device_seconds(captured, measure)
+    network = Network(captured=captured, device_s=seconds, total_s=sum(seconds))
+    _serve(fars, network)
+    return network
+
+
+def _serve(fars: Sequence[Far], network: Network) -> None:
     for far in fars:
-        far.serve(captured, seconds)
-    return Network(captured=captured, device_s=seconds, total_s=sum(seconds))
+        far.serve(network.captured, network.device_s)
 
 
 def _wait_for(fars: Sequence[Far], seconds: float | None) -> tuple[str, ...]:
@@ -378,4 +434,4 @@ def _end(fars: Sequence[Far], helpers: Executor | None) -> None:
     for far in fars:
         far.close()
     if helpers is not None:
-        helpers.shutdown()
+        helpers.shutdown(wait=False)  # a finalizer may run in one of them

@@ -141,7 +141,10 @@ class Request:
     def _asked(self, far: Far, exchange: Exchange, crossing: Tensors, left_s: float) -> Tensors:
         if self.patience.hedge_s is None or self.patience.helpers is None:
             return self._took(far, exchange.finish(left_s))
-        waiting = self.patience.helpers.submit(exchange.finish, left_s)
+        try:
+            waiting = self.patience.helpers.submit(exchange.finish, left_s)
+        except RuntimeError:  # closed meanwhile, as the server is: it says so
+            return self._took(far, exchange.finish(left_s))
         try:
             return self._took(far, waiting.result(timeout=self.patience.hedge_s))
         except TimeoutError:

@@ -1,0 +1,199 @@
+"""Weights that change after the capture: an error at every cut, never a mixture of old and new ones."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import upriver
+from tests.inference.asking import SELDOM, Chain, chain, cut_at, here
+from tests.program.nets import Small
+from tests.server.running import Running
+from upriver.client.inference.offload import Offload
+from upriver.client.inference.unchanged import Unchanged
+from upriver.errors import FrozenChanged
+
+
+@pytest.fixture
+def model() -> Chain:
+    return chain()
+
+
+@pytest.fixture
+def answer(model: Chain, server: Running) -> Iterator[Offload]:
+    with upriver.offload(
+        model, example_inputs=torch.randn(2, 64), servers=[server.url], cut=0, **SELDOM
+    ) as found:
+        yield found
+
+
+def load_others(model: Chain) -> None:
+    model.load_state_dict(chain(seed=1).state_dict())
+
+
+def step(model: Chain) -> None:
+    model(torch.randn(2, 64)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def average(model: Chain) -> None:
+    with torch.no_grad():
+        model.layers.last.bias.mul_(0.9).add_(chain(seed=1).layers.last.bias, alpha=0.1)
+
+
+@pytest.mark.parametrize("change", [load_others, step, average])
+def test_weights_that_are_written_to_are_an_error_at_every_cut(
+    change: Callable[[Chain], None], model: Chain, answer: Offload
+) -> None:
+    x = torch.randn(2, 64)
+    before, wanted = copy.deepcopy(model.state_dict()), here(model, x)
+    change(model)
+    for cut in range(answer.program.num_stages + 1):
+        cut_at(answer, cut)
+        for _ in range(2):
+            with pytest.raises(FrozenChanged, match=r"'layers\.\w+\.\w+' changed after the model had been"):
+                answer(x)
+    with pytest.raises(FrozenChanged, match="make another one with"):
+        answer.warm()
+    model.load_state_dict(before)
+    for cut in range(answer.program.num_stages + 1):
+        cut_at(answer, cut)
+        assert torch.equal(answer(x), wanted)
+
+
+def data(model: Chain) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def fused(model: Chain) -> None:
+    model(torch.randn(2, 64)).sum().backward()
+    torch.optim.Adam(model.parameters(), lr=0.1, fused=True).step()
+
+
+@pytest.mark.parametrize("change", [data, fused])
+def test_writes_that_move_no_version_are_seen_by_their_values(
+    change: Callable[[Chain], None], model: Chain, answer: Offload
+) -> None:
+    x = torch.randn(2, 64)
+    before, wanted = copy.deepcopy(model.state_dict()), here(model, x)
+    change(model)
+    for cut in (0, 3, 7):
+        cut_at(answer, cut)
+        with pytest.raises(FrozenChanged):
+            answer(x)
+    for name, tensor in model.state_dict().items():
+        tensor.data.copy_(before[name])
+    assert torch.equal(answer(x), wanted)
+
+
+def test_one_weight_is_looked_at_in_its_turn_and_kept_in_mind(model: Chain, answer: Offload) -> None:
+    x = torch.randn(2, 64)
+    wanted = here(model, x)
+    model.layers.last.weight.data[0, 0] += 1
+    turns = len(answer._unchanged._pieces)
+    cut_at(answer, 0)
+    seen = []
+    for _ in range(2 * turns):
+        try:
+            assert torch.equal(answer(x), wanted)
+        except FrozenChanged as error:
+            seen.append(str(error))
+    assert len(seen) > turns and all("'layers.last.weight'" in each for each in seen)
+
+
+def test_weights_that_come_to_lie_in_shared_memory_are_no_change(model: Chain, answer: Offload) -> None:
+    x = torch.randn(2, 64)
+    wanted = here(model, x)
+    model.share_memory()
+    cut_at(answer, 3)
+    for _ in range(2 * len(answer._unchanged._pieces)):
+        assert torch.equal(answer(x), wanted)
+
+
+def test_a_tensor_in_the_place_of_another_one_changes_nothing(model: Chain, answer: Offload) -> None:
+    x = torch.randn(2, 64)
+    wanted = here(model, x)
+    model.load_state_dict(chain(seed=1).state_dict(), assign=True)
+    model.layers.last = nn.Linear(12, 3)
+    for cut in range(answer.program.num_stages + 1):
+        cut_at(answer, cut)
+        assert torch.equal(answer(x), wanted)
+
+
+@pytest.mark.parametrize("how", ["data", "assign"])
+def test_another_form_is_captured_with_the_same_weights_or_not_at_all(
+    how: str, model: Chain, answer: Offload
+) -> None:
+    before = copy.deepcopy(model.state_dict())
+    if how == "data":  # which moves no version
+        model.layers.second.weight.data.mul_(2)
+    else:
+        model.load_state_dict(chain(seed=1).state_dict(), assign=True)
+    x = torch.randn(3, 64)
+    with pytest.raises(FrozenChanged, match="changed after the model had been captured"):
+        answer(x)
+    assert len(answer._forms.networks) == 1
+    model.load_state_dict(before, assign=True)
+    if how == "assign":
+        assert torch.equal(answer(x), here(model, x))
+        assert len(answer._forms.networks) == 2
+
+
+def test_statistics_that_training_moves_are_weights_and_its_counters_are_not() -> None:
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(2, 3, 16, 16)
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+    with upriver.offload(model, example_inputs=x) as answer:
+        assert norm.num_batches_tracked is not None and norm.running_mean is not None
+        norm.num_batches_tracked.add_(1)
+        assert torch.equal(answer(x), here(model, x))
+        norm.running_mean.add_(1)
+        with pytest.raises(FrozenChanged, match="running_mean"):
+            answer(x)
+
+
+def test_a_change_beside_a_request_is_seen(model: Chain, answer: Offload) -> None:
+    x, run = torch.randn(2, 64), answer.program.run
+
+    def changing(*args: object) -> object:
+        done = run(*args)  # type: ignore[arg-type]
+        load_others(model)
+        return done
+
+    cut_at(answer, 4)
+    answer.program.run = changing  # type: ignore[method-assign,assignment]
+    with pytest.raises(FrozenChanged):
+        answer(x)
+
+
+def test_threads_see_it_alike() -> None:
+    weights = {f"w{i}": torch.zeros(3) for i in range(50)}
+    unchanged, wrong = Unchanged(), []
+    unchanged.watch(weights)
+    weights["w7"].fill_(0.0)
+
+    def check() -> None:
+        try:
+            for _ in range(100):
+                unchanged.check()
+        except FrozenChanged as error:
+            wrong.append(error)
+
+    askers = [threading.Thread(target=check) for _ in range(8)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert wrong == []
+    weights["w7"].fill_(1.0)
+    with pytest.raises(FrozenChanged, match="w7"):
+        unchanged.check()
+    unchanged.watch({"new": torch.zeros(1)})
+    with pytest.raises(FrozenChanged, match="w7"):
+        unchanged.check()
