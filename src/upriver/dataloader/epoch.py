@@ -312,7 +312,7 @@ class Epoch:
             self._here.give(task)
 
     def _expect(self, task: Task) -> None:
-        if self._pins is not None and task.whole and task.stop == DONE:
+        if self._pins is not None and task.joins:
             self._pins.expect(task.number)
 
     # ------------------------------------------------------------------------------------ handing out
