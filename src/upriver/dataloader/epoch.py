@@ -10,10 +10,12 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from queue import Empty
 from typing import Any, Protocol
 
+from upriver.dataloader.ahead import Room
+from upriver.dataloader.batch import Batch, Work
 from upriver.dataloader.local import Fed, Maker, Processes, ProcessesEnded, Running
 from upriver.dataloader.pinning import Pinned, pinned
 from upriver.dataloader.plan import Stretch
@@ -92,60 +94,6 @@ class Waits:
         return Waits(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
-@dataclass(eq=False, slots=True)
-class Batch:
-    """A batch that is being made.
-
-    Attributes:
-        rows: Samples by their place in the batch.
-        missing: Tasks that are not done.
-        away: Of these, those that others are at.
-        value: The batch, where one task has made all of it.
-        whole: Whether one has.
-        pinned: Whether that is in pinned memory.
-        error: What stands in its place.
-        made: How many samples were made where.
-        given: Samples that were to be made elsewhere.
-        returned: Of these, such as nobody took or made there.
-    """
-
-    number: int
-    indices: tuple[Any, ...]
-    rows: list[Any] = field(repr=False)
-    missing: int = 0
-    away: int = 0
-    value: Any = None
-    whole: bool = False
-    pinned: bool = False
-    error: Exception | None = None
-    made: Counter[str] = field(default_factory=Counter, repr=False)
-    given: int = 0
-    returned: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class Work:
-    """A task under way.
-
-    Attributes:
-        task: All of it, as it is done here.
-        batch: What it is for.
-        at: Places in the batch of the task's samples.
-        stretch: What of it is to be done elsewhere; None where nothing is, or all that is is done.
-        away: Whether others are at it.
-        place: Who was.
-        failed: Why it could not be done elsewhere, and where that was, where trying again would not help.
-    """
-
-    task: Task
-    batch: Batch
-    at: Sequence[int] = field(repr=False)
-    stretch: Stretch | None = None
-    away: bool = False
-    place: str = HERE
-    failed: Arrival | None = None
-
-
 class Epoch:
     """Plans and hands out one epoch.
 
@@ -158,7 +106,9 @@ class Epoch:
         arrivals: Where what others do comes; where it pins batches, so does the epoch those that it makes.
         elsewhere: Who takes what goes elsewhere; None where nobody does.
         ahead: Batches that are planned beyond the one that is handed out next, at least.
-        here: Of these, such as keep this machine busy; what others can have at once comes on top.
+        here: Of these, such as keep this machine busy; what others can have at once comes on top. What this
+            machine makes, whole or in part, is at most ``ahead + here`` beyond the next one all the same.
+        room: For what others make; None for any number.
         on_made: Told of each batch that is handed out how many of its samples were made where.
         hold: Whether nothing is planned before it is asked for.
         first: Number of the first batch.
@@ -184,6 +134,7 @@ class Epoch:
         elsewhere: Elsewhere | None = None,
         ahead: int = 8,
         here: int = 0,
+        room: Room | None = None,
         on_made: Callable[[Mapping[str, int]], object] = lambda made: None,
         hold: bool = False,
         first: int = 0,
@@ -194,7 +145,8 @@ class Epoch:
         self._maker, self._number_of = maker, number_of
         self._start = maker.source.positions[0]
         self.split, self._on_made = split, on_made
-        self._ahead, self._keeps_here = ahead, here
+        self._ahead, self._keeps_here, self._room = ahead, here, room
+        self._most_here, self._held = 1 + ahead + here, 0
         self._arrivals, self._elsewhere = arrivals, elsewhere
         self._pins = arrivals if isinstance(arrivals, Pinned) else None
         self._here: Running | None = None
@@ -227,12 +179,13 @@ class Epoch:
         """What is under way on either side."""
         samples = Counter[bool]()
         for work in self._work.values():
-            samples[work.stretch is not None] += len(work.at)
+            samples[work.stretch is not None] += 0 if work.held else len(work.at)
         return Backlog(here=samples[False], elsewhere=samples[True])
 
     def prepare(self, count: int) -> int:
         """Have that many batches made before the next one is handed out; how many there are."""
         self._plan_to(count)
+        self._begin_here(count)
         ready = list(self._planned)[:count]
         while any(batch.missing for batch in ready) and not self._overdue:
             self._wait()
@@ -242,8 +195,11 @@ class Epoch:
         """Plan as far ahead as may be, and have everybody begin."""
         if self.hold:
             return
-        slots = self._elsewhere.slots if self._elsewhere is not None and self.split.ratio else 0
-        self._plan_to(1 + max(self._ahead, self._keeps_here + slots))
+        most = max(self._ahead, self._keeps_here)
+        if self._elsewhere is not None and self.split.ratio:
+            wanted = max(most, self._keeps_here + self._elsewhere.slots)
+            most = wanted if self._room is None else self._room.most(most, wanted)
+        self._plan_to(1 + most)
 
     def _plan_to(self, count: int) -> None:
         while len(self._planned) < count and not self._all_planned:
@@ -283,7 +239,7 @@ class Epoch:
         batch.missing += 1
         batch.given += goes * len(places)
         if work.stretch is None:
-            self._do_here(task)
+            self._keep_here(work, task)
         elif work.stretch.start > self._start:
             self._do_here(task._replace(stop=work.stretch.start))
         else:
@@ -302,7 +258,30 @@ class Epoch:
     def _returned(self, work: Work) -> None:
         work.batch.returned += len(work.at)
         work.stretch = None
-        self._do_here(work.task)  # wherever it was, here the dataset can be had
+        self._keep_here(work, work.task)  # wherever it was, here the dataset can be had
+
+    def _keep_here(self, work: Work, task: Task) -> None:
+        """The rest of it is done by this machine, when it is its turn."""
+        work.batch.here, work.held = True, True
+        work.batch.held.append(task)
+        self._held += 1
+        self._begin_here(self._most_here)
+
+    def _begin_here(self, most: int) -> None:
+        """What this machine is to make of so many batches, those that are handed out next.
+
+        Batches are planned far ahead so that others are busy. Of what this machine makes itself few are ahead
+        of the next one, as if there were no others: they are in shared memory, which is small.
+        """
+        for batch in self._planned:
+            if not self._held or not most:
+                return
+            most -= batch.here
+            for task in batch.held:
+                self._work[task.number].held = False
+                self._do_here(task)
+            self._held -= len(batch.held)
+            batch.held.clear()
 
     def _do_here(self, task: Task) -> None:
         if self._here is None:
@@ -332,6 +311,7 @@ class Epoch:
             self._told = False
             self._planned.popleft()
             self.handed_out += 1
+            self._begin_here(self._most_here)
         self.plan()
         if not self._planned and self.hold:
             self._plan_to(1)
@@ -349,6 +329,7 @@ class Epoch:
             self._told = True
             raise batch.error
         self._planned.popleft()
+        self._begin_here(self._most_here)
         self.plan()
         try:
             value = self._value(batch)
@@ -377,6 +358,8 @@ class Epoch:
         else:
             with apart():
                 value = self._maker.join(batch.rows, epoch=self._number, batch=batch.number)
+        if self._room is not None and self._elsewhere is not None:
+            self._room.look(batch.number, value, batch.rows)
         return value if self._pins is None or batch.pinned else pinned(value)
 
     def _wait_for(self, batch: Batch) -> None:
@@ -418,7 +401,7 @@ class Epoch:
 
         As PyTorch's loader counts: only while somebody waits, and whatever comes begins anew.
         """
-        if self._timeout_s and any(not work.away for work in self._work.values()):
+        if self._timeout_s and any(not (work.away or work.held) for work in self._work.values()):
             self._quiet_s += more_s
             if self._quiet_s >= self._timeout_s:
                 self._quiet_s, self._overdue = 0.0, True
@@ -458,7 +441,7 @@ class Epoch:
             self._give(work, stretch, arrival.value)
         elif stretch is not None and stretch.stop < DONE:
             work.stretch, work.place = None, arrival.place
-            self._do_here(work.task._replace(start=stretch.stop, given=arrival.value))
+            self._keep_here(work, work.task._replace(start=stretch.stop, given=arrival.value))
         else:
             self._finish(work, arrival)
 
