@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from torch.utils.data import default_collate
 
 from tests.dataloader.datasets import Divided, Noisy, same
 from upriver.dataloader import ahead
+from upriver.dataloader import batch as batch_module
+from upriver.dataloader import epoch as epoch_module
 from upriver.dataloader.ahead import Room
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local import Maker, Processes
@@ -148,6 +152,26 @@ def test_the_same_batches_whatever_the_share_and_who_fails(
     )
 
 
+@pytest.mark.parametrize("reads_here", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_what_comes_back_at_any_time_is_made_where_nothing_is_made_ahead(
+    reads_here: bool, whole: bool, share: float
+) -> None:
+    batches = batches_of([2, 1, 3] * 4, list(range(24)))
+    for _ in range(5):
+        for failing in (0.3, 0.7, 1.0):
+            check(
+                batches,
+                share=share,
+                whole=whole,
+                reads_here=reads_here,
+                failing=failing,
+                ahead=0,
+                slots=5,
+            )
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 7), max_size=12),
@@ -238,6 +262,89 @@ def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
     )
     for handed_out, _ in enumerate(epoch):
         assert asked[-1] <= handed_out + 6
+
+
+class Interrupting:
+    """Interrupts this thread before the nth line that it comes to in some modules; once."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __enter__(self) -> None:
+        sys.settrace(self.trace)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in (epoch_module.__file__, batch_module.__file__):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.trace
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    at=st.integers(0, 3500),
+    whole=st.booleans(),
+    reads_here=st.booleans(),
+    share=st.sampled_from([0.0, 0.4, 1.0]),
+    failing=st.sampled_from([0.0, 0.3]),
+)
+def test_whoever_goes_on_after_an_interruption_between_any_two_lines_gets_each_batch_once(
+    at, whole, reads_here, share, failing
+):
+    batches = batches_of([3, 1, 4, 2] * 4, list(range(40)))
+    expected = reference(batches, reads_here=reads_here)
+    maker = Maker(MapStyle(Divided(200) if reads_here else Noisy(200), seed=3), default_collate)
+    arrivals: Arrivals = SimpleQueue()
+    epoch = Epoch(
+        2,
+        iter(batches),
+        maker=maker,
+        number_of=int,
+        split=Part(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
+        elsewhere=There(maker, arrivals, failing=failing, slots=5),
+        arrivals=arrivals,
+        ahead=2,
+    )
+    found: list[Any] = []
+    interrupting = Interrupting(at)
+    while True:
+        try:
+            with interrupting:
+                batch = next(epoch)
+            found.append(batch)
+        except KeyboardInterrupt:
+            interrupting = Interrupting(10**9)
+        except RuntimeError as error:
+            assert "the sampler was interrupted" in str(error)
+            assert epoch.handed_out == len(found) and same(found, expected[: len(found)])
+            return
+        except StopIteration:
+            break
+        assert epoch.handed_out == len(found)
+    assert same(found, expected)
+
+
+def test_who_was_interrupted_in_the_sampler_is_told_that_a_batch_may_be_lost() -> None:
+    def indices() -> Iterator[tuple[int, ...]]:
+        yield (0, 1)
+        raise KeyboardInterrupt
+
+    maker = Maker(MapStyle(Noisy(9)), list)
+    split = Part(0.0, Stretch(start=START, stop=DONE))
+    epoch = Epoch(4, indices(), maker=maker, number_of=int, split=split, arrivals=SimpleQueue(), ahead=0)
+    with pytest.raises(KeyboardInterrupt):
+        next(epoch)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="interrupted at batch 1 of epoch 4, which may be lost"):
+            next(epoch)
+    assert epoch.handed_out == 0
 
 
 class Silent(SimpleQueue[Arrival]):

@@ -17,6 +17,7 @@ class Batch:
 
     Attributes:
         rows: Samples by their place in the batch.
+        begun: Whether its tasks have been given to somebody, all of them.
         here: Whether this machine makes it, or some of it.
         held: Tasks of that which nobody has begun.
         missing: Tasks that are not done.
@@ -32,7 +33,8 @@ class Batch:
 
     number: int
     indices: tuple[Any, ...]
-    rows: list[Any] = field(repr=False)
+    rows: list[Any] = field(init=False, repr=False)
+    begun: bool = False
     here: bool = False
     held: list[Task] = field(default_factory=list, repr=False)
     missing: int = 0
@@ -44,6 +46,22 @@ class Batch:
     made: Counter[str] = field(default_factory=Counter, repr=False)
     given: int = 0
     returned: int = 0
+
+    def __post_init__(self) -> None:
+        self.rows = [None] * len(self.indices)
+
+    @property
+    def done(self) -> bool:
+        """Whether it, or an error in its place, can be handed out."""
+        return self.begun and not self.missing
+
+    def take(self, work: Work, arrival: Arrival) -> None:
+        """What came of a task."""
+        if work.task.whole:
+            self.value, self.whole, self.pinned = arrival.value, True, arrival.pinned
+            return
+        for at, sample in zip(work.at, arrival.value, strict=True):
+            self.rows[at] = sample
 
 
 @dataclass(eq=False, slots=True)
