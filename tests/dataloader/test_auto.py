@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.dataloader.world import BATCH, World, part
-from upriver.dataloader.auto import LEAST_STEPS, PREPARED, SKIPPED, Measured, Steps, num_bytes
+from upriver.dataloader.ahead import num_bytes
+from upriver.dataloader.auto import LEAST_STEPS, PREPARED, SKIPPED, Measured, Steps
 from upriver.dataloader.tasks import Task
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from tests.dataloader.datasets import Divided, Noisy, same
+from upriver.dataloader import ahead
+from upriver.dataloader import batch as batch_module
+from upriver.dataloader import epoch as epoch_module
+from upriver.dataloader.ahead import Room
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local import Maker, Processes
 from upriver.dataloader.pinning import Pinned, one_thread
@@ -31,10 +37,8 @@ from upriver.pipeline.seeding import apart
 class There:
     """Does tasks as they are given, and has them arrive from another thread, later and in any order."""
 
-    slots = 0
-
-    def __init__(self, maker: Maker, arrivals: Arrivals, *, failing: float = 0.0) -> None:
-        self._maker, self._arrivals = maker, arrivals
+    def __init__(self, maker: Maker, arrivals: Arrivals, *, failing: float = 0.0, slots: int = 0) -> None:
+        self._maker, self._arrivals, self.slots = maker, arrivals, slots
         self._failing, self._random = failing, random.Random(1)
         self._pool = ThreadPoolExecutor(3)
         self.made: list[Task] = []
@@ -77,12 +81,13 @@ def run(
     failing: float = 0.0,
     num_workers: int = 0,
     ahead: int = 4,
+    slots: int = 0,
     turns: Sequence[float] = (),
 ) -> tuple[list[Any], list[Task]]:
     dataset = Divided(200) if reads_here else Noisy(200)
     maker = Maker(MapStyle(dataset, seed=3), default_collate)
     arrivals: Arrivals = SimpleQueue()
-    there = There(maker, arrivals, failing=failing)
+    there = There(maker, arrivals, failing=failing, slots=slots)
     split = Part(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole))
     epoch = Epoch(
         2,
@@ -131,9 +136,10 @@ def check(batches: list[tuple[int, ...]], **arguments: Any) -> list[Task]:
     reads_here=st.booleans(),
     failing=st.sampled_from([0.0, 0.3, 1.0]),
     ahead=st.integers(0, 6),
+    slots=st.sampled_from([0, 5, 30]),
 )
 def test_the_same_batches_whatever_the_share_and_who_fails(
-    sizes, order, share, whole, reads_here, failing, ahead
+    sizes, order, share, whole, reads_here, failing, ahead, slots
 ):
     check(
         batches_of(sizes, order),
@@ -142,7 +148,28 @@ def test_the_same_batches_whatever_the_share_and_who_fails(
         reads_here=reads_here,
         failing=failing,
         ahead=ahead,
+        slots=slots,
     )
+
+
+@pytest.mark.parametrize("reads_here", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_what_comes_back_at_any_time_is_made_where_nothing_is_made_ahead(
+    reads_here: bool, whole: bool, share: float
+) -> None:
+    batches = batches_of([2, 1, 3] * 4, list(range(24)))
+    for _ in range(5):
+        for failing in (0.3, 0.7, 1.0):
+            check(
+                batches,
+                share=share,
+                whole=whole,
+                reads_here=reads_here,
+                failing=failing,
+                ahead=0,
+                slots=5,
+            )
 
 
 @settings(max_examples=40, deadline=None)
@@ -193,7 +220,8 @@ def test_the_same_with_loader_processes(share: float, failing: float) -> None:
                 reads_here=reads_here,
                 failing=failing,
                 num_workers=2,
-                ahead=6,
+                ahead=1,
+                slots=9,
             )
             assert bool(made) == (share > 0)
 
@@ -234,6 +262,89 @@ def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
     )
     for handed_out, _ in enumerate(epoch):
         assert asked[-1] <= handed_out + 6
+
+
+class Interrupting:
+    """Interrupts this thread before the nth line that it comes to in some modules; once."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __enter__(self) -> None:
+        sys.settrace(self.trace)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in (epoch_module.__file__, batch_module.__file__):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.trace
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    at=st.integers(0, 3500),
+    whole=st.booleans(),
+    reads_here=st.booleans(),
+    share=st.sampled_from([0.0, 0.4, 1.0]),
+    failing=st.sampled_from([0.0, 0.3]),
+)
+def test_whoever_goes_on_after_an_interruption_between_any_two_lines_gets_each_batch_once(
+    at, whole, reads_here, share, failing
+):
+    batches = batches_of([3, 1, 4, 2] * 4, list(range(40)))
+    expected = reference(batches, reads_here=reads_here)
+    maker = Maker(MapStyle(Divided(200) if reads_here else Noisy(200), seed=3), default_collate)
+    arrivals: Arrivals = SimpleQueue()
+    epoch = Epoch(
+        2,
+        iter(batches),
+        maker=maker,
+        number_of=int,
+        split=Part(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
+        elsewhere=There(maker, arrivals, failing=failing, slots=5),
+        arrivals=arrivals,
+        ahead=2,
+    )
+    found: list[Any] = []
+    interrupting = Interrupting(at)
+    while True:
+        try:
+            with interrupting:
+                batch = next(epoch)
+            found.append(batch)
+        except KeyboardInterrupt:
+            interrupting = Interrupting(10**9)
+        except RuntimeError as error:
+            assert "the sampler was interrupted" in str(error)
+            assert epoch.handed_out == len(found) and same(found, expected[: len(found)])
+            return
+        except StopIteration:
+            break
+        assert epoch.handed_out == len(found)
+    assert same(found, expected)
+
+
+def test_who_was_interrupted_in_the_sampler_is_told_that_a_batch_may_be_lost() -> None:
+    def indices() -> Iterator[tuple[int, ...]]:
+        yield (0, 1)
+        raise KeyboardInterrupt
+
+    maker = Maker(MapStyle(Noisy(9)), list)
+    split = Part(0.0, Stretch(start=START, stop=DONE))
+    epoch = Epoch(4, indices(), maker=maker, number_of=int, split=split, arrivals=SimpleQueue(), ahead=0)
+    with pytest.raises(KeyboardInterrupt):
+        next(epoch)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="interrupted at batch 1 of epoch 4, which may be lost"):
+            next(epoch)
+    assert epoch.handed_out == 0
 
 
 class Silent(SimpleQueue[Arrival]):
@@ -302,6 +413,156 @@ def test_processes_may_take_as_long_as_they_may_while_somebody_waits() -> None:
         next(epoch)
     processes.do()
     assert next(epoch) == [4, 5] and next(epoch, None) is None and epoch.handed_out == 3
+
+
+class Many:
+    """Workers that hold everything until they are told to make it, or to give it back."""
+
+    slots = 64
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self.tasks: list[Task] = []
+        self._arrivals = arrivals
+
+    def late(self) -> list[int]:
+        return []
+
+    def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
+        self.tasks.append(task)
+        return True
+
+    def do(self) -> None:
+        for task in self.tasks:
+            self._arrivals.put(Arrival(task.number, list(task.indices)))
+        self.tasks.clear()
+
+    def fail(self) -> None:
+        for task in self.tasks:
+            self._arrivals.put(Arrival(task.number, error=ConnectionError("gone")))
+        self.tasks.clear()
+
+
+def many(
+    count: int, ratio: float, *, whole: bool = True, room: Room | None = None, timeout_s: float = 0.0
+) -> tuple[Epoch, Later, Many, Silent]:
+    arrivals = Silent()
+    processes, workers = Later(arrivals), Many(arrivals)
+    epoch = Epoch(
+        0,
+        iter([(at, at) for at in range(count)]),
+        maker=Maker(MapStyle(Noisy(count)), list),
+        number_of=int,
+        split=Part(ratio, Stretch(start=START, stop=DONE, whole=whole)),
+        arrivals=arrivals,
+        elsewhere=workers,
+        ahead=4,
+        here=8,
+        room=room,
+        timeout_s=timeout_s,
+        clock=lambda: arrivals.now,
+    )
+    epoch.use(processes)  # type: ignore[arg-type]
+    return epoch, processes, workers, arrivals
+
+
+def batches_at(tasks: Iterable[Task]) -> set[int]:
+    return {task.batch for task in tasks}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
+def test_this_machine_makes_few_batches_ahead_however_many_others_have(ratio: float, whole: bool) -> None:
+    epoch, processes, workers, _ = many(300, ratio, whole=whole)
+    made_here, given_there = set[int](), set[int]()
+    for number in range(300):
+        made_here |= batches_at(processes.tasks)
+        given_there |= batches_at(workers.tasks)
+        assert len(made_here) <= 13
+        if number < 200:
+            assert epoch.planned == 73 and len(given_there) >= ratio * (number + 73) - 1
+        while processes.tasks:
+            processes.do()
+        workers.do()
+        assert next(epoch) == [number, number]
+        made_here.discard(number)
+    assert next(epoch, None) is None
+
+
+def test_what_workers_give_back_is_made_here_in_order_and_is_not_waited_for_in_vain() -> None:
+    epoch, processes, workers, arrivals = many(100, 0.9)
+    made = batches_at(processes.tasks)
+    while processes.tasks:
+        processes.do()
+    workers.fail()
+    workers.give = lambda task, raw: False  # type: ignore[method-assign]
+    for number in range(100):
+        while not arrivals.empty():
+            epoch._wait()
+        made |= batches_at(processes.tasks)
+        assert made.issuperset(range(number, min(number + 13, 100))) and len(made) < 2 * 13
+        while processes.tasks:
+            processes.do()
+        assert next(epoch) == [number, number]
+        made.discard(number)
+    assert next(epoch, None) is None
+
+
+def test_what_is_held_is_no_backlog_and_takes_no_time() -> None:
+    epoch, processes, workers, arrivals = many(100, 0.5, timeout_s=5.0)
+    assert epoch.backlog == (2 * 13, 2 * 36)
+    while processes.tasks:
+        processes.do()
+    while not arrivals.empty():
+        epoch._wait()
+    assert epoch.backlog == (0, 2 * 36)
+    before = arrivals.now
+    for _ in range(20):
+        epoch._wait()
+    assert arrivals.now == before + 20 and not epoch._overdue, "nobody here is at anything"
+    workers.do()
+    assert next(epoch) == [0, 0]
+
+
+def test_as_many_batches_are_prepared_as_are_asked_for() -> None:
+    epoch, processes, workers, _ = many(100, 0.1)
+    assert len(processes.tasks) == 13
+    give = processes.give
+    processes.give = lambda task: (give(task), processes.do())  # type: ignore[method-assign]
+    while processes.tasks:
+        processes.do()
+    workers.do()
+    assert epoch.prepare(30) == 30
+    assert [next(epoch) for _ in range(30)] == [[at, at] for at in range(30)]
+
+
+def test_workers_have_as_many_batches_as_memory_has_room_for() -> None:
+    sample = torch.zeros(500)
+    for nbytes, planned in ((10 * 4000, 11), (40 * 4000, 41), (10**9, 73)):
+        room = Room(nbytes)
+        epoch, _, workers, arrivals = many(300, 1.0, room=room)
+        assert epoch.planned == 9, "what a batch takes is not known yet"
+        for _ in range(30):
+            for task in workers.tasks:
+                arrivals.put(Arrival(task.number, [sample] * 2))
+            workers.tasks.clear()
+            next(epoch)
+        assert epoch.planned == planned and room.most(8, 72) == planned - 1
+        assert room.most(4, 3) == 4
+
+
+def test_room_is_a_part_of_what_is_free_and_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "host_bytes", lambda: 80_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    room = Room()
+    assert room.most(4, 100) == 4
+    room.look(3, torch.zeros(100), [None, None])
+    assert room.most(4, 100) == 80_000 // 2 // ahead.PART // 400
+    room.look(4, torch.zeros(1), [None])
+    assert room.most(4, 100) == 25, "not every batch is looked at"
+    room.look(16, object(), [torch.zeros(50), torch.zeros(50)])
+    assert room.most(4, 100) == 25
+    room.look(32, object(), [None, None])
+    assert room.most(4, 100) == 4
 
 
 class Pinnable(list[Any]):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate, get_worker_info
 
@@ -92,6 +93,49 @@ def test_every_result_and_every_error_is_that_of_its_task(num_workers: int, give
             assert f"bad {number}" in str(arrival.error) and arrival.final
         else:
             assert arrival.value == [number if reads else -number]
+
+
+class Strided(Slow):
+    """Samples of tensors whose memory is in any order, and of whatever else there is."""
+
+    def read(self, index: int) -> int:
+        return index
+
+    def transform(self, raw: int) -> Any:
+        torch.manual_seed(raw)
+        values = torch.rand(4, 6)
+        return {
+            "turned": values.t(),
+            "part": (values[1:3, ::2], values.to(torch.float64)[2, 3]),
+            "repeated": torch.tensor([raw]).expand(5),
+            "none": [values[:0], values.bool()],
+            "as it is": torch.nn.Parameter(values.clone()) if raw == 3 else None,
+            "else": (values.numpy()[0], f"{raw}", None, raw),
+        }
+
+
+def test_samples_come_with_their_strides_and_take_a_descriptor_a_task() -> None:
+    samples = tuple(range(50))
+    tasks = [task(number, DONE)._replace(indices=samples, samples=samples) for number in range(6)]
+    before = len(os.listdir("/proc/self/fd"))
+    dataset = Strided()
+    found = run(tasks, 1, 6, dataset)
+    assert len(os.listdir("/proc/self/fd")) - before < 6 * (1 + 5), "a few are as they were"
+    expected = [dataset.transform(number) for number in samples]
+    assert all(alike(arrival.value, expected) for arrival in found)
+
+
+def alike(one: Any, other: Any) -> bool:
+    leaves, spec = pytree.tree_flatten(one)
+    others, other_spec = pytree.tree_flatten(other)
+    return spec == other_spec and all(map(same_leaf, leaves, others))
+
+
+def same_leaf(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(other) and np.array_equal(one, other)
+    kept = [(type(each), each.dtype, each.requires_grad, each.stride()) for each in (one, other)]
+    return kept[0] == kept[1] and torch.equal(one, other)
 
 
 def test_reading_for_others_comes_before_what_is_done_here() -> None:

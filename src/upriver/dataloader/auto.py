@@ -24,15 +24,13 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
-
+from upriver.dataloader.ahead import num_bytes
 from upriver.dataloader.cycles import CpuSeconds
 from upriver.dataloader.epoch import Epoch, Split
 from upriver.dataloader.rivals import HERE, Rivals
@@ -537,17 +535,3 @@ class _Course:
             if part is not None and part.ratio != (ratio := found.steer(window)):
                 part.turn(ratio)
                 kept.skip = self.epoch.planned
-
-
-def num_bytes(value: Any) -> int:
-    """Bytes of all tensors and arrays in a batch."""
-    match value:
-        case torch.Tensor() | np.ndarray():
-            return int(value.nbytes)
-        case bytes() | str():
-            return len(value)
-        case Mapping():
-            return sum(map(num_bytes, value.values()))
-        case Sequence():
-            return sum(map(num_bytes, value))
-    return 0

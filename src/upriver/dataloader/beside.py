@@ -66,19 +66,25 @@ def beside_training(num_workers: int, cpus: int | None = None, ranks: int | None
     return LocalWorkers(number=None, most=min(left, MOST))
 
 
+def ranks_here() -> int:
+    """Processes of this job that train on this machine."""
+    told = os.environ.get(RANKS_VARIABLE, "")
+    return max(1, int(told)) if told.isascii() and told.isdigit() else 1
+
+
 def sharing_ranks() -> int:
     """Processes that train on this machine with the CPUs that this one has; 1 where each has its own.
 
     Whoever has started them may use more CPUs than each of them then.
     """
-    told = os.environ.get(RANKS_VARIABLE, "")
-    if not (told.isascii() and told.isdigit() and int(told) > 1):
+    ranks = ranks_here()
+    if ranks == 1:
         return 1
     try:
         pinned = os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
     except OSError:  # it has ended
         pinned = False
-    return 1 if pinned else int(told)
+    return 1 if pinned else ranks
 
 
 def provider_of(workers: Sequence[str] | int | Provider, *, num_workers: int) -> Provider | None:

@@ -2,6 +2,10 @@
 
 The training process plans, and nobody else: what a batch is made of never depends on who makes it, how fast,
 or who fails. All of it belongs to the thread that iterates; what others have made comes through one queue.
+
+That thread may be interrupted between any two lines (Ctrl-C, an alarm), and its caller may go on. So one step
+makes a batch done, and one hands it out. Whoever comes back after something that was not raised here begins
+anew what is not done.
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from queue import Empty
 from typing import Any, Protocol
 
+from upriver.dataloader.ahead import Room
+from upriver.dataloader.batch import Batch, Work
 from upriver.dataloader.local import Fed, Maker, Processes, ProcessesEnded, Running
 from upriver.dataloader.pinning import Pinned, pinned
 from upriver.dataloader.plan import Stretch
@@ -92,60 +98,6 @@ class Waits:
         return Waits(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
-@dataclass(eq=False, slots=True)
-class Batch:
-    """A batch that is being made.
-
-    Attributes:
-        rows: Samples by their place in the batch.
-        missing: Tasks that are not done.
-        away: Of these, those that others are at.
-        value: The batch, where one task has made all of it.
-        whole: Whether one has.
-        pinned: Whether that is in pinned memory.
-        error: What stands in its place.
-        made: How many samples were made where.
-        given: Samples that were to be made elsewhere.
-        returned: Of these, such as nobody took or made there.
-    """
-
-    number: int
-    indices: tuple[Any, ...]
-    rows: list[Any] = field(repr=False)
-    missing: int = 0
-    away: int = 0
-    value: Any = None
-    whole: bool = False
-    pinned: bool = False
-    error: Exception | None = None
-    made: Counter[str] = field(default_factory=Counter, repr=False)
-    given: int = 0
-    returned: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class Work:
-    """A task under way.
-
-    Attributes:
-        task: All of it, as it is done here.
-        batch: What it is for.
-        at: Places in the batch of the task's samples.
-        stretch: What of it is to be done elsewhere; None where nothing is, or all that is is done.
-        away: Whether others are at it.
-        place: Who was.
-        failed: Why it could not be done elsewhere, and where that was, where trying again would not help.
-    """
-
-    task: Task
-    batch: Batch
-    at: Sequence[int] = field(repr=False)
-    stretch: Stretch | None = None
-    away: bool = False
-    place: str = HERE
-    failed: Arrival | None = None
-
-
 class Epoch:
     """Plans and hands out one epoch.
 
@@ -158,7 +110,9 @@ class Epoch:
         arrivals: Where what others do comes; where it pins batches, so does the epoch those that it makes.
         elsewhere: Who takes what goes elsewhere; None where nobody does.
         ahead: Batches that are planned beyond the one that is handed out next, at least.
-        here: Of these, such as keep this machine busy; what others can have at once comes on top.
+        here: Of these, such as keep this machine busy; what others can have at once comes on top. What this
+            machine makes, whole or in part, is at most ``ahead + here`` beyond the next one all the same.
+        room: For what others make; None for any number.
         on_made: Told of each batch that is handed out how many of its samples were made where.
         hold: Whether nothing is planned before it is asked for.
         first: Number of the first batch.
@@ -167,7 +121,6 @@ class Epoch:
         clock: Seconds.
 
     Attributes:
-        handed_out: Batches, and errors in their place, with those before the first.
         waits: What handing out has waited for.
         hold: Whether nothing further is planned for now.
     """
@@ -184,6 +137,7 @@ class Epoch:
         elsewhere: Elsewhere | None = None,
         ahead: int = 8,
         here: int = 0,
+        room: Room | None = None,
         on_made: Callable[[Mapping[str, int]], object] = lambda made: None,
         hold: bool = False,
         first: int = 0,
@@ -194,14 +148,16 @@ class Epoch:
         self._maker, self._number_of = maker, number_of
         self._start = maker.source.positions[0]
         self.split, self._on_made = split, on_made
-        self._ahead, self._keeps_here = ahead, here
+        self._ahead, self._keeps_here, self._room = ahead, here, room
+        self._most_here, self._held = 1 + ahead + here, 0
         self._arrivals, self._elsewhere = arrivals, elsewhere
         self._pins = arrivals if isinstance(arrivals, Pinned) else None
         self._here: Running | None = None
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
         self._work: dict[int, Work] = {}
-        self._next_task, self._next_batch, self.handed_out = 0, first, first
+        self._next_task, self._next_batch, self._draws = 0, first, first - 1
+        self._as_left = True
         self._timeout_s, self._quiet_s, self._overdue, self._told = timeout_s, 0.0, False, False
         self._failed = set[str]()
         self._all_planned = False
@@ -223,49 +179,94 @@ class Epoch:
         return len(self._planned)
 
     @property
+    def handed_out(self) -> int:
+        """Batches, and errors in their place, with those before the first."""
+        return self._planned[0].number if self._planned else self._next_batch
+
+    @property
     def backlog(self) -> Backlog:
         """What is under way on either side."""
         samples = Counter[bool]()
         for work in self._work.values():
-            samples[work.stretch is not None] += len(work.at)
+            samples[work.stretch is not None] += 0 if work.held else len(work.at)
         return Backlog(here=samples[False], elsewhere=samples[True])
 
     def prepare(self, count: int) -> int:
         """Have that many batches made before the next one is handed out; how many there are."""
+        self._enter()
         self._plan_to(count)
+        self._begin_here(count)
         ready = list(self._planned)[:count]
-        while any(batch.missing for batch in ready) and not self._overdue:
+        while not all(batch.done for batch in ready) and not self._overdue:
             self._wait()
+        self._as_left = True
         return len(ready)
 
     def plan(self) -> None:
         """Plan as far ahead as may be, and have everybody begin."""
+        self._plan_beyond(1)
+
+    def _plan_beyond(self, count: int) -> None:
+        """The same beyond so many batches."""
         if self.hold:
             return
-        slots = self._elsewhere.slots if self._elsewhere is not None and self.split.ratio else 0
-        self._plan_to(1 + max(self._ahead, self._keeps_here + slots))
+        most = max(self._ahead, self._keeps_here)
+        if self._elsewhere is not None and self.split.ratio:
+            wanted = max(most, self._keeps_here + self._elsewhere.slots)
+            most = wanted if self._room is None else self._room.most(most, wanted)
+        self._plan_to(count + most)
 
     def _plan_to(self, count: int) -> None:
         while len(self._planned) < count and not self._all_planned:
             while not self._arrivals.empty():  # whatever has come since is done
                 self._arrived(self._arrivals.get())
-            indices = next(self._batches, None)
+            number = self._planned[-1].number + 1 if self._planned else self._next_batch
+            if self._draws == number:
+                raise RuntimeError(
+                    f"the sampler was interrupted at batch {number} of epoch {self._number}, which may be "
+                    "lost: begin the epoch anew, or go on in it with load_state_dict(state_dict())"
+                )
+            self._draws = number
+            try:
+                indices = next(self._batches, None)
+            except Exception:  # its own
+                self._draws = number - 1
+                raise
             if indices is None:
                 self._all_planned = True
             else:
-                self._plan(indices)
+                self._planned.append(Batch(number, indices))
+                self._plan(self._planned[-1])
 
-    def _plan(self, indices: tuple[Any, ...]) -> None:
-        batch = Batch(self._next_batch, indices, rows=[None] * len(indices))
-        self._next_batch += 1
-        self._planned.append(batch)
-        goes = self.split(len(indices)) if self._elsewhere is not None else [False] * len(indices)
+    def _plan(self, batch: Batch) -> None:
+        """Have everybody begin."""
+        count = len(batch.indices)
+        goes = self.split(count) if self._elsewhere is not None else [False] * count
         away = [at for at, each in enumerate(goes) if each]
         stay = [at for at, each in enumerate(goes) if not each]
         if away:
             self._begin(batch, away, goes=True)
-        if stay or not indices:
+        if stay or not count:
             self._begin(batch, stay, goes=False)
+        batch.begun = True
+
+    def _enter(self) -> None:
+        """Where this was not left as it leaves by itself, whatever may be lost is done once more."""
+        if not self._as_left:
+            self._work.clear()
+            self._inline.clear()
+            self._held = 0
+            fresh = [each if each.done else Batch(each.number, each.indices) for each in self._planned]
+            self._planned = deque(fresh)
+            for batch in fresh:
+                if not batch.done:
+                    self._plan(batch)
+        self._as_left = False
+
+    def _leave(self, error: Exception) -> Exception:
+        """With an error that is meant."""
+        self._as_left = True
+        return error
 
     def _begin(self, batch: Batch, places: Sequence[int], *, goes: bool) -> None:
         number, self._next_task = self._next_task, self._next_task + 1
@@ -283,7 +284,7 @@ class Epoch:
         batch.missing += 1
         batch.given += goes * len(places)
         if work.stretch is None:
-            self._do_here(task)
+            self._keep_here(work, task)
         elif work.stretch.start > self._start:
             self._do_here(task._replace(stop=work.stretch.start))
         else:
@@ -302,7 +303,30 @@ class Epoch:
     def _returned(self, work: Work) -> None:
         work.batch.returned += len(work.at)
         work.stretch = None
-        self._do_here(work.task)  # wherever it was, here the dataset can be had
+        self._keep_here(work, work.task)  # wherever it was, here the dataset can be had
+
+    def _keep_here(self, work: Work, task: Task) -> None:
+        """The rest of it is done by this machine, when it is its turn."""
+        work.batch.here, work.held = True, True
+        work.batch.held.append(task)
+        self._held += 1
+        self._begin_here(self._most_here)
+
+    def _begin_here(self, most: int) -> None:
+        """What this machine is to make of so many batches, those that are handed out next.
+
+        Batches are planned far ahead so that others are busy. Of what this machine makes itself few are ahead
+        of the next one, as if there were no others: they are in shared memory, which is small.
+        """
+        for batch in self._planned:
+            if not self._held or not most:
+                return
+            most -= batch.here
+            for task in batch.held:
+                self._work[task.number].held = False
+                self._do_here(task)
+            self._held -= len(batch.held)
+            batch.held.clear()
 
     def _do_here(self, task: Task) -> None:
         if self._here is None:
@@ -312,7 +336,7 @@ class Epoch:
             self._here.give(task)
 
     def _expect(self, task: Task) -> None:
-        if self._pins is not None and task.whole and task.stop == DONE:
+        if self._pins is not None and task.joins:
             self._pins.expect(task.number)
 
     # ------------------------------------------------------------------------------------ handing out
@@ -328,35 +352,51 @@ class Epoch:
             ProcessesEnded: If processes that were to make it have ended; the same.
             RuntimeError: If processes take longer than they may; the next call waits for the same batch.
         """
+        self._enter()
         if self._told:  # and whoever goes on does without that batch
             self._told = False
-            self._planned.popleft()
-            self.handed_out += 1
+            self._hand_out()
+        self._begin_here(self._most_here)
         self.plan()
         if not self._planned and self.hold:
             self._plan_to(1)
         if not self._planned:
             if self._here is not None:
                 self._here.halt()
-            raise StopIteration
+            raise self._leave(StopIteration())
         batch = self._planned[0]
-        while batch.missing:
+        while not batch.done:
             if self._overdue:
                 self._overdue = False
-                raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
+                raise self._leave(RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds"))
             self._wait_for(batch)
         if isinstance(batch.error, ProcessesEnded):
             self._told = True
-            raise batch.error
-        self._planned.popleft()
-        self.plan()
+            raise self._leave(batch.error)
+        self._begin_here(self._most_here + batch.here)
+        self._plan_beyond(2)
         try:
             value = self._value(batch)
         except Exception:
-            self.handed_out += 1
+            self._hand_out()
+            self._as_left = True
             raise
-        self.handed_out += 1
-        return value
+        self._count_made(batch)
+        self._as_left = True
+        return self._hand_out(value)
+
+    def _hand_out(self, value: Any = None) -> Any:
+        """The value; from here on it has been."""
+        self._next_batch = self._planned[0].number + 1  # which counts where nothing is planned any more
+        return (value, self._planned.popleft())[0]
+
+    def _count_made(self, batch: Batch) -> None:
+        self._on_made(batch.made)
+        self.waits.samples += len(batch.indices)
+        self.waits.given += batch.given
+        self.waits.returned += batch.returned
+        if self._here is not None and HERE in batch.made:
+            self._here.let_go(batch)
 
     def _value(self, batch: Batch) -> Any:
         """What is handed out.
@@ -366,17 +406,13 @@ class Epoch:
         """
         if batch.error is not None:
             raise batch.error
-        self._on_made(batch.made)
-        self.waits.samples += len(batch.indices)
-        self.waits.given += batch.given
-        self.waits.returned += batch.returned
-        if self._here is not None and HERE in batch.made:
-            self._here.let_go(batch)
         if batch.whole:
             value = batch.value
         else:
             with apart():
                 value = self._maker.join(batch.rows, epoch=self._number, batch=batch.number)
+        if self._room is not None and self._elsewhere is not None:
+            self._room.look(batch.number, value, batch.rows)
         return value if self._pins is None or batch.pinned else pinned(value)
 
     def _wait_for(self, batch: Batch) -> None:
@@ -398,9 +434,7 @@ class Epoch:
             Whether this thread had nothing to do meanwhile.
         """
         if self._inline and self._arrivals.empty():
-            arrival = self._made_inline(self._inline[0])
-            self._inline.popleft()  # only now: who was interrupted at it may go on
-            self._arrived(arrival)
+            self._arrived(self._made_inline(self._inline.popleft()))
             return False
         began = self._clock()
         try:
@@ -418,7 +452,7 @@ class Epoch:
 
         As PyTorch's loader counts: only while somebody waits, and whatever comes begins anew.
         """
-        if self._timeout_s and any(not work.away for work in self._work.values()):
+        if self._timeout_s and any(not (work.away or work.held) for work in self._work.values()):
             self._quiet_s += more_s
             if self._quiet_s >= self._timeout_s:
                 self._quiet_s, self._overdue = 0.0, True
@@ -426,7 +460,9 @@ class Epoch:
     def _call_back(self) -> None:
         """What others have had for far too long: they hang, and it is done here."""
         for number in self._elsewhere.late() if self._elsewhere is not None else ():
-            work = self._work.pop(number)  # whatever still comes of it
+            work = self._work.pop(number, None)  # whatever still comes of it
+            if work is None:
+                continue  # it was begun anew by another number
             work.task = work.task._replace(number=self._next_task)
             self._next_task += 1
             self._work[work.task.number] = work
@@ -458,27 +494,23 @@ class Epoch:
             self._give(work, stretch, arrival.value)
         elif stretch is not None and stretch.stop < DONE:
             work.stretch, work.place = None, arrival.place
-            self._do_here(work.task._replace(start=stretch.stop, given=arrival.value))
+            self._keep_here(work, work.task._replace(start=stretch.stop, given=arrival.value))
         else:
             self._finish(work, arrival)
 
     def _finish(self, work: Work, arrival: Arrival) -> None:
         del self._work[work.task.number]
         batch = work.batch
-        batch.missing -= 1
         if arrival.error is not None:
             if work.failed is not None:
                 note(arrival.error, _told(work.failed))
             batch.error = batch.error or arrival.error
-            return
-        if work.failed is not None:
-            self._blame(work.failed)
-        batch.made[arrival.place if work.place == HERE else work.place] += len(work.at)
-        if work.task.whole:
-            batch.value, batch.whole, batch.pinned = arrival.value, True, arrival.pinned
-            return
-        for at, sample in zip(work.at, arrival.value, strict=True):
-            batch.rows[at] = sample
+        else:
+            if work.failed is not None:
+                self._blame(work.failed)
+            batch.made[arrival.place if work.place == HERE else work.place] += len(work.at)
+            batch.take(work, arrival)
+        batch.missing -= 1  # only now
 
     def _blame(self, failed: Arrival) -> None:
         """This machine has done what another one could not."""

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from upriver.client.fleet import Fleet, Provider, Serves
 from upriver.client.transport import ServerClient
+from upriver.dataloader.ahead import num_bytes
 from upriver.dataloader.asked import Asked, ByName, InStore
-from upriver.dataloader.auto import num_bytes
 from upriver.dataloader.closing import closed_with
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.divided import is_divided

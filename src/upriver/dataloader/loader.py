@@ -20,6 +20,7 @@ from upriver.client import checks
 from upriver.client.fleet import Provider
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
+from upriver.dataloader.ahead import Room
 from upriver.dataloader.asked import Asked, ByName, InStore
 from upriver.dataloader.auto import Auto, Measured
 from upriver.dataloader.beside import provider_of
@@ -169,7 +170,7 @@ class DataLoader(TorchLoader[Any]):
         self._check_can()
         self._kept: Processes | Fed | None = None
         self._made: Counter[str] = Counter()
-        self._measured = Measured()
+        self._measured, self._room = Measured(), Room()
         self._recall = self._recalled(model)
         self._growth = growth(self._hired, self._measured, offload=self._offload)
         self._place: Place | None = None
@@ -202,6 +203,7 @@ class DataLoader(TorchLoader[Any]):
             elsewhere=elsewhere,
             ahead=LEAST_AHEAD,
             here=self.num_workers * (self.prefetch_factor or 0),
+            room=self._room,
             on_made=self._made.update,
             hold=decides and self._measured.measuring,
             timeout_s=self.timeout,

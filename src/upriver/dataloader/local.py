@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from upriver.dataloader.inner import begin, killed, raised, told_by_waiting, wrapped
+from upriver.dataloader.packed import Packed, packed
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.dataloader.threads import Threads
 from upriver.pipeline.mapstyle import DONE
@@ -92,8 +93,7 @@ class Maker:
             stop=task.stop,
             given=task.given,
         )
-        joins = task.whole and task.stop == DONE
-        return self.join(rows, epoch=task.epoch, batch=task.batch) if joins else rows
+        return self.join(rows, epoch=task.epoch, batch=task.batch) if task.joins else rows
 
     def join(self, samples: list[Any], *, epoch: int, batch: int) -> Any:
         """A batch of its samples; sets this process's generators and leaves them so."""
@@ -126,7 +126,8 @@ class Tasks(TorchDataset[Made]):
         if self.begun_with is not None:
             return Made(task.number, failed=self.begun_with)
         try:
-            return Made(task.number, self._maker.make(task))
+            made = self._maker.make(task)
+            return Made(task.number, made if task.joins else packed(made))
         except Exception:
             return Made(task.number, failed=wrapped())
 
@@ -418,7 +419,8 @@ class _Forward(threading.Thread):
                 return None
             made = next(self._source)
         if made.failed is None:
-            return Arrival(made.number, made.value)
+            value = made.value.unpacked() if isinstance(made.value, Packed) else made.value
+            return Arrival(made.number, value)
         return Arrival(made.number, error=raised(made.failed), final=True)
 
     def _hand_on(self, arrival: Arrival | None) -> None:

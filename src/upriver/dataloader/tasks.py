@@ -44,6 +44,11 @@ class Task(NamedTuple):
         """Which stages of it."""
         return self.start, self.stop, self.whole
 
+    @property
+    def joins(self) -> bool:
+        """Whether what comes of it is a batch."""
+        return self.whole and self.stop == DONE
+
 
 class Arrival(NamedTuple):
     """What came of a task, or why nobody elsewhere does it.
