@@ -97,9 +97,12 @@ def test_batches_by_pytorchs_own_collating_are_contiguous_whoever_collates(
     assert same(found, batches("Clips", worker, None, 0))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("where", WHERE[1:5])
-def test_arrays_are_what_they_are_here_also_in_their_low_bits(worker: EmbeddedServer, where: Any) -> None:
-    found = batches("Scans", worker, where, 0, collate_fn=list)
+def test_arrays_are_what_they_are_here_also_in_their_low_bits(
+    worker: EmbeddedServer, where: Any, num_workers: int
+) -> None:
+    found = batches("Scans", worker, where, num_workers, collate_fn=list)
     assert same(found, batches("Scans", worker, None, 0, collate_fn=list))
 
 

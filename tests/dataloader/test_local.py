@@ -111,6 +111,9 @@ class Strided(Slow):
             "none": [values[:0], values.bool()],
             "as it is": torch.nn.Parameter(values.clone()) if raw == 3 else None,
             "else": (values.numpy()[0], f"{raw}", None, raw),
+            "array": np.random.default_rng(raw).random((3, 4, 5)).transpose(2, 0, 1),
+            "stored": np.frombuffer(values.numpy().tobytes()).reshape(2, 6).T[::-1],
+            "words": np.array([f"{raw}"]),
         }
 
 
@@ -125,6 +128,47 @@ def test_samples_come_with_their_strides_and_take_a_descriptor_a_task() -> None:
     assert all(alike(arrival.value, expected) for arrival in found)
 
 
+class Columns(Slow):
+    """Samples that lie apart in one large tensor."""
+
+    def __init__(self) -> None:
+        self.table = torch.arange(1000 * 24.0).reshape(4, 6, 1000)
+
+    def read(self, index: int) -> torch.Tensor:
+        return self.table[..., index]
+
+    def transform(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw.t()
+
+
+def test_of_samples_that_lie_far_apart_nothing_else_comes_along() -> None:
+    dataset = Columns()
+    samples = tuple(range(5))
+    (arrival,) = run([task(0, DONE)._replace(indices=samples, samples=samples)], 1, 1, dataset)
+    for number, sample in enumerate(arrival.value):
+        assert torch.equal(sample, dataset.transform(dataset.read(number))) and sample.stride() == (1, 6)
+        assert sample.untyped_storage().nbytes() < 5 * 128
+
+
+class Twice(Slow):
+    """A sample is a tensor, and an array over the same memory."""
+
+    def read(self, index: int) -> torch.Tensor:
+        return torch.full((1000,), float(index))
+
+    def transform(self, raw: torch.Tensor) -> Any:
+        return raw, raw.numpy()
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_an_array_over_the_memory_of_a_tensor_is_what_that_is(count: int) -> None:
+    samples = tuple(range(count))
+    tasks = [task(number, DONE)._replace(indices=samples, samples=samples) for number in range(20)]
+    for arrival in run(tasks, 1, 20, Twice()):
+        for number, (tensor, array) in enumerate(arrival.value):
+            assert (tensor == number).all() and (array == number).all()
+
+
 def alike(one: Any, other: Any) -> bool:
     leaves, spec = pytree.tree_flatten(one)
     others, other_spec = pytree.tree_flatten(other)
@@ -133,7 +177,8 @@ def alike(one: Any, other: Any) -> bool:
 
 def same_leaf(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor):
-        return type(one) is type(other) and np.array_equal(one, other)
+        strides = [np.empty_like(each).strides for each in (one, other)]  # as they are without gaps
+        return type(one) is type(other) and np.array_equal(one, other) and strides[0] == strides[1]
     kept = [(type(each), each.dtype, each.requires_grad, each.stride()) for each in (one, other)]
     return kept[0] == kept[1] and torch.equal(one, other)
 

@@ -2,6 +2,8 @@
 
 PyTorch sends each tensor in shared memory of its own, and whoever receives it keeps a file descriptor for it.
 A process may have about a thousand, which a few batches take whose samples wait for the others of theirs.
+It also moves a tensor's memory there and gives up what it was in, on which an array may still look; and NumPy
+pickles an array in an order of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
+
+from upriver.protocol.tree import MOST_GAPS, writeable
 
 ALIGNED_BYTES = 64
 """Tensors begin at multiples of this, as PyTorch's own do."""
@@ -18,7 +23,7 @@ ALIGNED_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor in the shared memory.
+    """A tensor, or an array, in the shared memory.
 
     Attributes:
         start: Its first byte.
@@ -30,6 +35,7 @@ class Place:
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    array: bool
 
     @property
     def stop(self) -> int:
@@ -54,39 +60,56 @@ class Packed:
     memory: torch.Tensor
 
     def unpacked(self) -> list[Any]:
-        """The samples, with the strides that they had; they share the memory."""
+        """The samples, with the strides that they were packed with; they share the memory."""
 
-        def tensor(place: Place) -> torch.Tensor:
-            return place.span(self.memory).as_strided(place.shape, place.strides)
+        def value(place: Place) -> Any:
+            tensor = place.span(self.memory).as_strided(place.shape, place.strides)
+            return tensor.numpy() if place.array else tensor
 
-        samples: list[Any] = pytree.tree_map_only(Place, tensor, self.samples)
+        samples: list[Any] = pytree.tree_map_only(Place, value, self.samples)
         return samples
 
 
 def packed(samples: list[Any]) -> list[Any] | Packed:
     """Samples as they are sent to the training process.
 
-    Only plain tensors in lists, tuples and dicts are packed, as samples are that can be made elsewhere.
+    Only plain tensors and arrays in lists, tuples and dicts are packed, as samples are that can be made
+    elsewhere. They keep their strides, or the order of these where most of what they span is not theirs.
     """
     tensors = list[torch.Tensor]()
     places = list[Place]()
 
-    def place(tensor: torch.Tensor) -> torch.Tensor | Place:
-        if not _plain(tensor):
-            return tensor
+    def place(value: torch.Tensor | np.ndarray[Any, Any]) -> Any:
+        array = isinstance(value, np.ndarray)
+        tensor = _of_array(value) if isinstance(value, np.ndarray) else value
+        if tensor is None or not _plain(tensor):
+            return value
+        if _extent(tensor) > MOST_GAPS * tensor.numel():
+            tensor = tensor.clone()
         start = -(-places[-1].stop // ALIGNED_BYTES) * ALIGNED_BYTES if places else 0
         tensors.append(tensor)
-        places.append(Place(start, _extent(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()))
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        places.append(Place(start, _extent(tensor), tensor.dtype, shape, strides, array))
         return places[-1]
 
-    placed = pytree.tree_map_only(torch.Tensor, place, samples)
-    if len(places) < 2:
+    placed = pytree.tree_map_only((torch.Tensor, np.ndarray), place, samples)
+    if not places:
         return samples
     memory = torch.empty(0, dtype=torch.uint8)
     memory.set_(torch.UntypedStorage._new_shared(places[-1].stop))  # type: ignore[no-untyped-call]
     for tensor, at in zip(tensors, places, strict=True):
         at.span(memory).copy_(tensor.as_strided((at.extent,), (1,)))
     return Packed(placed, memory)
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """Over its memory, or that of a copy; None where no tensor has its like."""
+    if type(array) is not np.ndarray or array.dtype.kind not in "biufc":
+        return None
+    try:
+        return torch.from_numpy(writeable(array))
+    except (TypeError, ValueError):  # its type, or the order of its bytes
+        return None
 
 
 def _plain(tensor: torch.Tensor) -> bool:
