@@ -66,7 +66,7 @@ def test_until_a_server_is_let_in_there_the_device_answers(server: Running) -> N
             answer.close()
             with pytest.raises(ConfigError, match="closed"):
                 answer(x)
-            return threading.active_count() == 1
+            return bool(wait_for(lambda: threading.active_count() == 1))
 
         assert ended(fork(child)) == 0
         assert by_the_server(answer, x, here(model, x), 5)()
