@@ -19,9 +19,12 @@ from tests.inference.between import between
 from tests.server.running import Running, running
 from upriver.cli import common, main
 from upriver.cli import infer as infer_module
+from upriver.cli.inputs import read_inputs
 from upriver.cli.stages import input_stages
 from upriver.client.inference import offload as offload_module
 from upriver.pipeline import stored_tensor
+from upriver.program.example import Example
+from upriver.program.inputs import ModelInputs
 from upriver.program.names import load_model
 
 OWN = """
@@ -83,6 +86,12 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, A
     assert main(["infer", *map(str, arguments), "--json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     return document
+
+
+def test_a_number_stays_a_number(tmp_path: Path) -> None:
+    np.save(tmp_path / "number.npy", np.float32(2.5))
+    [found] = read_inputs(tmp_path / "number.npy", ModelInputs(given=Example(args=(torch.ones(()),)))).tensors
+    assert torch.equal(found, torch.tensor(2.5))
 
 
 def test_without_a_server_all_runs_here(

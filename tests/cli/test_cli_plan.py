@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load, load_file
 
 from tests.planning import alexnet, cluster, stage
 from upriver.cli import main
@@ -545,6 +546,21 @@ def test_a_link_and_the_rights_of_a_file_stay(tmp_path: Path) -> None:
     assert (tmp_path / "real").stat().st_mode & 0o777 == 0o640
     write_whole(Path(os.devnull), b"gone")
     assert Path(os.devnull).is_char_device()
+
+
+def test_so_it_is_with_tensors(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"before")
+    (tmp_path / "link").symlink_to("real")
+    save_tensors(tmp_path / "link", {"a": torch.ones(2)})
+    assert (tmp_path / "link").is_symlink()
+    assert torch.equal(load_file(tmp_path / "real")["a"], torch.ones(2))
+    full = tmp_path / "full"
+    os.mkfifo(full)
+    reader = os.open(full, os.O_RDONLY | os.O_NONBLOCK)
+    save_tensors(full, {"a": torch.ones(2)})
+    assert full.is_fifo()
+    assert torch.equal(load(os.read(reader, 1 << 16))["a"], torch.ones(2))
+    os.close(reader)
 
 
 # ---------------------------------------------------------------------------------------- the model

@@ -104,6 +104,13 @@ def trained(capsys: pytest.CaptureFixture[str], path: str, *options: str) -> dic
     return document
 
 
+def test_the_model_takes_the_place_of_no_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(config(tmp_path, output="here"))
+    path.write_text(path.read_text().replace(f"{tmp_path}/here", os.devnull))
+    assert main(["train", str(path)]) == 2
+    assert "output must be a file" in capsys.readouterr().err and Path(os.devnull).is_char_device()
+
+
 def losses(document: dict[str, object]) -> list[float]:
     epochs = document["epochs"]
     assert isinstance(epochs, list)

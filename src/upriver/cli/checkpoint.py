@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,21 +58,28 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file whole or not at all.
 
+    What is no ordinary file (a device, a pipe) is written as it is: it must not be replaced by one.
+
     Raises:
         StoreError: If the file cannot be written.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save, save_file
 
     # Tied weights share memory, which the format does not know: each name gets its own copy.
     own = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
+    told = dict(metadata) if metadata else None
     try:
-        with replacing(path) as new:
-            save_file(own, new, metadata=dict(metadata) if metadata else None)
-            new.chmod(mode_for(path))
+        if path.exists() and not path.is_file():
+            path.write_bytes(save(own, told))
+            return
+        target = Path(os.path.realpath(path))  # a link stays one
+        with replacing(target) as new:
+            save_file(own, new, metadata=told)
+            new.chmod(mode_for(target))
     except (OSError, SafetensorError) as error:
         raise StoreError(f"cannot write {path}: {error}") from error
 

@@ -68,7 +68,7 @@ def _array(path: Path) -> torch.Tensor:
 
     try:
         array = np.load(path, allow_pickle=False)
-        return torch.from_numpy(np.ascontiguousarray(array)).clone()
+        return torch.from_numpy(np.asarray(array, order="C")).clone()
     except OSError as error:
         raise _unreadable(path, error) from None
     except (ValueError, TypeError, EOFError) as error:

@@ -122,6 +122,8 @@ def train(
     output = Path(settings.output)
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"the directory of output {settings.output!r} does not exist")
+    if output.exists() and not output.is_file():
+        raise ConfigError(f"output must be a file, got {settings.output!r}, which is none")
     from upriver.cli.checkpoint import save_tensors
 
     dataset, heldout = _datasets(settings)
