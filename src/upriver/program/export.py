@@ -8,11 +8,13 @@ whatever comes behind (control flow that depends on data, for example) need not 
 from __future__ import annotations
 
 import contextlib
-import io
+import importlib
 import logging
+import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 from torch import nn
@@ -170,15 +172,20 @@ def export(
     Casts that autocast makes stand in the graph as operators, since the decompositions too run under it: what
     is recorded gives the same bits with autocast off.
 
+    Other threads may compute meanwhile, and get the bits that they always get; a second pass waits for the
+    first, since torch's recording is not made for two.
+
     Raises:
         CaptureError: If torch cannot record it; the message says why.
     """
     wrapper = Observed(model, example, sources, whole=whole)
     tensors = _distinct(example.tensors)
     with (
+        _ONE_AT_A_TIME,
         torch.no_grad(),
         random_kept([tensors[0].device]),
         _quiet(),
+        _backends_kept(),
         in_eval(wrapper),
         state_kept(wrapper),
         no_fast_path(),
@@ -187,6 +194,7 @@ def export(
         try:
             exported: torch.export.ExportedProgram = torch.export.export(wrapper, tensors, strict=False)
             _mark_dropouts(exported)
+            _name_no_cudnn(exported)
             exported = exported.run_decompositions({})
             _pass_on_in_dropouts(exported)
         except CaptureError:
@@ -229,6 +237,30 @@ def _pass_on_in_dropouts(exported: torch.export.ExportedProgram) -> None:
         FakeTensorProp(exported.graph_module, detect_fake_mode(given)).propagate_dont_convert_inputs(*given)
 
 
+_CUDNN = ("cudnn_enabled", "cudnn_enable")
+"""What operators call the flag that says whether cuDNN may be used, where they take it as an argument."""
+
+
+def _name_no_cudnn(exported: torch.export.ExportedProgram) -> None:
+    """Write into the graph that cuDNN is not to be used, whatever this process allows.
+
+    What an operator is decomposed into depends on it, and a program says nothing of where it was recorded.
+    """
+    for module in exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for fx in module.graph.nodes:
+                if isinstance(fx.target, torch._ops.OpOverload):
+                    _set_flags(fx, fx.target._schema.arguments)
+            module.recompile()
+
+
+def _set_flags(fx: torch.fx.Node, arguments: Sequence[Any]) -> None:
+    for index, argument in enumerate(arguments):
+        if argument.name in _CUDNN:
+            defaults = [other.default_value for other in arguments[len(fx.args) : index]]
+            fx.args = (*fx.args[:index], *defaults, False, *fx.args[index + 1 :])
+
+
 def _distinct(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """A tensor that is given twice is two inputs."""
     seen: set[int] = set()
@@ -248,16 +280,66 @@ def _reason(error: Exception, entered: Sequence[str]) -> str:
     return f"torch.export could not capture the model{where}: {reason}"
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while torch records: it changes flags, filters and tables of the whole process, and puts them back."""
+
+
+class _Thread(threading.local):
+    """What holds for the thread that records, and for no other one."""
+
+    recording = False
+
+
+_THREAD = _Thread()
+
+
+@contextlib.contextmanager
+def _backends_kept() -> Iterator[None]:
+    """Let torch record without switching oneDNN, NNPACK and cuDNN off, as it does for all threads.
+
+    A convolution of another thread would be computed by another kernel meanwhile, with other low bits. What
+    is recorded is the same: operators are chosen before kernels are.
+    """
+    tracing = importlib.import_module("torch.export._trace")  # no part of what starting up has to read
+    backends_off = tracing._ignore_backend_decomps
+
+    def elsewhere() -> Any:
+        return contextlib.nullcontext() if _THREAD.recording else backends_off()
+
+    tracing._ignore_backend_decomps = elsewhere  # type: ignore[attr-defined]
+    _THREAD.recording = True
+    try:
+        yield
+    finally:
+        _THREAD.recording = False
+        tracing._ignore_backend_decomps = backends_off  # type: ignore[attr-defined]
+
+
+class _Muted:
+    """A stream that drops what one thread writes, and passes on what others do."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write it, or only say that it was written."""
+        if threading.get_ident() == self._thread or self._stream is None:
+            return len(text)
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep torch's own warnings, logs and printed graphs from a user who gets one line with the reason."""
     loggers = [logging.getLogger(name) for name in ("torch", *_TORCH_LOGGERS)]
     levels = [logger.level for logger in loggers]
-    nowhere = io.StringIO()
     with (
         warnings.catch_warnings(),
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stdout(cast("TextIO", _Muted(sys.stdout))),
+        contextlib.redirect_stderr(cast("TextIO", _Muted(sys.stderr))),
     ):
         warnings.simplefilter("ignore")
         for logger in loggers:
