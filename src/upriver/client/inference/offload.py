@@ -26,7 +26,7 @@ from upriver.client.inference.far import Far, Terms
 from upriver.client.inference.forms import Forms, Network
 from upriver.client.inference.link import WINDOW
 from upriver.client.inference.request import Patience, Request, Served
-from upriver.client.inference.unchanged import Unchanged
+from upriver.client.inference.unchanged import Unchanged, module_states
 from upriver.client.inference.uplink import Uplink
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
@@ -409,7 +409,7 @@ def _make(
 ) -> Network:
     """Capture a model for one form of call, and let servers have it."""
     captured = capture_whole(model, example)
-    unchanged.watch(captured.weights)
+    unchanged.watch(captured.weights, module_states(model))
     seconds = device_seconds(captured, measure)
     network = Network(captured=captured, device_s=seconds, total_s=sum(seconds))
     _serve(fars, network)
