@@ -194,6 +194,22 @@ def test_a_decision_explains_itself(asked: Offload) -> None:
     assert "All 7 stages run on the device: the device alone would take 0.070 s" in asked.decide().why
 
 
+def test_a_decision_is_printed_in_a_line(asked: Offload) -> None:
+    """And not with all weights."""
+    tell_link(asked, 1e9)
+    tell_load(asked, 1.0)
+    for decision in (asked.decide(), replace(asked.decide(), costs=None, now=None, server="")):
+        assert (
+            str(decision)
+            == repr(decision)
+            == (
+                f"Decision(cut={decision.cut}, num_stages=7, server={decision.server!r}, "
+                f"predicted_s={decision.predicted_s:.6g}, why={decision.why!r})"
+            )
+        )
+    assert "tensor" not in str(asked._forms.first)
+
+
 def test_a_deadline_that_a_server_would_miss_keeps_all_on_the_device(asked: Offload) -> None:
     tell_link(asked, 2e6)
     tell_load(asked, 1.0)
