@@ -245,7 +245,7 @@ class Device:
                 cached_cuts=0,
             )
             for far in fars:
-                far.tried.wait(OPEN_LIMIT_S)
+                far.wait(OPEN_LIMIT_S)
                 if far.costs(self._captured) is None:
                     raise RuntimeError(far.why_not(self._captured) or f"{way}: the server is not ready")
                 self._fars[way] = far

@@ -48,6 +48,15 @@ def chain():
     layers = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4)
     return nn.Sequential(*layers), torch.randn(1, 6)
 
+class Apart(nn.Module):
+    def forward(self, x, times=1.0, by=None, *, less=None):
+        x = x * times
+        x = x if by is None else x / by
+        return x if less is None else x - less
+
+def apart():
+    return Apart(), (torch.randn(2, 3), 2.0, torch.rand(2, 3) + 1)
+
 class Branch(nn.Module):
     def forward(self, x):
         return x * 2 if x.sum() > 0 else x
@@ -169,6 +178,36 @@ def test_several_inputs_come_by_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     answers = load_file(output)
     assert torch.equal(answers["output_0"], wanted["hidden"])
     assert torch.equal(answers["output_1"], wanted["sum"])
+
+
+def test_positional_inputs_may_be_named_as_the_models_forward_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the order of these names: 'by' would come before 'x'."""
+    model, _ = load_model("infer_models:apart")
+    tensors = {"x": torch.randn(2, 3), "by": torch.rand(2, 3) + 1, "less": torch.randn(2, 3)}
+    x, by, less = tensors.values()
+    for given, wanted in (
+        ({"x": x, "by": by}, here(model, x, 2.0, by)),
+        ({"z": by, "x": x}, here(model, x, by)),  # in order, as far as they are not named
+        (tensors, here(model, x, 2.0, by, less=less)),  # the example leaves one out
+    ):
+        save_file(given, tmp_path / "inputs.safetensors")
+        output = tmp_path / "answer.safetensors"
+        asked(capsys, "infer_models:apart", "--input", tmp_path / "inputs.safetensors", "--output", output)
+        assert torch.equal(load_file(output)["output_0"], wanted)
+
+
+def test_inputs_that_leave_one_out_are_an_error_that_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"by": torch.ones(2, 3)}, tmp_path / "inputs.safetensors")
+    assert main(["infer", "infer_models:apart", "--input", str(tmp_path / "inputs.safetensors")]) == 2
+    assert "the model takes x, times, by, less; " in capsys.readouterr().err
+    save_file({"x": torch.ones(1, 3, 48, 48), "y": torch.ones(1)}, tmp_path / "inputs.safetensors")
+    assert main(["infer", *NET, "--input", str(tmp_path / "inputs.safetensors")]) == 2
+    err = capsys.readouterr().err
+    assert "the model takes x; " in err and "holds x, y" in err
 
 
 def test_a_sample_without_a_batch_and_in_double_is_one(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 import upriver
 from tests.inference.asking import SELDOM, Two, chain, cut_at, far_of, here, proxy, tell_link, tell_load
+from tests.inference.between import between
 from tests.program.nets import Small
 from tests.server.running import Running, running, wait_for
 from upriver.client.inference import far as far_module
@@ -187,6 +192,22 @@ def test_a_decision_explains_itself(asked: Offload) -> None:
     assert "> " in str(decision.plan) and "request s" in str(decision.plan)
     tell_link(asked, 1e4)
     assert "All 7 stages run on the device: the device alone would take 0.070 s" in asked.decide().why
+
+
+def test_a_decision_is_printed_in_a_line(asked: Offload) -> None:
+    """And not with all weights."""
+    tell_link(asked, 1e9)
+    tell_load(asked, 1.0)
+    for decision in (asked.decide(), replace(asked.decide(), costs=None, now=None, server="")):
+        assert (
+            str(decision)
+            == repr(decision)
+            == (
+                f"Decision(cut={decision.cut}, num_stages=7, server={decision.server!r}, "
+                f"predicted_s={decision.predicted_s:.6g}, why={decision.why!r})"
+            )
+        )
+    assert "tensor" not in str(asked._forms.first)
 
 
 def test_a_deadline_that_a_server_would_miss_keeps_all_on_the_device(asked: Offload) -> None:
@@ -379,6 +400,78 @@ def test_another_form_is_captured_once_and_served_too(server: Running) -> None:
         wait_for(lambda: torch.equal(answer(x), here(model, x)) and answer.last.server)  # type: ignore[union-attr]
         with pytest.raises(ConfigError, match=r"argument 0 must be float32 of shape \(1, 64\)"):
             answer(torch.randn(1, 65))
+
+
+@contextmanager
+def stuck(server: Running, seed: int, others: torch.Tensor) -> Iterator[tuple[Offload, threading.Event]]:
+    """One of which the server has the example's form, and is sent that of ``others`` as long as it takes."""
+    may_go = threading.Event()
+    with between(server.url) as front, ExitStack() as on_exit:
+        answer = upriver.offload(
+            chain(seed), example_inputs=torch.randn(1, 64), servers=[front.url], cut=3, **SELDOM
+        )
+        on_exit.callback(answer.close)
+        on_exit.callback(may_go.set)
+        sending = threading.Event()
+
+        def slowly(path: str) -> None:
+            if "/programs/" in path:
+                sending.set()
+                may_go.wait(60)
+
+        front.before = slowly
+        answer(others)
+        assert sending.wait(60)
+        yield answer, may_go
+
+
+def test_every_form_that_has_come_is_waited_for(server: Running) -> None:
+    four = torch.randn(4, 64)
+    with stuck(server, 81, four) as (answer, may_go):
+        [url] = answer.wait(0.1)
+        assert url == far_of(answer).url
+        assert torch.equal(answer(four), here(chain(81), four))
+        assert answer.last is not None and answer.last.server == ""
+        assert answer.warm() == {url: (3,)}, "the example's form needs none of that"
+        may_go.set()
+        assert answer.wait() == ()
+        assert torch.equal(answer(four), here(chain(81), four))
+        assert answer.last.server == url
+
+
+def test_closing_while_a_form_is_sent_ends_the_wait_and_is_no_servers_fault(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stuck(server, 82, torch.randn(4, 64)) as (answer, _), ThreadPoolExecutor(1) as other:
+        waited = other.submit(answer.wait)
+        answer.close()
+        with pytest.raises(ConfigError, match="was closed"):
+            waited.result(60)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_what_nobody_thought_of_is_said_unless_it_is_the_end(
+    closes: bool, server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with upriver.offload(
+        chain(), example_inputs=torch.randn(1, 64), servers=[server.url], **SELDOM
+    ) as answer:
+        far = far_of(answer)
+
+        def broken() -> float:
+            far._closed = closes
+            monkeypatch.undo()
+            raise RuntimeError("not thought of")
+
+        monkeypatch.setattr(far, "_turn", broken)
+        far._wake.set()
+        if closes:
+            far._thread.join(60)
+        else:
+            wait_for(lambda: "not thought of" in answer.decide().why)
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert bool(said) is not closes
 
 
 def test_warm_runs_the_likely_cuts_on_both_sides(server: Running) -> None:

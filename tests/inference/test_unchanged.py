@@ -15,7 +15,7 @@ from tests.inference.asking import SELDOM, Chain, chain, cut_at, here
 from tests.program.nets import Small
 from tests.server.running import Running
 from upriver.client.inference.offload import Offload
-from upriver.client.inference.unchanged import Unchanged
+from upriver.client.inference.unchanged import Unchanged, module_states
 from upriver.errors import FrozenChanged
 
 
@@ -156,6 +156,105 @@ def test_statistics_that_training_moves_are_weights_and_its_counters_are_not() -
         norm.running_mean.add_(1)
         with pytest.raises(FrozenChanged, match="running_mean"):
             answer(x)
+
+
+class Statistics(nn.Module):
+    """Weights of which any piece may have its turn for a long time before the statistics'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.inside, self.outside = nn.Linear(64, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.outside(torch.relu(self.inside(self.wide(x))))
+        return answer
+
+
+@pytest.fixture
+def statistics() -> Statistics:
+    torch.manual_seed(0)
+    return Statistics()
+
+
+def test_a_forward_in_training_is_an_error_with_the_next_request_at_every_cut(
+    statistics: Statistics, server: Running
+) -> None:
+    """The kernel writes through: of the statistics no version moves, but that of their counter does."""
+    x = torch.randn(4, 64)
+    with upriver.offload(statistics, example_inputs=x, servers=[server.url], cut=0, **SELDOM) as answer:
+        before, wanted = copy.deepcopy(statistics.state_dict()), here(statistics, x)
+        assert torch.equal(answer(x), wanted)
+        for cut in range(answer.program.num_stages + 1):
+            cut_at(answer, cut)
+            for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+                with context():
+                    statistics.train()(x)
+                statistics.eval()
+                for _ in range(2):
+                    with pytest.raises(FrozenChanged, match=r"'inside\.running_\w+' changed after"):
+                        answer(x)
+                statistics.load_state_dict(before)
+                assert torch.equal(answer(x), wanted)
+
+
+def test_a_counter_that_moves_before_its_statistics_do_is_kept_in_mind(statistics: Statistics) -> None:
+    x = torch.randn(4, 64)
+    with upriver.offload(statistics, example_inputs=x) as answer:
+        norm, wanted = statistics.inside, here(statistics, x)
+        assert norm.num_batches_tracked is not None
+        norm.num_batches_tracked.add_(1)
+        for _ in range(3):
+            assert torch.equal(answer(x), wanted)
+        torch.nn.functional.batch_norm(
+            torch.randn(4, 4096), norm.running_mean, norm.running_var, training=True
+        )
+        with pytest.raises(FrozenChanged, match="running_"):
+            answer(x)
+
+
+def test_what_comes_in_a_statistics_place_is_watched_with_their_counter(statistics: Statistics) -> None:
+    x = torch.randn(4, 64)
+    with upriver.offload(statistics, example_inputs=x) as answer:
+        statistics.inside.running_mean = statistics.inside.running_mean.clone()  # type: ignore[union-attr]
+        assert torch.equal(answer(x[:2]), here(statistics, x[:2]))  # captured with the new one
+        running_var = statistics.inside.running_var
+        assert running_var is not None
+        kept = running_var.clone()
+        statistics.train()(x)
+        running_var.copy_(kept)
+        with pytest.raises(FrozenChanged, match="running_mean"):
+            answer(x[:2])
+
+
+def test_statistics_without_a_counter_are_seen_by_their_values(statistics: Statistics) -> None:
+    statistics.inside.num_batches_tracked, x = None, torch.randn(4, 64)
+    with upriver.offload(statistics, example_inputs=x) as answer:
+        wanted = here(statistics, x)
+        assert torch.equal(answer(x), wanted)
+        statistics.train()(x)
+        with pytest.raises(FrozenChanged, match="running_"):
+            for _ in range(len(answer._unchanged._pieces)):
+                answer(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_what_no_program_reads_need_not_have_values() -> None:
+    norm, unchanged = nn.BatchNorm1d(3), Unchanged()
+    for name, value in (
+        ("unset", torch.empty(3, device="meta")),
+        ("none", torch.empty(0)),
+        ("sparse", torch.eye(3).to_sparse()),
+        ("number", torch.tensor(1.0, dtype=torch.complex64)),
+    ):
+        norm.register_buffer(name, value)
+    norm.register_parameter("later", nn.UninitializedParameter())
+    weights = {name: value for name, value in norm.named_parameters() if name != "later"}
+    unchanged.watch(weights, module_states(norm))
+    unchanged.check()
+    norm.bias.data.add_(1)
+    norm.get_buffer("number").add_(1)
+    with pytest.raises(FrozenChanged, match="'bias'"):
+        unchanged.check()
 
 
 def test_a_change_beside_a_request_is_seen(model: Chain, answer: Offload) -> None:

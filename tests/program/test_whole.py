@@ -117,3 +117,14 @@ class Branch(nn.Module):
 def test_what_cannot_be_captured_is_said(model: nn.Module, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         capture_whole(model, torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Identity(), nn.Flatten(), nn.Sequential()], ids=lambda model: type(model).__name__
+)
+def test_a_model_that_computes_nothing_is_named(model: nn.Module) -> None:
+    for take in (capture, capture_whole):
+        with pytest.raises(
+            CaptureError, match=rf"the model \({type(model).__name__}\) runs no operator on its in"
+        ):
+            take(model, torch.randn(2, 4))

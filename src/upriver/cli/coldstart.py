@@ -191,7 +191,8 @@ def _model(
     began_s = time.monotonic()
     network, handle = begin(builder, uri, store_options=options, grouping=grouping)
     network.eval()
-    call = Example.of(builder.inputs.example(batch)) if file is None else read_inputs(file, builder.inputs)
+    inputs = builder.inputs
+    call = Example.of(inputs.example(batch)) if file is None else read_inputs(file, inputs, network)
 
     def plainly() -> Ask:
         loaded = load_plainly(builder, uri, store_options=options).eval()

@@ -79,7 +79,7 @@ def infer(
     from upriver.program.names import load_model
 
     network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
-    call = read_inputs(file, inputs)
+    call = read_inputs(file, inputs, network)
     if weights is None:
         note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
     with working("capturing the model and looking at the servers"):

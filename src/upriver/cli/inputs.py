@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +12,7 @@ from upriver.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from upriver.program.example import Example
     from upriver.program.inputs import InputSpec, ModelInputs
@@ -17,14 +20,16 @@ if TYPE_CHECKING:
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 
 
-def read_inputs(path: Path, inputs: ModelInputs) -> Example:
+def read_inputs(path: Path, inputs: ModelInputs, model: nn.Module | None = None) -> Example:
     """One call of a model.
 
     Args:
         path: An image for a model that takes one (resized, cropped and normalised as for ImageNet); a
             ``.npy`` array for a model of one input; or a ``.safetensors`` file: what is named as a keyword
-            input is that, the others are positional, in the order of their names.
+            input or as a parameter of the model's forward is that, the others are positional, in the order of
+            their names.
         inputs: What the model takes.
+        model: It, for what its forward calls them.
 
     Raises:
         ConfigError: If the file cannot be read, or holds something else than the model takes.
@@ -35,9 +40,9 @@ def read_inputs(path: Path, inputs: ModelInputs) -> Example:
     if ending in IMAGES:
         return Example(args=(_image(path, inputs),))
     if ending == ".npy":
-        return _call({"": _array(path)}, inputs, path)
+        return _call({"": _array(path)}, inputs, path, model)
     if ending == ".safetensors":
-        return _call(_tensors(path), inputs, path)
+        return _call(_tensors(path), inputs, path, model)
     raise ConfigError(f"--input must be an image ({', '.join(IMAGES)}), .npy or .safetensors, got {path}")
 
 
@@ -92,23 +97,50 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"cannot read --input {path}: {error.strerror or error}")
 
 
-def _call(tensors: Mapping[str, torch.Tensor], inputs: ModelInputs, path: Path) -> Example:
+def _call(
+    tensors: Mapping[str, torch.Tensor], inputs: ModelInputs, path: Path, model: nn.Module | None
+) -> Example:
     """A call with these tensors, by name or in order."""
-    from upriver.program.example import Example
+    from upriver.program.example import Example, tensors_in
 
-    names = tuple(inputs.given.kwargs if inputs.given is not None else inputs.named)
-    if len(tensors) == 1 and len(names) == 1 and not inputs.positional:
-        tensors = dict(zip(names, tensors.values(), strict=True))
-    named = {name: tensors[name] for name in names if name in tensors}
-    others = [tensors[name] for name in sorted(tensors.keys() - named.keys())]
-    if inputs.given is None:
-        if len(others) != len(inputs.positional):
-            takes = [*("one without a name" for _ in inputs.positional), *names]
-            got = ", ".join(sorted(tensors)) or "none"
-            raise ConfigError(f"--input: the model takes {', '.join(takes)}; {path} holds {got}")
-        others = [_fitted(one, spec) for one, spec in zip(others, inputs.positional, strict=True)]
+    given = inputs.given
+    positional = given.args if given is not None else inputs.positional
+    keywords = tuple(given.kwargs if given is not None else inputs.named)
+    if len(tensors) == 1 and len(keywords) == 1 and not positional:
+        tensors = dict(zip(keywords, tensors.values(), strict=True))
+    ordered, beyond = _parameters(model, len(positional))
+    if given is not None:  # what the example leaves out may come all the same
+        keywords += tuple(name for name in beyond if name not in keywords)
+    named = {name: tensors[name] for name in keywords if name in tensors}
+    placed = {place: tensors[name] for place, name in enumerate(ordered) if name in tensors.keys() - named}
+    others = [tensors[name] for name in sorted(tensors.keys() - named.keys() - set(ordered))]
+    free = (place for place in itertools.count() if place not in placed)
+    placed |= {place: tensor for tensor, place in zip(others, free, strict=False)}
+    if given is not None:  # numbers and the like between tensors are the example's
+        between = range(min(len(given.args), max(placed, default=0)))
+        placed = {place: given.args[place] for place in between if not tensors_in(given.args[place])} | placed
+    if sorted(placed) != list(range(len(placed) if given is not None else len(positional))):
+        unnamed = ["one without a name"] * (len(positional) - len(ordered))
+        takes = ", ".join((*ordered, *unnamed, *keywords))
+        got = ", ".join(sorted(tensors)) or "none"
+        raise ConfigError(f"--input: the model takes {takes}; {path} holds {got}")
+    args = [placed[place] for place in sorted(placed)]
+    if given is None:
+        args = [_fitted(one, spec) for one, spec in zip(args, inputs.positional, strict=True)]
         named = {name: _fitted(one, inputs.named[name]) for name, one in named.items()}
-    return Example(args=tuple(others), kwargs=named)
+    return Example(args=tuple(args), kwargs=named)
+
+
+def _parameters(model: nn.Module | None, positional: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What its forward calls its first inputs, and what it takes by name behind them."""
+    try:
+        found = list(inspect.signature(model.forward).parameters.values()) if model is not None else []
+    except (TypeError, ValueError):
+        found = []
+    ordered = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    ordered = ordered[:positional]
+    by_name = [each for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return tuple(each.name for each in ordered), tuple(each.name for each in by_name if each not in ordered)
 
 
 def _fitted(tensor: torch.Tensor, spec: InputSpec) -> torch.Tensor:

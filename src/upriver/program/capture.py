@@ -51,7 +51,8 @@ def capture(
         ConfigError: If ``example`` is nothing that a model can be called with.
     """
     given = Example.of(example)
-    recording = checked(record(model, given, outputs=outputs, first=first, autocast=autocast))
+    recording = record(model, given, outputs=outputs, first=first, autocast=autocast)
+    recording = checked(recording, whole=model if outputs is None else None)
     weights = WeightsFile(recording.tensors)
     device = given.tensors[0].device
     graph = graph_of(
@@ -79,8 +80,11 @@ def bound(graph: Graph, weights: WeightsFile, device: torch.device) -> Program:
         raise CaptureError(f"no reader would take the program: {error}") from error
 
 
-def checked(recording: Recording) -> Recording:
+def checked(recording: Recording, *, whole: nn.Module | None = None) -> Recording:
     """A recording that a program can be made of.
+
+    Args:
+        whole: The model, where all of it was recorded.
 
     Raises:
         CaptureError: Naming the first operator that no program may hold.
@@ -89,6 +93,11 @@ def checked(recording: Recording) -> Recording:
         first = min(recording.problems)
         place = recording.chain.places[first]
         raise CaptureError(recording.problems[first], module=place[-1][1] if place else None)
+    if not recording.chain.nodes and whole is not None:
+        raise CaptureError(
+            f"the model ({type(whole).__name__}) runs no operator on its inputs, so there is nothing to "
+            "offload"
+        )
     if not recording.chain.nodes:
         raise CaptureError("nothing runs before the tensors that were asked for")
     return recording

@@ -8,7 +8,7 @@ change bits, stages end with modules only; where one of those does, there is a s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -48,12 +48,12 @@ class Captured:
     """
 
     program: Program
-    example: Example
-    reference: tuple[torch.Tensor, ...]
+    example: Example = field(repr=False)
+    reference: tuple[torch.Tensor, ...] = field(repr=False)
     places: tuple[int, ...]
-    returned: Answer
+    returned: Answer = field(repr=False)
     granularity: Granularity
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor] = field(repr=False)
 
     def answer(self, given: Sequence[torch.Tensor]) -> Any:
         """What the model would return, from what its program gives."""
@@ -101,7 +101,7 @@ def capture_whole(model: nn.Module, inputs: Inputs) -> Captured:
         ConfigError: If ``inputs`` is nothing that a model can be called with.
     """
     example = Example.of(inputs)
-    recording = checked(record(model, example))
+    recording = checked(record(model, example), whole=model)
     answer = _answer_of(model, example)
     random = random_like(example, torch.Generator().manual_seed(0))
     try:

@@ -12,7 +12,7 @@ from upriver.text import rate_text, seconds_text
 from upriver.types import Cost, Plan, Route, Segment, Tier
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Decision:
     """A cut and what led to it.
 
@@ -36,6 +36,12 @@ class Decision:
     now: Now | None
     deadline_s: float
     not_used: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"Decision(cut={self.cut}, num_stages={self.num_stages}, server={self.server!r}, "
+            f"predicted_s={self.predicted_s:.6g}, why={self.why!r})"
+        )
 
     @property
     def cut(self) -> int:

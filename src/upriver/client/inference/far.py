@@ -94,15 +94,15 @@ class Far:
 
     Attributes:
         link: What the way up to it carries.
-        tried: Set once it has been let in, or has failed to be.
     """
 
     def __init__(self, client: ServerClient, terms: Terms, uplink: Uplink | None = None) -> None:
         self.link = LinkWindow(terms.window)
-        self.tried = threading.Event()
         self._client, self._terms, self._uplink = client, terms, uplink or Uplink()
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._wanted: dict[str, _Form] = {}
+        self._tried: set[str] = set()
         self._costs: dict[str, Costs] = {}
         self._looked_up: set[tuple[str, int]] = set()
         self._provisional: set[str] = set()
@@ -112,7 +112,7 @@ class Far:
         self._sought = False
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
         self._rest = Rest(self._backoff)
-        self._closed, self._wake = False, threading.Event()
+        self._closed, self._ended, self._wake = False, False, threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="upriver-offload", daemon=True)
         self._uplink.add_listener(self._request_ended)
 
@@ -155,6 +155,21 @@ class Far:
         if self._thread.ident is None:
             self._thread.start()
         self._wake.set()
+
+    def wait(self, seconds: float | None, captured: Captured | None = None) -> bool:
+        """Until it has been let in with a network or has failed to be; whether it has by then.
+
+        Args:
+            seconds: At most; as long as it takes if None.
+            captured: The network; None for all that it is to be asked for, also those that come meanwhile.
+        """
+
+        def done() -> bool:
+            wanted = self._wanted.keys() if captured is None else {captured.program.digest}
+            return self._ended or wanted <= self._tried
+
+        with self._lock:
+            return self._changed.wait_for(done, seconds)
 
     def costs(self, captured: Captured) -> Costs | None:
         """What the network takes with it; None where it may not be asked for that now."""
@@ -275,7 +290,7 @@ class Far:
             known = str(rest.error)
             rest.begin(error, least_s=least_s)
         what = "" if captured is None else f" for stages of {captured.program.digest[:12]}"
-        level = logging.DEBUG if known == str(error) else logging.WARNING
+        level = logging.DEBUG if self._closed or known == str(error) else logging.WARNING
         log.log(level, "%s is not asked%s for now: %s", self.url, what, error)
 
     def close(self) -> None:
@@ -296,17 +311,25 @@ class Far:
     def _keep_up(self) -> None:
         while not self._closed:
             wait_s = 0.0
+            with self._lock:
+                wanted = set(self._wanted)
             try:
                 wait_s = self._turn()
             except UpriverError as error:
                 if not self._closed:
                     self.failed(None, error)
             except Exception as error:  # whatever it is, the server must not be left half let in
-                log.exception("%s cannot be looked after", self.url)
-                self.failed(None, UpriverError(error_text(error)))
-            self.tried.set()
+                if not self._closed:  # which breaks off whatever it is about
+                    log.exception("%s cannot be looked after", self.url)
+                    self.failed(None, UpriverError(error_text(error)))
+            with self._lock:
+                self._tried |= wanted
+                self._changed.notify_all()
             self._wake.wait(wait_s)
             self._wake.clear()
+        with self._lock:
+            self._ended = True
+            self._changed.notify_all()
 
     def _request_ended(self) -> None:
         if time.monotonic() >= self._probe_at:

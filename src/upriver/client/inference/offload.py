@@ -26,7 +26,7 @@ from upriver.client.inference.far import Far, Terms
 from upriver.client.inference.forms import Forms, Network
 from upriver.client.inference.link import WINDOW
 from upriver.client.inference.request import Patience, Request, Served
-from upriver.client.inference.unchanged import Unchanged
+from upriver.client.inference.unchanged import Unchanged, module_states
 from upriver.client.inference.uplink import Uplink
 from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
@@ -213,7 +213,7 @@ class Offload:
         captured = self._forms.first.captured
         ready: dict[str, tuple[int, ...]] = {}
         for far in self._fars:
-            far.tried.wait(START_S)
+            far.wait(START_S, captured)
             costs = far.costs(captured)
             if costs is not None:
                 cuts = likely(self._rule, costs.sums, most=self._cached_cuts)
@@ -221,19 +221,24 @@ class Offload:
         return ready
 
     def wait(self, seconds: float | None = None) -> tuple[str, ...]:
-        """Until each server may be asked, or cannot be: one that is sent the program first may be so late.
+        """Until each server may be asked, or cannot be: one that is sent a program first may be so late.
+
+        That goes for each form of call that has come so far, also while this waits.
 
         Args:
             seconds: At most; as long as it takes if None.
 
         Returns:
-            Addresses of those of which neither is so yet.
+            Addresses of those of which neither is so yet for all of them.
 
         Raises:
-            ProgramNotFound: If one has not the program and is not to be sent it.
+            ConfigError: If this object was closed.
+            ProgramNotFound: If one has not a program and is not to be sent it.
         """
         self._check_open()
-        return _wait_for(self._fars, seconds)
+        late = _wait_for(self._fars, seconds)
+        self._check_open()  # nor meanwhile
+        return late
 
     # -------------------------------------------------------------------------------------- the end
 
@@ -409,7 +414,7 @@ def _make(
 ) -> Network:
     """Capture a model for one form of call, and let servers have it."""
     captured = capture_whole(model, example)
-    unchanged.watch(captured.weights)
+    unchanged.watch(captured.weights, module_states(model))
     seconds = device_seconds(captured, measure)
     network = Network(captured=captured, device_s=seconds, total_s=sum(seconds))
     _serve(fars, network)
@@ -424,10 +429,10 @@ def _serve(fars: Sequence[Far], network: Network) -> None:
 def _wait_for(fars: Sequence[Far], seconds: float | None) -> tuple[str, ...]:
     began = time.monotonic()
     for far in fars:
-        far.tried.wait(None if seconds is None else max(0.0, began + seconds - time.monotonic()))
+        far.wait(None if seconds is None else max(0.0, began + seconds - time.monotonic()))
         if (error := far.lacks_program) is not None:
             raise error
-    return tuple(far.url for far in fars if not far.tried.is_set())
+    return tuple(far.url for far in fars if not far.wait(0.0))
 
 
 def _end(fars: Sequence[Far], helpers: Executor | None) -> None:

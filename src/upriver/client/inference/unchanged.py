@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import xxhash
+from torch import nn
 
 from upriver.errors import FrozenChanged
 from upriver.program.freeze import fold
@@ -19,19 +21,52 @@ PIECE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One that is looked at.
+
+    Attributes:
+        name: In the model.
+        tensor: It.
+        version: It had this before its values were looked at.
+        digest: Of these.
+        read: Whether programs read it, so that other values would be other answers.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    digest: int
+    read: bool
+
+    @property
+    def changed(self) -> bool:
+        return fold(self.tensor) != self.digest
+
+
+@dataclass(frozen=True, slots=True)
 class _Seen:
-    names: tuple[str, ...] = ()
+    """Tensors, how often each was written to, and which of them are parts of one module."""
+
+    entries: tuple[_Tensor, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
-    versions: tuple[int, ...] = ()
+    versions: Sequence[int] = field(default_factory=list)
+    states: tuple[frozenset[int], ...] = ()
+
+    def beside(self, moved: frozenset[int]) -> set[int]:
+        """Those that programs read among these and among all that lies in one module with one of these."""
+        found = moved.union(*(state for state in self.states if not state.isdisjoint(moved)))
+        return {at for at in found if self.entries[at].read}
 
 
 class Unchanged:
     """Weights that programs share with the user's model. Thread-safe.
 
-    In-place changes move a tensor's version, which is looked at with each request: some 15 us for the 320
-    tensors of a ResNet-50. Writes through ``.data`` and by fused optimizers do not: for these the values of
-    one piece are compared with each request, another one each time, and of all when the next form of call is
-    captured. A tensor that comes in the place of another one changes nothing of what programs compute.
+    In-place changes move a tensor's version, which is looked at with each request: some 20 us for the 320
+    tensors of a ResNet-50. A batch norm in training moves that of its counter only, which no program reads:
+    where anything of a module was written to, the values of all that programs read of it are compared. Writes
+    through ``.data`` and by fused optimizers move none: for these the values of one piece are compared with
+    each request, another one each time, and of all when the next form of call is captured. A tensor that
+    comes in the place of another one changes nothing of what programs compute.
     """
 
     def __init__(self) -> None:
@@ -45,35 +80,38 @@ class Unchanged:
         """In a child of this process: nobody there holds the lock."""
         self._lock = threading.Lock()
 
-    def watch(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def watch(
+        self, weights: Mapping[str, torch.Tensor], states: Iterable[Mapping[str, torch.Tensor]] = ()
+    ) -> None:
         """They count from here on, beside those that do.
 
         Args:
             weights: Name to tensor.
+            states: For each module of the model all that it has, by name (`module_states`).
 
         Raises:
             FrozenChanged: If one has other values than what had its name before.
         """
         with self._lock:
-            known = {(name, tensor.data_ptr()) for name, tensor in _pairs(self._seen)}
-            new = {
-                name: tensor
+            known = {(entry.name, entry.tensor.data_ptr()) for entry in self._seen.entries if entry.read}
+            new_versions = {
+                name: tensor._version
                 for name, tensor in weights.items()
                 if (name, tensor.data_ptr()) not in known and not tensor.is_inference()  # has no version
             }
-            versions = _versions(new.values())
             digests = {name: fold(tensor) for name, tensor in weights.items()}
             for name in digests.keys() & self._digests.keys():
                 if digests[name] != self._digests[name]:
                     raise _changed(name)
             self._digests |= digests
-            pieces = [(name, piece, _fold(piece)) for name in new for piece in _pieces(new[name])]
+            new = [
+                _Tensor(name, weights[name], version, digests[name], read=True)
+                for name, version in new_versions.items()
+            ]
+            pieces = [(each.name, piece, _fold(piece)) for each in new for piece in _pieces(each.tensor)]
             random.Random(0).shuffle(pieces)  # large weights have many
             self._pieces = (*self._pieces, *pieces)
-            seen = self._seen
-            self._seen = _Seen(
-                (*seen.names, *new), (*seen.tensors, *new.values()), (*seen.versions, *versions)
-            )
+            self._seen = _with_states(_with(self._seen, new), states)
 
     def check(self) -> None:
         """Whether they are as they were.
@@ -94,14 +132,65 @@ class Unchanged:
     def _look(self) -> None:
         seen = self._seen
         versions = _versions(seen.tensors)
-        for (name, tensor), before, now in zip(_pairs(seen), seen.versions, versions, strict=True):
-            if now != before and fold(tensor) != self._digests[name]:
-                raise _changed(name)
-        self._seen = _Seen(seen.names, seen.tensors, versions)
+        moved = frozenset(at for at, now in enumerate(versions) if now != seen.versions[at])
+        for at in sorted(seen.beside(moved)):
+            if seen.entries[at].changed:
+                raise _changed(seen.entries[at].name)
+        for at in moved:
+            # A counter moves before its statistics do: as long as it is another one, each request compares.
+            if not seen.entries[at].read and seen.entries[at].changed:
+                versions[at] = seen.versions[at]
+        self._seen = replace(seen, versions=versions)
 
 
-def _pairs(seen: _Seen) -> Iterator[tuple[str, torch.Tensor]]:
-    return zip(seen.names, seen.tensors, strict=True)
+def module_states(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    """For each module the parameters and buffers that are its own, not its children's, by name."""
+    states = []
+    for path, module in model.named_modules():
+        own = (module.named_parameters(path, recurse=False), module.named_buffers(path, recurse=False))
+        states.append(dict(itertools.chain(*own)))
+    return states
+
+
+def _with(seen: _Seen, new: Sequence[_Tensor]) -> _Seen:
+    return _Seen(
+        (*seen.entries, *new),
+        (*seen.tensors, *(each.tensor for each in new)),
+        [*seen.versions, *(each.version for each in new)],
+        seen.states,
+    )
+
+
+def _with_states(seen: _Seen, states: Iterable[Mapping[str, torch.Tensor]]) -> _Seen:
+    """The same, and what lies in one module with something that programs read."""
+    places: dict[int, set[int]] = {}
+    for at, entry in enumerate(seen.entries):
+        places.setdefault(entry.tensor.data_ptr(), set()).add(at)
+    for state in states:
+        own = {name: tensor for name, tensor in state.items() if _is_plain(tensor)}
+        found = {at for tensor in own.values() for at in places.get(tensor.data_ptr(), ())}
+        if not any(seen.entries[at].read for at in found):
+            continue
+        beside = [
+            _Tensor(name, tensor, tensor._version, fold(tensor), read=False)
+            for name, tensor in own.items()
+            if tensor.data_ptr() not in places
+        ]
+        for at, entry in enumerate(beside, len(seen.entries)):
+            places[entry.tensor.data_ptr()] = {at}
+            found.add(at)
+        seen = _with(seen, beside)
+        if frozenset(found) not in seen.states:
+            seen = replace(seen, states=(*seen.states, frozenset(found)))
+    return seen
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has a version, and values that can be looked at; what programs read always has."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_inference():
+        return False
+    dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    return dense and tensor.numel() > 0
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -116,8 +205,8 @@ def _fold(piece: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(piece.numpy().data)
 
 
-def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    return tuple([tensor._version for tensor in tensors])
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
 
 
 def _changed(name: str) -> FrozenChanged:
