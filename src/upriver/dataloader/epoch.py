@@ -199,6 +199,7 @@ class Epoch:
         ready = list(self._planned)[:count]
         while not all(batch.done for batch in ready) and not self._overdue:
             self._wait()
+            self._begin_here(count)  # what was to be made elsewhere may have come back
         self._as_left = True
         return len(ready)
 
