@@ -538,7 +538,7 @@ def test_as_many_batches_are_prepared_as_are_asked_for() -> None:
 class Refusing(SimpleQueue[Arrival]):
     """Workers that take everything and give it back at once; nothing else ever arrives."""
 
-    slots = 64
+    slots, ready, coming = 64, False, False
 
     def late(self) -> list[int]:
         return []
@@ -565,7 +565,7 @@ def test_what_is_prepared_and_comes_back_is_prepared_here(count: int) -> None:
         ahead=4,
         hold=True,
     )
-    assert epoch.prepare(count) == count
+    assert epoch.prepare(count) == count and epoch.returned(0) == 1
     assert list(epoch) == [[at] for at in range(60)]
 
 

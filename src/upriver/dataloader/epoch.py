@@ -49,6 +49,14 @@ class Elsewhere(Protocol):
             raw: Samples as they stand at its start; None where they are read there.
         """
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is anybody who has shown that tasks can be done there, and who may be asked."""
+
+    @property
+    def coming(self) -> bool:
+        """Whether anybody is about to show it."""
+
     def late(self) -> Sequence[int]:
         """Tasks that whoever has them does not answer, by number: somebody else does them from now on."""
 
@@ -88,6 +96,11 @@ class Waits:
     samples: int = 0
     given: int = 0
     returned: int = 0
+
+    @property
+    def failed(self) -> float:
+        """Part of what was to be made elsewhere that was not."""
+        return self.returned / self.given if self.given else 0.0
 
     def __add__(self, more: Waits) -> Waits:
         """Of both."""
@@ -190,6 +203,22 @@ class Epoch:
         for work in self._work.values():
             samples[work.stretch is not None] += 0 if work.held else len(work.at)
         return Backlog(here=samples[False], elsewhere=samples[True])
+
+    @property
+    def ready(self) -> bool:
+        """Whether others may be asked now."""
+        return self._elsewhere is not None and self._elsewhere.ready
+
+    @property
+    def coming(self) -> bool:
+        """Whether others are about to be ready."""
+        return self._elsewhere is not None and self._elsewhere.coming
+
+    def returned(self, first: int) -> float:
+        """Share of what was to be made elsewhere that was not, of what is planned behind so many batches."""
+        batches = list(self._planned)[first:]
+        given = sum(batch.given for batch in batches)
+        return sum(batch.returned for batch in batches) / given if given else 0.0
 
     def prepare(self, count: int) -> int:
         """Have that many batches made before the next one is handed out; how many there are."""

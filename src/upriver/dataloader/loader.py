@@ -245,6 +245,7 @@ class DataLoader(TorchLoader[Any]):
                     policy=self._policy,
                     warm=self.num_workers,
                     cpu_s=cpu_s,
+                    why_not=lambda: asked.why_not,
                     on_decided=self._recall.keep if self._recall is not None else lambda: None,
                 )
 

@@ -137,6 +137,19 @@ class Workers:
         """Tasks that can be under way at once."""
         return sum(worker.slots for worker in self._workers if not worker.why_not)
 
+    @property
+    def ready(self) -> bool:
+        """Whether somebody has made the first sample, and may be asked."""
+        now = self._now()
+        with self._lock:
+            return any(worker.proved and worker.may(now) for worker in self._workers)
+
+    @property
+    def coming(self) -> bool:
+        """Whether somebody is at the first sample."""
+        with self._lock:
+            return bool(self._proving)
+
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
         """Have a task done; False where no worker is there, or indices are no numbers that can be sent.
 
