@@ -161,17 +161,30 @@ def test_where_no_worker_does_anything_nothing_is_measured_of_them(policy: str):
     assert measured.useless == ["p2"], "with others it would be the same"
 
 
-def test_workers_that_come_later_are_measured_then():
+@pytest.mark.parametrize("policy", ["upriver", "fastflow"])
+def test_workers_that_come_later_are_measured_as_soon_as_they_are_there(policy: str):
     world, measured = Faulty(lambda number: False), Measured()
     world.dead = True
 
     def come(world: World) -> None:
-        assert measured.nobody
+        assert measured.nobody and measured.decision is not None
         world.dead = False
 
-    world.train(world.auto(12_000, measured, policy="upriver"), changes={1000: come})
+    world.train(world.auto(400, measured, policy=policy), changes={200: come})
+    assert measured.decision is not None and measured.decision.offload and not measured.nobody
+    assert measured.rthp == {name: pytest.approx(20, rel=0.1) for name in ("p2", "p3")}
+
+
+def test_workers_that_are_there_and_do_nothing_are_measured_anew_after_a_while():
+    measured = Measured()
+    world = Faulty(lambda number: number < 100)
+    world.train(world.auto(12_000, measured, policy="upriver"), changes={200: lambda _: _useless(measured)})
     assert measured.decision is not None and measured.decision.offload and not measured.nobody
     assert measured.rthp and all(rthp == pytest.approx(20, rel=0.1) for rthp in measured.rthp.values())
+
+
+def _useless(measured: Measured) -> None:
+    assert measured.useless == ["p2", "p3"] and measured.nobody and not measured.waiting
 
 
 @pytest.mark.parametrize(

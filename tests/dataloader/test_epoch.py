@@ -540,6 +540,9 @@ class Refusing(SimpleQueue[Arrival]):
 
     slots, ready, coming = 64, False, False
 
+    def look(self, task: Task) -> bool:
+        return False
+
     def late(self) -> list[int]:
         return []
 

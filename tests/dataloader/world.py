@@ -126,6 +126,9 @@ class World:
     def ready(self) -> bool:
         return not self.dead
 
+    def look(self, task: Task) -> bool:
+        return self.ready
+
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
         if self.dead:
             return False

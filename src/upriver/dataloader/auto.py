@@ -206,6 +206,7 @@ class Measured:
         rivals: Candidates that are being tried in turns, before the decision stands.
         kept: How the decision is held to its promise.
         anew: Whether it is being measured anew.
+        waiting: Whether nobody has shown yet that anything can be measured of workers.
         timed: What is not finished yet, by candidate.
         spent: Batches handed out for measuring.
         since: Batches handed out after it.
@@ -223,6 +224,7 @@ class Measured:
     rivals: Rivals | None = None
     kept: Kept | None = None
     anew: bool = False
+    waiting: bool = False
     timed: dict[str, Timed] = field(default_factory=dict)
     spent: int = 0
     since: int = 0
@@ -510,6 +512,7 @@ class _Course:
                     elif not self.epoch.ready:
                         break  # it would be the same with any other
         found.decide(self.policy, self.threshold, self.candidates, self.why_not())
+        found.waiting = found.nobody and not self.epoch.ready
         self.on_decided()
 
     def _time(self, name: str, split: Split, *, alone: float = 0.0) -> Generator[None, Step | None, Timed]:
@@ -626,6 +629,9 @@ class _Course:
         while True:
             step = yield
             found.since += 1
+            if found.waiting and found.since >= found.spent and self.epoch.look():
+                found.forget_candidates()
+                return
             if step is None or kept is None:
                 continue
             window = kept.filled(step, window_of(part.ratio, whole=part.stretch.whole) if part else WINDOW)

@@ -57,6 +57,13 @@ class Elsewhere(Protocol):
     def coming(self) -> bool:
         """Whether anybody is about to show it."""
 
+    def look(self, task: Task) -> bool:
+        """Whether anybody is `ready`; those who are not are to show it.
+
+        Args:
+            task: By its first sample, if need be.
+        """
+
     def late(self) -> Sequence[int]:
         """Tasks that whoever has them does not answer, by number: somebody else does them from now on."""
 
@@ -213,6 +220,24 @@ class Epoch:
     def coming(self) -> bool:
         """Whether others are about to be ready."""
         return self._elsewhere is not None and self._elsewhere.coming
+
+    def look(self) -> bool:
+        """Whether others may be asked now; who has not been able to is asked to show that, if it is time."""
+        if self._elsewhere is None or not self._planned or not self._planned[0].indices:
+            return False
+        batch = self._planned[0]
+        indices = tuple(batch.indices[:1])
+        return self._elsewhere.look(
+            Task(
+                number=-1,
+                epoch=self._number,
+                batch=batch.number,
+                indices=indices,
+                samples=tuple(map(self._number_of, indices)),
+                whole=False,
+                start=self._start,
+            )
+        )
 
     def returned(self, first: int) -> float:
         """Share of what was to be made elsewhere that was not, of what is planned behind so many batches."""
