@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -131,6 +131,93 @@ def test_what_a_sample_raises_takes_the_place_of_its_batch_and_measuring_goes_on
             world.now += world.step
     assert raised > 1 and handed_out + raised == 120
     assert measured.decision is not None and measured.gthp == pytest.approx(40)
+
+
+class Faulty(World):
+    """Workers that do not do some of their tasks."""
+
+    given = 0
+
+    def __init__(self, lost: Callable[[int], bool]) -> None:
+        super().__init__(here=0.1, there=0.05, step=0.1, receive=0.05)
+        self.lost = lost
+
+    def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
+        self.given += 1
+        return not self.lost(self.given) and super().give(task, raw)
+
+
+@pytest.mark.parametrize("policy", ["upriver", "fastflow"])
+def test_where_no_worker_does_anything_nothing_is_measured_of_them(policy: str):
+    world, measured = Faulty(lambda number: True), Measured()
+    world.dead = True
+    why_not = {"http://a": "http://a: Connection refused"}
+    batches = world.auto(200, measured, policy=policy, why_not=lambda: why_not)
+    assert len(world.train(batches)) == 200
+    assert not measured.rthp and not measured.ocycles and measured.nobody
+    decision = measured.decision
+    assert decision is not None and not decision.offload and measured.in_force is None
+    assert decision.why == "nothing is offloaded, as no worker could be used (http://a: Connection refused)"
+    assert measured.useless == ["p2"], "with others it would be the same"
+
+
+@pytest.mark.parametrize("policy", ["upriver", "fastflow"])
+def test_workers_that_come_later_are_measured_as_soon_as_they_are_there(policy: str):
+    world, measured = Faulty(lambda number: False), Measured()
+    world.dead = True
+
+    def come(world: World) -> None:
+        assert measured.nobody and measured.decision is not None
+        world.dead = False
+
+    world.train(world.auto(400, measured, policy=policy), changes={200: come})
+    assert measured.decision is not None and measured.decision.offload and not measured.nobody
+    assert measured.rthp == {name: pytest.approx(20, rel=0.1) for name in ("p2", "p3")}
+
+
+def test_workers_that_are_there_and_do_nothing_are_measured_anew_after_a_while():
+    measured = Measured()
+    world = Faulty(lambda number: number < 100)
+    world.train(world.auto(12_000, measured, policy="upriver"), changes={200: lambda _: _useless(measured)})
+    assert measured.decision is not None and measured.decision.offload and not measured.nobody
+    assert measured.rthp and all(rthp == pytest.approx(20, rel=0.1) for rthp in measured.rthp.values())
+
+
+def _useless(measured: Measured) -> None:
+    assert measured.useless == ["p2", "p3"] and measured.nobody and not measured.waiting
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        lambda number: number <= 12,  # they begin late
+        lambda number: 10 < number <= 30,  # or are away for a while
+        lambda number: not number % 20,  # or cannot do some
+    ],
+)
+def test_what_is_made_here_in_place_of_a_worker_is_not_counted_as_its(lost: Callable[[int], bool]):
+    measured, count = train(Faulty(lost), 600)
+    assert count == 600
+    assert measured.rthp == {name: pytest.approx(20, rel=0.2) for name in ("p2", "p3")}
+    assert all(rthp < 21 for rthp in measured.rthp.values())
+    assert measured.ocycles == {name: pytest.approx(0.05, abs=0.01) for name in ("p2", "p3")}
+
+
+def test_a_candidate_for_which_workers_do_half_of_their_tasks_is_left_out():
+    measured, count = train(Faulty(lambda number: bool(number % 2)), 600)
+    assert count == 600 and not measured.rthp and measured.useless == ["p2", "p3"]
+    assert measured.decision is not None and "what they were given has come back" in measured.decision.why
+
+
+def test_what_one_candidate_cannot_do_is_held_against_no_other():
+    class NoBatches(World):
+        def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
+            return not task.whole and super().give(task, raw)
+
+    measured, _ = train(NoBatches(here=0.1, there=0.05, step=0.1, receive=0.05), 600, policy="upriver")
+    assert measured.useless == ["p3"] and set(measured.rthp) == {"p2"}
+    assert measured.decision is not None and measured.decision.candidate == "p2"
+    assert "not p3, which workers could not be used for" in measured.decision.why
 
 
 def test_cpu_seconds_that_fall_end_no_epoch():

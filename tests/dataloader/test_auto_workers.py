@@ -141,6 +141,15 @@ def test_where_the_one_cannot_be_used_no_other_is_started() -> None:
     assert "none of the workers can be used" in growth.why
 
 
+def test_where_the_one_does_nothing_it_is_released_and_that_is_said() -> None:
+    world = World(here=0.1, there=0.2 / BATCH, step=0.1)
+    world.dead = True
+    team = Team(world, most=8)
+    measured, growth = train(world, team, 150)
+    assert (team.there, team.joined, team.why) == (0, 1, "not used") and measured.nobody
+    assert growth.why == "none of the workers can be used"
+
+
 # ------------------------------------------------------------------------------------------------ for real
 
 

@@ -513,6 +513,27 @@ def test_a_worker_that_begins_slowly_is_waited_for_once(bed: Bed) -> None:
     assert len(bed.canaries) == 1
 
 
+def test_where_nothing_is_given_who_could_not_be_asked_is_looked_at_again(bed: Bed) -> None:
+    gone = [True]
+    bed.server(0.1, raises=lambda task: ServerUnavailable("gone") if gone[0] else None)
+    workers = bed.workers()
+    assert not workers.ready and not workers.look(task(0)._replace(number=CANARY))
+    bed.settle()
+    assert bed.known[0].failed == "gone" and not workers.coming
+    gone[0] = False
+    assert not workers.look(task(1)), "it rests"
+    bed.settle()
+    bed.now = bed.known[0].rests_until
+    workers.look(task(1))
+    bed.settle()
+    assert workers.ready and workers.look(task(2)) and not workers.coming
+    assert len(bed.canaries) == bed.servers[0].proofs == 1
+    letters = task(3)._replace(indices=("c",))
+    assert not workers.look(letters), "what cannot be sent shows nothing"
+    workers.close()
+    assert not workers.look(task(2))
+
+
 def test_who_was_lost_sight_of_is_proved_again(bed: Bed) -> None:
     """What answers at its address later may be another one."""
     server, other = bed.server(1.0), bed.server(1.0)

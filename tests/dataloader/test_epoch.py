@@ -535,6 +535,43 @@ def test_as_many_batches_are_prepared_as_are_asked_for() -> None:
     assert [next(epoch) for _ in range(30)] == [[at, at] for at in range(30)]
 
 
+class Refusing(SimpleQueue[Arrival]):
+    """Workers that take everything and give it back at once; nothing else ever arrives."""
+
+    slots, ready, coming = 64, False, False
+
+    def look(self, task: Task) -> bool:
+        return False
+
+    def late(self) -> list[int]:
+        return []
+
+    def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
+        self.put(Arrival(task.number, error=ConnectionError("gone")))
+        return True
+
+    def get(self, *args: Any) -> Arrival:
+        return super().get(False)
+
+
+@pytest.mark.parametrize("count", [1, 5, 30])
+def test_what_is_prepared_and_comes_back_is_prepared_here(count: int) -> None:
+    arrivals = Refusing()
+    epoch = Epoch(
+        0,
+        iter([(at,) for at in range(60)]),
+        maker=Maker(MapStyle(range(60)), list),
+        number_of=int,
+        split=Part(1.0, Stretch(start=START, stop=DONE, whole=True)),
+        arrivals=arrivals,
+        elsewhere=arrivals,
+        ahead=4,
+        hold=True,
+    )
+    assert epoch.prepare(count) == count and epoch.returned(0) == 1
+    assert list(epoch) == [[at] for at in range(60)]
+
+
 def test_workers_have_as_many_batches_as_memory_has_room_for() -> None:
     sample = torch.zeros(500)
     for nbytes, planned in ((10 * 4000, 11), (40 * 4000, 41), (10**9, 73)):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import random
+import re
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -21,7 +25,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from tests.server.running import wait_for
 from upriver.dataloader import DataLoader, dataset, local
-from upriver.dataloader.inner import MAKES_WAY
+from upriver.dataloader.inner import MAKES_WAY, ended_by, why_ended
 from upriver.dataloader.local import Maker, Processes
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
@@ -324,6 +328,66 @@ def test_a_process_that_is_killed_is_told_and_nobody_waits_for_it(
     other.load_state_dict({**states[0], "seed": other.seed})
     assert [batch.tolist() for batch in other] == [[2 * at, 2 * at + 1] for at in range(first, 20)]
     assert len(list(loader)) == 20  # with others
+
+
+class Leaving:
+    """One sample has the process that makes it exit."""
+
+    def __init__(self, leave: Callable[[int], None], code: int) -> None:
+        self.leave, self.code = leave, code
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 13:
+            self.leave(self.code)
+        return index
+
+
+def ended(told: BaseException) -> int | None:
+    """Which process is said to have."""
+    found = re.search(r"DataLoader worker \(pid\(s\) (\d+)\) exited unexpectedly, with", str(told))
+    return int(found[1]) if found is not None else None
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_dataset_that_exits_ends_its_process_and_loses_no_batch_before(
+    num_workers: int, persistent: bool, code: int
+) -> None:
+    loader = DataLoader(
+        Leaving(sys.exit, code), batch_size=2, num_workers=num_workers, persistent_workers=persistent
+    )
+    iterator = iter(loader)
+    pids = {each.pid for each in multiprocessing.active_children()}
+    assert [next(iterator).tolist() for _ in range(6)] == [[2 * at, 2 * at + 1] for at in range(6)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"with exit code {code}$") as caught:
+            next(iterator)
+        assert ended(caught.value) in pids
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(loader)  # with others, which come to the same sample
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_process_that_is_gone_at_once_is_told_with_its_exit_code(num_workers: int) -> None:
+    iterator = iter(DataLoader(Leaving(os._exit, 3), batch_size=2, num_workers=num_workers))
+    pids = {each.pid for each in multiprocessing.active_children()}
+    with pytest.raises(RuntimeError, match=r"with exit code 3$") as caught:
+        list(iterator)
+    assert ended(caught.value) in pids
+
+
+def test_what_is_said_of_processes_that_have_ended() -> None:
+    assert ended_by(7, 3) == "DataLoader worker (pid(s) 7) exited unexpectedly, with exit code 3"
+    assert ended_by(7, -9).endswith("exited unexpectedly, killed by SIGKILL")
+    assert ended_by(7, -signal.SIGBUS).endswith("killed by SIGBUS; /dev/shm may be full")
+    assert ended_by(7, -99).endswith("killed by signal 99")
+    nobody = object()
+    assert why_ended(nobody, OSError("too many files")) == "too many files"
+    assert why_ended(nobody, EOFError()) == "EOFError"
 
 
 def test_what_a_process_fails_with_when_it_begins_is_each_batchs(tmp_path: Path) -> None:

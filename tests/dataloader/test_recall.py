@@ -15,7 +15,13 @@ import torch
 
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, dataset
+from upriver.dataloader.auto import Timed
 from upriver.errors import ConfigError
+
+
+def slow(count: int) -> Any:
+    return dataset("tests.dataloader.datasets:Slow", count=count)
+
 
 JOB = """
 import json, sys
@@ -65,6 +71,62 @@ def test_a_second_job_measures_nothing(worker: EmbeddedServer, tmp_path: Path) -
     assert again["at_once"]
     for other in ({"model": "another"}, {"batch_size": 3}, {"model": ""}):
         assert not job(worker, tmp_path, **other)["at_once"], other
+
+
+def kept(cache: Path) -> list[set[str]]:
+    """Names of the figures in each file."""
+    return [set(json.loads(file.read_bytes())["figures"]) for file in (cache / "metrics").glob("*.json")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["nobody listens", "a wrong path", "not allowed"])
+def test_where_no_worker_could_be_used_that_is_said_and_nothing_of_it_is_kept(
+    fault: str, worker: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
+    with EmbeddedServer.start_worker(["json"], workers=1) as other:
+        url, said = {
+            "nobody listens": ("http://127.0.0.1:9", "refused"),
+            "a wrong path": (f"{worker.url}/wrong", "Not Found"),
+            "not allowed": (other.url, "is not allowed here"),
+        }[fault]
+        loader = DataLoader(slow(600), batch_size=2, workers=[url], seed=1, model="mine")
+        assert len(list(loader)) == 300
+    assert loader.why.startswith("nothing is offloaded, as no worker could be used") and loader.decided
+    assert url in loader.why and said in loader.why and "MB/s" not in loader.why
+    assert loader.offloading is None and loader.report.made == {"here": 600}
+    assert kept(tmp_path) and not any("rthp" in figures for figures in kept(tmp_path))
+
+
+@pytest.mark.slow
+def test_what_is_measured_beside_a_worker_that_is_not_there_is_of_the_other_one(
+    worker: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
+    gone = "http://127.0.0.1:9"
+    loader = DataLoader(slow(1000), batch_size=2, workers=[gone, worker.url], seed=1, model="mine")
+    assert len(list(loader)) == 500
+    assert set(loader._measured.rthp) == set(loader._hired.candidates)  # type: ignore[union-attr]
+    assert all(timed.exact for timed in loader._measured.timed.values())
+    assert gone in loader.report.why_not and gone not in loader.report.made
+    assert not any("rthp" in figures for figures in kept(tmp_path)), "it is no news of these two workers"
+
+
+def test_what_was_made_here_in_part_is_not_kept(
+    worker: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
+    loader = DataLoader(slow(8), batch_size=2, workers=[worker.url], model="mine")
+    measured, recall = loader._measured, loader._recall
+    assert recall is not None
+    recall.begin()
+    measured.rthp, measured.ocycles = {"p2": 5.0, "p3": 4.0}, {"p2": 0.5, "p3": 0.4}
+    measured.timed = {"p2": Timed(), "p3": Timed(returned=0.1)}
+    recall.keep()
+    again = DataLoader(slow(8), batch_size=2, workers=[worker.url], model="mine")
+    assert again._recall is not None
+    again._recall.begin()
+    assert again._measured.rthp == {"p2": 5.0}
 
 
 def test_what_a_model_is_called_or_is(worker: EmbeddedServer) -> None:

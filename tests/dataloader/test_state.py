@@ -127,6 +127,52 @@ def test_an_epoch_that_is_over_is_not_begun_again() -> None:
     assert there.epoch == 1
 
 
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "shuffled by its own", "by weight", "one by one"])
+def test_the_state_at_the_end_of_an_epoch_goes_on_with_the_next(
+    kind: str, num_workers: int, persistent: bool, before: int, over: bool
+) -> None:
+    """After the last batch nothing is left of the epoch; once it is over the next one begins."""
+    processes = {"num_workers": num_workers, "persistent_workers": persistent}
+    set_all(7)
+    here = loader_of(kind, **processes)
+    for _ in range(before):
+        list(here)
+    iterator = iter(here)
+    for _ in range(len(here)):
+        next(iterator)
+    if over:
+        assert next(iterator, None) is None
+    state = json.loads(json.dumps(here.state_dict()))
+    assert (state["epoch"], state["batches"]) == ((before + 1, 0) if over else (before, len(here)))
+    stood = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    assert next(iterator, None) is None
+    follow = [list(here) for _ in range(2)]
+    torch.set_rng_state(stood[0])
+    random.setstate(stood[1])
+    np.random.set_state(stood[2])
+    there = loader_of(kind, **processes)
+    there.load_state_dict(state)
+    assert there.state_dict() == state and len(there) == len(here)
+    if not over:
+        assert list(there) == []
+    assert there.epoch == before + 1
+    assert same([list(there) for _ in range(2)], follow) and there.epoch == here.epoch
+
+
+def test_a_generator_that_is_seeded_after_loading_a_state_is_left_so() -> None:
+    here = loader_of("shuffled by its own")
+    list(here)
+    state = here.state_dict()
+    here.generator.manual_seed(9)
+    there = loader_of("shuffled by its own")
+    there.load_state_dict(state)
+    there.generator.manual_seed(9)
+    assert same(list(there), list(here))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_other_workers_and_another_share_go_on_with_the_same_order(share: float) -> None:
     data = dataset("tests.dataloader.datasets:Divided", count=40)

@@ -120,6 +120,15 @@ class World:
     def late(self) -> list[int]:
         return []
 
+    coming = False
+
+    @property
+    def ready(self) -> bool:
+        return not self.dead
+
+    def look(self, task: Task) -> bool:
+        return self.ready
+
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
         if self.dead:
             return False
@@ -156,12 +165,19 @@ class World:
         number: int = 0,
         policy: str = "upriver",
         candidates: Sequence[str] = ("p2", "p3"),
+        why_not: Callable[[], Mapping[str, str]] = dict,
     ) -> Iterator[Any]:
         epoch = self.epoch(batches, part(measured.decision), number=number, hold=measured.measuring)
-        return self.auto_of(epoch, measured, policy=policy, candidates=candidates)
+        return self.auto_of(epoch, measured, policy=policy, candidates=candidates, why_not=why_not)
 
     def auto_of(
-        self, epoch: Epoch, measured: Measured, *, policy: str = "upriver", candidates: Sequence[str]
+        self,
+        epoch: Epoch,
+        measured: Measured,
+        *,
+        policy: str = "upriver",
+        candidates: Sequence[str],
+        why_not: Callable[[], Mapping[str, str]] = dict,
     ) -> Iterator[Any]:
         return Auto(
             epoch,
@@ -170,6 +186,7 @@ class World:
             part=lambda name, ratio: Part(ratio, stretch(whole=name == "p3")),
             policy=OFFLOAD_POLICIES[policy],
             warm=self.processes,
+            why_not=why_not,
             cpu_s=lambda: self.cpu_s,
             clock=lambda: self.now,
         )

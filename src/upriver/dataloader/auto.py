@@ -12,6 +12,8 @@ Departures
     - The model is not run on a copy: the steps that are timed are the user's own, on batches that are ready.
     - A candidate is measured only where something stalls, as in the paper, and can be left out by name.
     - Pcycle and each Ocycle are of different batches, some of the job's own each, as none is made twice.
+    - What the training node has made in place of a worker is no throughput of workers. Where that is more
+      than a tenth of a measurement, this is made once more; after `TRIES` the candidate is left out.
     - Where a batch shows no bytes (a class of the user's, PIL images), each of its samples counts as 1 MB.
       What is decided goes by ratios of throughputs.
 
@@ -24,10 +26,11 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from upriver.dataloader.ahead import num_bytes
@@ -35,7 +38,17 @@ from upriver.dataloader.cycles import CpuSeconds
 from upriver.dataloader.epoch import Epoch, Split
 from upriver.dataloader.rivals import HERE, Rivals
 from upriver.dataloader.share import AllHere, Evened, Part
-from upriver.dataloader.steer import WINDOW, Kept, Steering, Step, Watch, Window, settling, window_of
+from upriver.dataloader.steer import (
+    FAILED,
+    WINDOW,
+    Kept,
+    Steering,
+    Step,
+    Watch,
+    Window,
+    settling,
+    window_of,
+)
 from upriver.policies import OFFLOAD_POLICIES, Offload, OffloadPolicy, stalls
 from upriver.profile.metrics import SPEEDUP_THRESHOLD, Candidate, Metrics
 
@@ -56,6 +69,9 @@ SKIPPED = 2
 PREPARED = 8
 """Batches that are prepared while nobody trains."""
 
+TRIES = 3
+"""Measurements of a candidate in which the training node has made too much itself."""
+
 REST = 50
 """Batches between measuring and measuring anew, for each that was handed out for measuring: 2 % of them are
 at most. Twice as many each time that nothing came of it."""
@@ -67,6 +83,8 @@ SAME = 0.1
 
 MEGA = 1e6
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
 Course = Generator[None, Step | None, None]
 """Stops where a batch is to be handed out, and is told how that went; None where the dataset failed."""
 
@@ -77,16 +95,24 @@ class Steps:
 
     Attributes:
         seconds: Of each, by what they are timed for.
-        nbytes: Of each step's batch.
+        nbytes: Of each step's batch; of what workers were to make, such as they have made.
+        returned: Share of what they were to make that they have not, of each.
     """
 
     seconds: list[float] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
+    returned: list[float] = field(default_factory=list)
 
-    def add(self, seconds: float, nbytes: int) -> None:
+    def add(self, seconds: float, nbytes: int, returned: float = 0.0) -> None:
         """One more."""
         self.seconds.append(seconds)
-        self.nbytes.append(nbytes)
+        self.nbytes.append(round(nbytes * (1 - returned)))
+        self.returned.append(returned)
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether they tell too little of workers."""
+        return len(self.returned) >= LEAST_STEPS and statistics.fmean(self.returned) > FAILED
 
     def enough(self, alone: float = 0.0) -> bool:
         """Whether further ones would change little.
@@ -121,6 +147,8 @@ class Timed:
         alone: Steps of the consumer alone.
         both: Steps of both.
         short: Whether an epoch has had too few batches to warm up with.
+        returned: Of the batches that were prepared, what workers were to make and have not.
+        tries: Times that it was too much.
     """
 
     cpu_s: float = 0.0
@@ -129,6 +157,18 @@ class Timed:
     alone: Steps = field(default_factory=Steps)
     both: Steps = field(default_factory=Steps)
     short: bool = False
+    returned: float = 0.0
+    tries: int = 0
+
+    @property
+    def useless(self) -> bool:
+        """Whether nothing can be measured of it."""
+        return self.tries >= TRIES
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing of it was made by anybody else."""
+        return not self.returned and not any(self.both.returned)
 
     @property
     def lacking(self) -> int:
@@ -138,8 +178,12 @@ class Timed:
     @property
     def prepared_throughput(self) -> float:
         """MB/s at which they were prepared, if all batches are about as large."""
-        nbytes = self.prepared * statistics.fmean(self.alone.nbytes)
+        nbytes = (self.prepared - self.returned) * statistics.fmean(self.alone.nbytes)
         return nbytes / _positive(self.prepared_s) / MEGA
+
+    def ocycle(self, pcycle: float) -> float:
+        """CPU seconds of a batch that workers make, without what others have cost."""
+        return max(0.0, self.cpu_s - self.returned * pcycle) / (self.prepared - self.returned)
 
     @property
     def throughput(self) -> float:
@@ -162,6 +206,7 @@ class Measured:
         rivals: Candidates that are being tried in turns, before the decision stands.
         kept: How the decision is held to its promise.
         anew: Whether it is being measured anew.
+        waiting: Whether nobody has shown yet that anything can be measured of workers.
         timed: What is not finished yet, by candidate.
         spent: Batches handed out for measuring.
         since: Batches handed out after it.
@@ -179,6 +224,7 @@ class Measured:
     rivals: Rivals | None = None
     kept: Kept | None = None
     anew: bool = False
+    waiting: bool = False
     timed: dict[str, Timed] = field(default_factory=dict)
     spent: int = 0
     since: int = 0
@@ -230,10 +276,33 @@ class Measured:
         self.rivals = None
         self.anew, self.spent = True, 0
 
-    def decide(self, policy: OffloadPolicy, threshold: float, names: Sequence[str]) -> None:
-        """By the policy."""
+    @property
+    def useless(self) -> list[str]:
+        """Candidates of which nothing could be measured, as workers have made too little."""
+        return [name for name, timed in self.timed.items() if timed.useless]
+
+    @property
+    def nobody(self) -> bool:
+        """Whether nothing could be measured of any."""
+        return bool(self.useless) and not self.rthp
+
+    def decide(
+        self,
+        policy: OffloadPolicy,
+        threshold: float,
+        names: Sequence[str],
+        why_not: Mapping[str, str] = NOTHING,
+    ) -> None:
+        """By the policy.
+
+        Args:
+            policy: Which.
+            threshold: FastFlow's SpeedUpThreshold.
+            names: Of the candidates.
+            why_not: What workers have failed with, by address.
+        """
         metrics, before = self.metrics(threshold, names), self.decision
-        found = self.decision = policy.decide(metrics)
+        found = self.decision = self._told(policy.decide(metrics), why_not)
         if before is not None:
             as_before = found.candidate == before.candidate and abs(found.ratio - before.ratio) < SAME
             self.rest = min(MOST_REST, 2 * self.rest) if as_before else REST
@@ -246,6 +315,17 @@ class Measured:
             )
         self.rivals = Rivals.of(policy, metrics, found) if self.spent else None
         self.anew, self.since = False, 0
+
+    def _told(self, found: Offload, why_not: Mapping[str, str]) -> Offload:
+        """With what could not be measured, and why."""
+        if not self.useless:
+            return found
+        faults = "; ".join(f"{url}: {fault.removeprefix(f'{url}: ')}" for url, fault in why_not.items())
+        faults = faults or "what they were given has come back"
+        if self.nobody:
+            return replace(found, why=f"nothing is offloaded, as no worker could be used ({faults})")
+        names = ", ".join(self.useless)
+        return replace(found, why=f"{found.why}; not {names}, which workers could not be used for ({faults})")
 
     def settle(self, rivals: Rivals) -> None:
         """By what came of the turns, which tell more of candidates than figures of other moments."""
@@ -322,6 +402,7 @@ class Auto(Iterator[Any]):
         threshold: FastFlow's SpeedUpThreshold.
         warm: Batches to prepare before CPU seconds count, where processes have just begun.
         on_decided: Told when it has been, and when that stands.
+        why_not: What workers have failed with so far, by address.
         cpu_s: CPU seconds of this process and its loader processes so far; of this process alone if None.
         clock: Seconds.
     """
@@ -337,6 +418,7 @@ class Auto(Iterator[Any]):
         threshold: float = SPEEDUP_THRESHOLD,
         warm: int = 0,
         on_decided: Callable[[], object] = lambda: None,
+        why_not: Callable[[], Mapping[str, str]] = dict,
         cpu_s: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -353,6 +435,7 @@ class Auto(Iterator[Any]):
             threshold=threshold,
             warm=warm,
             on_decided=on_decided,
+            why_not=why_not,
             cpu_s=cpu_s or CpuSeconds(),
             clock=clock,
         ).run()
@@ -392,6 +475,7 @@ class _Course:
     threshold: float
     warm: int
     on_decided: Callable[[], object]
+    why_not: Callable[[], Mapping[str, str]]
     cpu_s: Callable[[], float]
     clock: Callable[[], float]
 
@@ -422,23 +506,29 @@ class _Course:
             for name in self.candidates:
                 if name not in found.rthp:
                     timed = yield from self._time(name, self.part(name, 1.0), alone=found.lthp)
-                    found.ocycles[name] = timed.cpu_s / timed.prepared
-                    found.rthp[name] = timed.throughput
-        found.decide(self.policy, self.threshold, self.candidates)
+                    if not timed.useless:
+                        found.ocycles[name] = timed.ocycle(found.pcycle)
+                        found.rthp[name] = timed.throughput
+                    elif not self.epoch.ready:
+                        break  # it would be the same with any other
+        found.decide(self.policy, self.threshold, self.candidates, self.why_not())
+        found.waiting = found.nobody and not self.epoch.ready
         self.on_decided()
 
     def _time(self, name: str, split: Split, *, alone: float = 0.0) -> Generator[None, Step | None, Timed]:
         """One way to make batches; goes on where the last epoch ended."""
-        self.epoch.split = split
         timed = self.found.timed.setdefault(name, Timed())
-        while timed.lacking > 0:
+        while timed.lacking > 0 and not timed.useless:
+            self.epoch.split = split
             yield from self._prepare(timed)
-        self.epoch.hold = False
+        self.epoch.hold, self.epoch.split = False, split
+        if timed.useless:
+            return timed
         skip = SKIPPED
         waits = FAR_SLOWER * timed.prepared_throughput < timed.alone.throughput
         if name != HERE and self.policy.promise is not None and waits and not timed.both.seconds:
             return timed
-        while not timed.both.enough(alone):
+        while not timed.both.enough(alone) and not timed.useless:
             step = yield
             self.found.spent += 1
             if step is None:
@@ -446,8 +536,19 @@ class _Course:
             if skip:
                 skip -= 1
             else:
-                timed.both.add(step.seconds, step.nbytes)
+                timed.both.add(step.seconds, step.nbytes, step.waits.failed)
+            if timed.both.spoilt:
+                yield from self._again(timed)
+                self.epoch.split, skip = split, max(SKIPPED, self.epoch.planned)
         return timed
+
+    def _again(self, timed: Timed) -> Course:
+        """What was timed last tells too little of workers; go on once they may be asked, or cannot be."""
+        timed.both = Steps()
+        timed.tries += 1
+        self.epoch.hold, self.epoch.split = False, AllHere()
+        while self.epoch.coming and not self.epoch.ready:
+            yield
 
     def _prepare(self, timed: Timed) -> Course:
         """Hand out what was planned before; prepare some batches; hand them out while nothing is prepared."""
@@ -458,7 +559,12 @@ class _Course:
         warm = self.epoch.prepare(planned or (0 if timed.short else self.warm))
         began_cpu_s, began_s = self.cpu_s(), self.clock()
         count = self.epoch.prepare(warm + timed.lacking) - warm
+        returned = self.epoch.returned(warm)
+        if returned > FAILED:
+            yield from self._again(timed)
+            return
         if count:
+            timed.returned += returned * count
             timed.cpu_s += max(0.0, self.cpu_s() - began_cpu_s)
             timed.prepared_s += self.clock() - began_s
         timed.prepared += count
@@ -523,13 +629,16 @@ class _Course:
         while True:
             step = yield
             found.since += 1
+            if found.waiting and found.since >= found.spent and self.epoch.look():
+                found.forget_candidates()
+                return
             if step is None or kept is None:
                 continue
             window = kept.filled(step, window_of(part.ratio, whole=part.stretch.whole) if part else WINDOW)
             if window is None:
                 continue
             lacks = kept.watch.lacks(window, offloads=part is not None and part.ratio > 0)
-            if lacks and found.since >= found.rest * max(self._least_spent, found.spent):
+            if (lacks or found.nobody) and found.since >= found.rest * max(self._least_spent, found.spent):
                 found.forget()
                 return
             if part is not None and part.ratio != (ratio := found.steer(window)):

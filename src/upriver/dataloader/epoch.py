@@ -49,6 +49,21 @@ class Elsewhere(Protocol):
             raw: Samples as they stand at its start; None where they are read there.
         """
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is anybody who has shown that tasks can be done there, and who may be asked."""
+
+    @property
+    def coming(self) -> bool:
+        """Whether anybody is about to show it."""
+
+    def look(self, task: Task) -> bool:
+        """Whether anybody is `ready`; those who are not are to show it.
+
+        Args:
+            task: By its first sample, if need be.
+        """
+
     def late(self) -> Sequence[int]:
         """Tasks that whoever has them does not answer, by number: somebody else does them from now on."""
 
@@ -88,6 +103,11 @@ class Waits:
     samples: int = 0
     given: int = 0
     returned: int = 0
+
+    @property
+    def failed(self) -> float:
+        """Part of what was to be made elsewhere that was not."""
+        return self.returned / self.given if self.given else 0.0
 
     def __add__(self, more: Waits) -> Waits:
         """Of both."""
@@ -191,6 +211,40 @@ class Epoch:
             samples[work.stretch is not None] += 0 if work.held else len(work.at)
         return Backlog(here=samples[False], elsewhere=samples[True])
 
+    @property
+    def ready(self) -> bool:
+        """Whether others may be asked now."""
+        return self._elsewhere is not None and self._elsewhere.ready
+
+    @property
+    def coming(self) -> bool:
+        """Whether others are about to be ready."""
+        return self._elsewhere is not None and self._elsewhere.coming
+
+    def look(self) -> bool:
+        """Whether others may be asked now; who has not been able to is asked to show that, if it is time."""
+        if self._elsewhere is None or not self._planned or not self._planned[0].indices:
+            return False
+        batch = self._planned[0]
+        indices = tuple(batch.indices[:1])
+        return self._elsewhere.look(
+            Task(
+                number=-1,
+                epoch=self._number,
+                batch=batch.number,
+                indices=indices,
+                samples=tuple(map(self._number_of, indices)),
+                whole=False,
+                start=self._start,
+            )
+        )
+
+    def returned(self, first: int) -> float:
+        """Share of what was to be made elsewhere that was not, of what is planned behind so many batches."""
+        batches = list(self._planned)[first:]
+        given = sum(batch.given for batch in batches)
+        return sum(batch.returned for batch in batches) / given if given else 0.0
+
     def prepare(self, count: int) -> int:
         """Have that many batches made before the next one is handed out; how many there are."""
         self._enter()
@@ -199,6 +253,7 @@ class Epoch:
         ready = list(self._planned)[:count]
         while not all(batch.done for batch in ready) and not self._overdue:
             self._wait()
+            self._begin_here(count)  # what was to be made elsewhere may have come back
         self._as_left = True
         return len(ready)
 

@@ -91,7 +91,9 @@ class Growth:
 
     def _decide(self) -> None:
         metrics = self._measured.metrics(self._threshold, self.candidates)
-        if not metrics.candidates:  # nothing stalls, and so nothing was measured
+        if self._measured.nobody:
+            self._release("none of the workers can be used", "not used")
+        elif not metrics.candidates:  # nothing stalls, and so nothing was measured
             self._release("no worker is needed", "not needed: nothing keeps the model waiting")
         elif not self._hired.count:
             self._release("none of the workers can be used", "not used")

@@ -20,6 +20,9 @@ MAKES_WAY = 10
 """By so much loader processes are nicer than the training process, which has work of its own for a moment in
 each step; behind their turns an accelerator would wait for it."""
 
+ENDED = "exited unexpectedly"
+"""What PyTorch says of a process that has."""
+
 DYING_S = 1.0
 """A process whose connections have broken off may be there for a moment more."""
 
@@ -34,17 +37,37 @@ def told_by_waiting(processes: Any) -> None:
         processes._worker_pids_set = False
 
 
-def killed(processes: Any) -> str:
-    """By which signals some of them were, in words."""
+def why_ended(processes: Any, error: Exception) -> str:
+    """Which of them have ended, and how, in words; what waiting for them has raised where none has.
+
+    Args:
+        processes: PyTorch's iterator, which has raised.
+        error: What; where one of them was about to send something this may be anything.
+    """
     workers = getattr(processes, "_workers", ())
     ended = wait([each.sentinel for each in workers], DYING_S)
     for each in workers:
         if each.sentinel in ended:
             each.join(DYING_S)
-    codes = {each.exitcode for each in workers}
-    names = sorted(signal.Signals(-code).name for code in codes if code is not None and code < 0)
-    full = "; /dev/shm may be full" if "SIGBUS" in names else ""
-    return f", killed by {' and '.join(names)}{full}" if names else ""
+    told = [ended_by(each.pid, each.exitcode) for each in workers if each.exitcode is not None]
+    if not told:
+        return str(error) or type(error).__name__
+    more = "" if isinstance(error, OSError | EOFError) or ENDED in str(error) else f" ({error})"
+    return f"{'; '.join(told)}{more}"
+
+
+def ended_by(pid: int, code: int) -> str:
+    """That a loader process has ended, as PyTorch says it, and how.
+
+    Args:
+        pid: Its number.
+        code: Its exit code; of a signal its number, negative.
+    """
+    how = f"with exit code {code}"
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        how = f"killed by {name}" + ("; /dev/shm may be full" if name == "SIGBUS" else "")
+    return f"DataLoader worker (pid(s) {pid}) {ENDED}, {how}"
 
 
 def raised(failed: ExceptionWrapper) -> Exception:

@@ -37,7 +37,18 @@ from upriver.dataloader.pinning import Pinned, pins
 from upriver.dataloader.plan import CANDIDATES, Offloading, stretch_of
 from upriver.dataloader.recall import Recall
 from upriver.dataloader.share import AllHere, Part
-from upriver.dataloader.state import Counted, Drawn, Order, Place, State, begun_anew, own_state, stateful_of
+from upriver.dataloader.state import (
+    Counted,
+    Drawn,
+    Order,
+    Place,
+    State,
+    begun_anew,
+    own_state,
+    said_by,
+    set_own,
+    stateful_of,
+)
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
@@ -234,6 +245,7 @@ class DataLoader(TorchLoader[Any]):
                     policy=self._policy,
                     warm=self.num_workers,
                     cpu_s=cpu_s,
+                    why_not=lambda: asked.why_not,
                     on_decided=self._recall.keep if self._recall is not None else lambda: None,
                 )
 
@@ -247,6 +259,8 @@ class DataLoader(TorchLoader[Any]):
         sampler = own_state(self.batch_sampler, self._sampler)
         if state is None or drawn is None:
             starts = self._kept is None  # processes that persist have been started
+            if state is not None and state.epoch == number and state.starts is not None:
+                starts = state.starts  # by those of the loader that the state is of
             drawn = Drawn.now(self._generators, starts=starts, twice=starts and self.num_workers > 0)
         elif state.batches:
             try:
@@ -300,6 +314,9 @@ class DataLoader(TorchLoader[Any]):
         if found.drawn is not None:
             with found.drawn.again([torch.Generator() for _ in self._generators]):
                 pass
+        if found.own is not None:
+            set_own([torch.Generator() for _ in self._generators], found.own)
+            set_own(self._generators, found.own)
         if found.sampler_epoch is not None:
             self._sampler.set_epoch(found.sampler_epoch)
         if found.sampler is not None:
@@ -321,6 +338,8 @@ class DataLoader(TorchLoader[Any]):
             rank=_whole(getattr(self._sampler, "rank", None)),
             drawn=None,
             sampler=own_state(self.batch_sampler, self._sampler),
+            own=said_by(self._generators),
+            starts=self._kept is None,
         )
         if place is not None and not place.over:
             return msgspec.structs.replace(
@@ -330,6 +349,8 @@ class DataLoader(TorchLoader[Any]):
                 drawn=place.drawn,
                 digest=place.order.digest if place.batches else None,
                 sampler=place.sampler,
+                own=None,
+                starts=None,
             )
         goes_on = self._goes_on
         if goes_on is not None and goes_on.epoch == self.epoch:
@@ -339,6 +360,8 @@ class DataLoader(TorchLoader[Any]):
                 drawn=goes_on.drawn,
                 digest=goes_on.digest,
                 sampler=goes_on.sampler,
+                own=None if goes_on.own is None else state.own,
+                starts=goes_on.starts,
             )
         return state
 

@@ -17,7 +17,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from upriver.dataloader.inner import begin, killed, raised, told_by_waiting, wrapped
+from upriver.dataloader.inner import begin, ended_by, raised, told_by_waiting, why_ended, wrapped
 from upriver.dataloader.packed import Packed, packed
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.dataloader.threads import Threads
@@ -101,11 +101,16 @@ class Maker:
 
 
 class Made(NamedTuple):
-    """What a loader process made of a task, by its number; or what the dataset raised there."""
+    """What a loader process made of a task, by its number; or what the dataset raised there.
+
+    Attributes:
+        left: That the process was to exit, and how; else empty.
+    """
 
     number: int
     value: Any = None
     failed: ExceptionWrapper | None = None
+    left: str = ""
 
 
 class Tasks(TorchDataset[Made]):
@@ -122,7 +127,10 @@ class Tasks(TorchDataset[Made]):
         return self._maker.source.dataset
 
     def __getitem__(self, task: Task) -> Made:
-        """Do one. What is raised goes with the task's number: any other error is the process's."""
+        """Do one. What is raised goes with the task's number: any other error is the process's.
+
+        Where it is to exit it says so instead: what it has sent before is lost if it is gone too soon.
+        """
         if self.begun_with is not None:
             return Made(task.number, failed=self.begun_with)
         try:
@@ -130,6 +138,8 @@ class Tasks(TorchDataset[Made]):
             return Made(task.number, made if task.joins else packed(made))
         except Exception:
             return Made(task.number, failed=wrapped())
+        except SystemExit as left:
+            return Made(task.number, left=ended_by(os.getpid(), _exit_code(left)))
 
 
 class ProcessesEnded(RuntimeError):
@@ -345,6 +355,10 @@ class _Readers:
         self._processes.give(task._replace(given=given))
 
 
+class _Left(Exception):
+    """The dataset has had a loader process exit."""
+
+
 class _Forward(threading.Thread):
     """Hands on a result, or what the dataset raised, for each task that was given, as soon as it is there.
 
@@ -400,7 +414,7 @@ class _Forward(threading.Thread):
                 arrival = self._next()
             except Exception as error:
                 self.failed = True
-                self._end(f"{str(error) or type(error).__name__}{killed(self._source)}")
+                self._end(str(error) if isinstance(error, _Left) else why_ended(self._source, error))
             else:
                 self._hand_on(arrival)
                 del arrival
@@ -412,12 +426,15 @@ class _Forward(threading.Thread):
 
         Raises:
             RuntimeError: If a process has ended.
+            _Left: If one was to, by the dataset.
         """
         made = Made(IDLE.number)
         while made.number == IDLE.number:
             if self._ended:
                 return None
             made = next(self._source)
+        if made.left:
+            raise _Left(made.left)
         if made.failed is None:
             value = made.value.unpacked() if isinstance(made.value, Packed) else made.value
             return Arrival(made.number, value)
@@ -445,6 +462,13 @@ class _Forward(threading.Thread):
 
     def _none_of(self, task: int) -> Arrival:
         return Arrival(task, error=ProcessesEnded(self._ended), final=True)
+
+
+def _exit_code(left: SystemExit) -> int:
+    """With which a process ends."""
+    if left.code is None:
+        return 0
+    return left.code & 0xFF if isinstance(left.code, int) else 1
 
 
 def _has_room() -> bool:

@@ -68,7 +68,8 @@ class Recall:
     def keep(self) -> None:
         """What has been measured, for jobs to come.
 
-        A candidate that delivered nothing, or that not all could be asked for, is no news of these workers.
+        A candidate that delivered nothing, that not all could be asked for, or of which the training node has
+        made some itself, is no news of these workers.
         """
         if self._key is None:
             return
@@ -76,7 +77,7 @@ class Recall:
         candidates = tuple(
             Candidate(name=name, rthp=rthp, ocycle=found.ocycles[name])
             for name, rthp in found.rthp.items()
-            if rthp > 0
+            if rthp > 0 and (name not in found.timed or found.timed[name].exact)
         )
         known = Known(
             gthp=found.gthp or None,

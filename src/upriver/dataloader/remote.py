@@ -137,13 +137,44 @@ class Workers:
         """Tasks that can be under way at once."""
         return sum(worker.slots for worker in self._workers if not worker.why_not)
 
+    @property
+    def ready(self) -> bool:
+        """Whether somebody has made the first sample, and may be asked."""
+        with self._lock:
+            return self._is_ready()
+
+    @property
+    def coming(self) -> bool:
+        """Whether somebody is at the first sample."""
+        with self._lock:
+            return bool(self._proving)
+
+    def look(self, task: Task) -> bool:
+        """Whether somebody is ready; whoever may be asked and has not made the first sample is to make it.
+
+        In the thread that iterates, which makes it, too.
+        """
+        if not _can_be_sent(task):
+            return False
+        if self._canary is None:
+            self._have_canary(task)
+        with self._lock:
+            if self._closed:
+                return False
+            self._begin_proofs()
+            return self._is_ready()
+
+    def _is_ready(self) -> bool:
+        """The lock is held."""
+        now = self._now()
+        return any(worker.proved and worker.may(now) for worker in self._workers)
+
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
         """Have a task done; False where no worker is there, or indices are no numbers that can be sent.
 
         In the thread that iterates, which makes the first sample of a task where there is a worker to prove.
         """
-        numbers = tuple(map(whole_number, task.indices))
-        if numbers != task.samples or not all(0 <= sample <= MAX_INTEGER for sample in task.samples):
+        if not _can_be_sent(task):
             return False
         if self._canary is None:
             self._have_canary(task)
@@ -372,6 +403,12 @@ class Workers:
         """What a failure says of a worker."""
         log.info("worker %s: %s", worker.url, error)
         worker.failed_with(error, self._now(), for_good=isinstance(error, NEVER))
+
+
+def _can_be_sent(task: Task) -> bool:
+    """Whether its indices are numbers that a request can say."""
+    numbers = tuple(map(whole_number, task.indices))
+    return numbers == task.samples and all(0 <= sample <= MAX_INTEGER for sample in task.samples)
 
 
 def _differences(theirs: Mapping[str, str]) -> str:

@@ -63,7 +63,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             python=(version, words, following),
             numpy=(str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)),
             shared=_hex(torch.default_generator),
-            own=[_hex(each) for each in own],
+            own=said_by(own),
             starts=starts,
             twice=twice,
         )
@@ -103,21 +103,45 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Raises:
             ConfigError: As :meth:`again`.
         """
-        if len(own) != len(self.own):
-            raise ConfigError(
-                f"the state is of a loader with {len(self.own)} generators of its own, and this one has "
-                f"{len(own)}"
-            )
+        set_own(own, self.own)
         try:
             random.setstate(self.python)
             name, keys, position, has_gauss, gauss = self.numpy
             np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-            for generator, state in zip(
-                (torch.default_generator, *own), (self.shared, *self.own), strict=True
-            ):
-                generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise ConfigError(f"the state's generators are damaged: {error}") from None
+        except (ValueError, TypeError) as error:
+            raise _damaged(error) from None
+        _set(torch.default_generator, self.shared)
+
+
+def said_by(generators: Sequence[torch.Generator]) -> list[str]:
+    """How they stand, in hexadecimal digits."""
+    return [_hex(each) for each in generators]
+
+
+def set_own(generators: Sequence[torch.Generator], said: Sequence[str]) -> None:
+    """The same for generators that a loader and its sampler were given.
+
+    Raises:
+        ConfigError: If there are others than there were, or one cannot be set so.
+    """
+    if len(generators) != len(said):
+        raise ConfigError(
+            f"the state is of a loader with {len(said)} generators of its own, and this one has "
+            f"{len(generators)}"
+        )
+    for generator, state in zip(generators, said, strict=True):
+        _set(generator, state)
+
+
+def _set(generator: torch.Generator, said: str) -> None:
+    try:
+        generator.set_state(torch.frombuffer(bytearray.fromhex(said), dtype=torch.uint8))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise _damaged(error) from None
+
+
+def _damaged(error: Exception) -> ConfigError:
+    return ConfigError(f"the state's generators are damaged: {error}")
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,6 +160,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         drawn: None where no epoch has begun.
         digest: Of the indices that were handed out; None in states that do not say.
         sampler: What its own ``state_dict`` gave when the epoch began; None where it has none.
+        own: Where no epoch has begun, the generators that the loader and its sampler were given, in
+            hexadecimal digits; None where one has, and in states that do not say.
+        starts: Likewise, whether the next epoch draws a number for loader processes.
     """
 
     schema: Literal["upriver.loader-state/1"] = "upriver.loader-state/1"
@@ -151,6 +178,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     drawn: Drawn | None
     digest: str | None = None
     sampler: Any = None
+    own: list[str] | None = None
+    starts: bool | None = None
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> State:

@@ -151,7 +151,7 @@ class Window:
     @property
     def failed(self) -> float:
         """Part of what was to be made elsewhere that came back: f."""
-        return self.waits.returned / self.waits.given if self.waits.given else 0.0
+        return self.waits.failed
 
     def share(self, ratio: float) -> float:
         """What was made elsewhere; the ratio in force, where that rounds to no other number of batches."""
