@@ -189,7 +189,9 @@ def test_positional_inputs_may_be_named_as_the_models_forward_does(
     x, by, less = tensors.values()
     for given, wanted in (
         ({"x": x, "by": by}, here(model, x, 2.0, by)),
-        ({"z": by, "x": x}, here(model, x, by)),  # in order, as far as they are not named
+        ({"z": by, "x": x}, here(model, x, 2.0, by)),  # in order, as far as they are not named
+        ({"a": x, "b": by}, here(model, x, 2.0, by)),
+        ({"x": x, "times": by}, here(model, x, by)),
         (tensors, here(model, x, 2.0, by, less=less)),  # the example leaves one out
     ):
         save_file(given, tmp_path / "inputs.safetensors")

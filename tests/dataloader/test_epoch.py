@@ -568,8 +568,36 @@ def test_what_is_prepared_and_comes_back_is_prepared_here(count: int) -> None:
         ahead=4,
         hold=True,
     )
-    assert epoch.prepare(count) == count and epoch.returned(0) == 1
+    assert epoch.prepare(count) == count and epoch.returned() == 1
     assert list(epoch) == [[at] for at in range(60)]
+
+
+def test_what_comes_back_is_not_prepared_where_that_is_no_use() -> None:
+    """It would be made while nobody trains; all of it is handed out as ever."""
+    arrivals, made = Refusing(), list[int]()
+
+    class Counting:
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, index: int) -> int:
+            made.append(index)
+            return index
+
+    epoch = Epoch(
+        0,
+        iter([(at,) for at in range(60)]),
+        maker=Maker(MapStyle(Counting()), list),
+        number_of=int,
+        split=Part(1.0, Stretch(start=START, stop=DONE, whole=True)),
+        arrivals=arrivals,
+        elsewhere=arrivals,
+        ahead=4,
+        hold=True,
+    )
+    assert epoch.prepare(30, most_returned=0.1) == 30 and epoch.returned() > 0.1
+    assert len(made) <= 4
+    assert list(epoch) == [[at] for at in range(60)] and sorted(made) == list(range(60))
 
 
 def test_workers_have_as_many_batches_as_memory_has_room_for() -> None:

@@ -371,6 +371,12 @@ def test_a_dataset_that_exits_ends_its_process_and_loses_no_batch_before(
         list(loader)  # with others, which come to the same sample
 
 
+def test_why_a_dataset_exits_is_said() -> None:
+    loader = DataLoader(Leaving(lambda code: sys.exit("labels.csv is missing"), 1), num_workers=1)
+    with pytest.raises(RuntimeError, match=r"with exit code 1: labels\.csv is missing$"):
+        list(loader)
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_process_that_is_gone_at_once_is_told_with_its_exit_code(num_workers: int) -> None:
     iterator = iter(DataLoader(Leaving(os._exit, 3), batch_size=2, num_workers=num_workers))

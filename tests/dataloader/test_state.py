@@ -162,6 +162,70 @@ def test_the_state_at_the_end_of_an_epoch_goes_on_with_the_next(
     assert same([list(there) for _ in range(2)], follow) and there.epoch == here.epoch
 
 
+class Seeded(Sampler[int]):
+    """Makes its generator when it is begun."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(12, generator=self.generator).tolist())
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_a_sampler_that_makes_its_generator_itself_goes_on(batches: int) -> None:
+    here = DataLoader(range(12), batch_size=3, sampler=Seeded())
+    list(here)
+    here.sampler.set_epoch(1)
+    iterator = iter(here)
+    begun = [next(iterator) for _ in range(batches)]
+    if not batches:
+        begun = list(iterator)
+    state = json.loads(json.dumps(here.state_dict()))
+    there = DataLoader(range(12), batch_size=3, sampler=Seeded())
+    there.load_state_dict(state)
+    there.sampler.set_epoch(1 if batches else 2)
+    here.sampler.set_epoch(2)
+    follow = list(iterator) if batches else list(here)
+    assert begun and same(list(there), follow)
+
+
+class Told:
+    """Samples that say what their process began with."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.seed)
+
+
+def tell(number: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.seed = info.seed % 2**31
+
+
+def test_processes_that_begin_after_a_state_of_persistent_ones_have_a_seed() -> None:
+    processes = {"num_workers": 2, "persistent_workers": True, "worker_init_fn": tell}
+    torch.manual_seed(7)
+    here = DataLoader(Told(), batch_size=2, **processes)
+    list(here)
+    state = here.state_dict()
+    torch.manual_seed(7)
+    there = DataLoader(Told(), batch_size=2, **processes)
+    there.load_state_dict(state)
+    seeds = {seed for batch in there for seed in batch.tolist()}
+    assert seeds and not seeds & {0, 1}
+
+
 def test_a_generator_that_is_seeded_after_loading_a_state_is_left_so() -> None:
     here = loader_of("shuffled by its own")
     list(here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.inference.asking import SELDOM, chain, far_of, here, proxy
 from tests.server.running import Running, wait_for
 from upriver.client.inference.offload import Offload
 from upriver.errors import ConfigError
+from upriver.program import export
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="here nothing is forked")
 
@@ -78,7 +80,10 @@ def test_locks_that_were_held_at_the_fork_are_free_there(server: Running) -> Non
         held, over, far = threading.Event(), threading.Event(), far_of(answer)
 
         def hold() -> None:
-            with answer._lock, answer._forms._lock, far._lock, far._uplink._lock, far._wake._cond:
+            locks = (answer._lock, answer._forms._lock, far._lock, far._uplink._lock, far._wake._cond)
+            with contextlib.ExitStack() as stack:
+                for lock in (*locks, export._ONE_AT_A_TIME):
+                    stack.enter_context(lock)
                 held.set()
                 over.wait(60)
 

@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from upriver.errors import ConfigError
 
@@ -114,11 +114,15 @@ def _call(
     named = {name: tensors[name] for name in keywords if name in tensors}
     placed = {place: tensors[name] for place, name in enumerate(ordered) if name in tensors.keys() - named}
     others = [tensors[name] for name in sorted(tensors.keys() - named.keys() - set(ordered))]
-    free = (place for place in itertools.count() if place not in placed)
+    constants: dict[int, Any] = {}  # numbers and the like are the example's
+    if given is not None:
+        constants = {place: value for place, value in enumerate(given.args) if not tensors_in(value)}
+        named = {name: value for name, value in given.kwargs.items() if not tensors_in(value)} | named
+    free = (place for place in itertools.count() if place not in placed and place not in constants)
     placed |= {place: tensor for tensor, place in zip(others, free, strict=False)}
-    if given is not None:  # numbers and the like between tensors are the example's
-        between = range(min(len(given.args), max(placed, default=0)))
-        placed = {place: given.args[place] for place in between if not tensors_in(given.args[place])} | placed
+    for place in sorted(constants):
+        if place <= max(placed, default=-1) or set(range(place)) <= placed.keys():
+            placed.setdefault(place, constants[place])
     if sorted(placed) != list(range(len(placed) if given is not None else len(positional))):
         unnamed = ["one without a name"] * (len(positional) - len(ordered))
         takes = ", ".join((*ordered, *unnamed, *keywords))

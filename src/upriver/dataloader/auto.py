@@ -149,6 +149,8 @@ class Timed:
         short: Whether an epoch has had too few batches to warm up with.
         returned: Of the batches that were prepared, what workers were to make and have not.
         tries: Times that it was too much.
+        away: Whether nobody could be asked the last time.
+        came: Whether somebody could be asked after that, who was not there before.
     """
 
     cpu_s: float = 0.0
@@ -159,6 +161,8 @@ class Timed:
     short: bool = False
     returned: float = 0.0
     tries: int = 0
+    away: bool = False
+    came: bool = False
 
     @property
     def useless(self) -> bool:
@@ -206,7 +210,7 @@ class Measured:
         rivals: Candidates that are being tried in turns, before the decision stands.
         kept: How the decision is held to its promise.
         anew: Whether it is being measured anew.
-        waiting: Whether nobody has shown yet that anything can be measured of workers.
+        waiting: Whether candidates were not measured because nobody could be asked.
         timed: What is not finished yet, by candidate.
         spent: Batches handed out for measuring.
         since: Batches handed out after it.
@@ -302,7 +306,7 @@ class Measured:
             why_not: What workers have failed with, by address.
         """
         metrics, before = self.metrics(threshold, names), self.decision
-        found = self.decision = self._told(policy.decide(metrics), why_not)
+        found = self.decision = self._told(policy.decide(metrics), names, why_not)
         if before is not None:
             as_before = found.candidate == before.candidate and abs(found.ratio - before.ratio) < SAME
             self.rest = min(MOST_REST, 2 * self.rest) if as_before else REST
@@ -316,7 +320,7 @@ class Measured:
         self.rivals = Rivals.of(policy, metrics, found) if self.spent else None
         self.anew, self.since = False, 0
 
-    def _told(self, found: Offload, why_not: Mapping[str, str]) -> Offload:
+    def _told(self, found: Offload, names: Sequence[str], why_not: Mapping[str, str]) -> Offload:
         """With what could not be measured, and why."""
         if not self.useless:
             return found
@@ -324,7 +328,7 @@ class Measured:
         faults = faults or "what they were given has come back"
         if self.nobody:
             return replace(found, why=f"nothing is offloaded, as no worker could be used ({faults})")
-        names = ", ".join(self.useless)
+        names = ", ".join(name for name in names if name not in self.rthp)
         return replace(found, why=f"{found.why}; not {names}, which workers could not be used for ({faults})")
 
     def settle(self, rivals: Rivals) -> None:
@@ -484,6 +488,13 @@ class _Course:
         """Batches that measuring takes, as it may have been done by another job."""
         return (1 + len(self.candidates)) * (PREPARED + LEAST_STEPS)
 
+    @property
+    def _patience(self) -> int:
+        """Batches before whoever could not be asked is measured; more where nothing came of it."""
+        found = self.found
+        times = found.rest // REST
+        return found.spent if times == 1 else times * max(self._least_spent, found.spent)
+
     def run(self) -> Course:
         """All of the epoch, and no end."""
         planned_before = 0
@@ -512,7 +523,8 @@ class _Course:
                     elif not self.epoch.ready:
                         break  # it would be the same with any other
         found.decide(self.policy, self.threshold, self.candidates, self.why_not())
-        found.waiting = found.nobody and not self.epoch.ready
+        away = any(found.timed[name].away for name in found.useless)
+        found.waiting = bool(found.useless) and (away or not self.epoch.ready)
         self.on_decided()
 
     def _time(self, name: str, split: Split, *, alone: float = 0.0) -> Generator[None, Step | None, Timed]:
@@ -543,12 +555,20 @@ class _Course:
         return timed
 
     def _again(self, timed: Timed) -> Course:
-        """What was timed last tells too little of workers; go on once they may be asked, or cannot be."""
+        """What was timed last tells too little of workers; go on after a while, or when they can be asked."""
         timed.both = Steps()
         timed.tries += 1
+        timed.away = not self.epoch.ready
         self.epoch.hold, self.epoch.split = False, AllHere()
+        for _ in range(PREPARED * timed.tries):
+            if timed.away and self.epoch.look():
+                break
+            yield
+            self.found.spent += 1
         while self.epoch.coming and not self.epoch.ready:
             yield
+        if timed.away and self.epoch.ready and not timed.came:
+            timed.came, timed.tries = True, 0  # who began late has had no try yet
 
     def _prepare(self, timed: Timed) -> Course:
         """Hand out what was planned before; prepare some batches; hand them out while nothing is prepared."""
@@ -556,11 +576,11 @@ class _Course:
             yield
             self.found.spent += 1
         planned = self.epoch.planned
-        warm = self.epoch.prepare(planned or (0 if timed.short else self.warm))
+        warm = self._made(planned or (0 if timed.short else self.warm))
         began_cpu_s, began_s = self.cpu_s(), self.clock()
-        count = self.epoch.prepare(warm + timed.lacking) - warm
+        count = self._made(warm + timed.lacking) - warm
         returned = self.epoch.returned(warm)
-        if returned > FAILED:
+        if max(returned, self.epoch.returned()) > FAILED:
             yield from self._again(timed)
             return
         if count:
@@ -576,6 +596,10 @@ class _Course:
             if step is not None:
                 timed.alone.add(step.consumed_s, step.nbytes)
         self.epoch.hold = False
+
+    def _made(self, count: int) -> int:
+        """So many batches, and how many there are; what workers give back is not made while nobody trains."""
+        return 0 if self.epoch.returned() > FAILED else self.epoch.prepare(count, most_returned=FAILED)
 
     def _take_turns(self, rivals: Rivals, planned_before: int) -> Course:
         """Candidates, a window each, again and again; goes on where the last epoch ended.
@@ -629,7 +653,7 @@ class _Course:
         while True:
             step = yield
             found.since += 1
-            if found.waiting and found.since >= found.spent and self.epoch.look():
+            if found.waiting and found.since >= self._patience and self.epoch.look():
                 found.forget_candidates()
                 return
             if step is None or kept is None:

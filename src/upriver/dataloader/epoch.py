@@ -239,20 +239,28 @@ class Epoch:
             )
         )
 
-    def returned(self, first: int) -> float:
+    def returned(self, first: int = 0) -> float:
         """Share of what was to be made elsewhere that was not, of what is planned behind so many batches."""
         batches = list(self._planned)[first:]
         given = sum(batch.given for batch in batches)
         return sum(batch.returned for batch in batches) / given if given else 0.0
 
-    def prepare(self, count: int) -> int:
-        """Have that many batches made before the next one is handed out; how many there are."""
+    def prepare(self, count: int, *, most_returned: float = 1.0) -> int:
+        """Have that many batches made before the next one is handed out; how many there are.
+
+        Args:
+            count: With those that are planned.
+            most_returned: Where more than this share of what was to be made elsewhere has come back, it is
+                not waited for.
+        """
         self._enter()
         self._plan_to(count)
         self._begin_here(count)
         ready = list(self._planned)[:count]
         while not all(batch.done for batch in ready) and not self._overdue:
             self._wait()
+            if self.returned() > most_returned:
+                break
             self._begin_here(count)  # what was to be made elsewhere may have come back
         self._as_left = True
         return len(ready)

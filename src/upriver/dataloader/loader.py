@@ -186,6 +186,7 @@ class DataLoader(TorchLoader[Any]):
         self._growth = growth(self._hired, self._measured, offload=self._offload)
         self._place: Place | None = None
         self._goes_on: State | None = None
+        self._given: list[bool] | None = None
 
     @property
     def seed(self) -> int:
@@ -223,7 +224,7 @@ class DataLoader(TorchLoader[Any]):
             closed_with(epoch, elsewhere.close, at_exit=True)
         cpu_s = CpuSeconds()
         if self.num_workers:
-            processes = self._processes(base)
+            processes = self._processes(base or self.seed)  # those of a state that persisted had begun
             epoch.use(processes)
             cpu_s = CpuSeconds(processes.pids)
             if not self.persistent_workers:
@@ -375,7 +376,10 @@ class DataLoader(TorchLoader[Any]):
     def _generators(self) -> list[torch.Generator]:
         """That this loader and its sampler were given."""
         found = [self.generator, getattr(self._sampler, "generator", None)]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        if self._given is None:  # a sampler may make one of its own when it is begun
+            self._given = [isinstance(each, torch.Generator) for each in found]
+        own = [each for each, given in zip(found, self._given, strict=True) if given]
+        return list({id(each): each for each in own if isinstance(each, torch.Generator)}.values())
 
     # ------------------------------------------------------------------------- where samples are made
 

@@ -139,7 +139,8 @@ class Tasks(TorchDataset[Made]):
         except Exception:
             return Made(task.number, failed=wrapped())
         except SystemExit as left:
-            return Made(task.number, left=ended_by(os.getpid(), _exit_code(left)))
+            why = "" if left.code is None or isinstance(left.code, int) else f": {left.code}"
+            return Made(task.number, left=ended_by(os.getpid(), _exit_code(left)) + why)
 
 
 class ProcessesEnded(RuntimeError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -172,8 +173,9 @@ def export(
     Casts that autocast makes stand in the graph as operators, since the decompositions too run under it: what
     is recorded gives the same bits with autocast off.
 
-    Other threads may compute meanwhile, and get the bits that they always get; a second pass waits for the
-    first, since torch's recording is not made for two.
+    Other threads may compute meanwhile and get the bits that they always get, but must leave ``model`` alone:
+    torch has no values in its parameters while it records. A second pass waits for the first, since torch's
+    recording is not made for two.
 
     Raises:
         CaptureError: If torch cannot record it; the message says why.
@@ -282,6 +284,15 @@ def _reason(error: Exception, entered: Sequence[str]) -> str:
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while torch records: it changes flags, filters and tables of the whole process, and puts them back."""
+
+
+def _forked() -> None:
+    """In a child of this process: nobody there records."""
+    global _ONE_AT_A_TIME
+    _ONE_AT_A_TIME = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class _Thread(threading.local):
