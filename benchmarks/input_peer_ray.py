@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -119,16 +120,29 @@ def trainer(spec: Mapping[str, Any]) -> None:
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nor is it written
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
-        head = start(spec, "compute", folder)
-        try:
-            _join(spec)
-            found = train_apart(batches(spec), spec)
-        finally:
-            ray.shutdown()  # before its head goes, or it would end this process
-            head.terminate()
-            head.wait()
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    head = start(spec, "compute", folder)
+    try:
+        _join(spec)
+        found = train_apart(batches(spec), spec)
+    finally:
+        ray.shutdown()  # before its head goes, or it would end this process
+        head.terminate()
+        head.wait()
+        _remove(folder)
     print(json.dumps({**found, "version_of": f"ray {ray.__version__}"}), flush=True)
+
+
+def _remove(folder: str) -> None:
+    """Once the other host's node, whose logs are in the same folder, writes there no more."""
+    until = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return shutil.rmtree(folder)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
 
 def _join(spec: Mapping[str, Any]) -> None:

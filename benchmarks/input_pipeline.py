@@ -14,7 +14,7 @@ Run ``python benchmarks/input_pipeline.py`` as root; it may be ended at any mome
 ``results/input_pipeline.jsonl``, each peer in it another one, and the next start goes on from there. ``--only
 R`` takes some workloads or settings, ``--minutes 20`` ends it between two of them, ``--list`` says how far
 all are, ``--quick`` shows in a minute that it works, ``--write`` only writes ``results/input_pipeline.md``
-and ``.png`` from what is there. All of it takes some 70 minutes on two cores.
+and ``.png`` from what is there. All of it takes some 100 minutes on two cores.
 
 The trainer has the first core and a network namespace, the worker the second and another one.
 """
