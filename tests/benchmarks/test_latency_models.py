@@ -12,7 +12,7 @@ import torch
 import latency_models
 from _common import Spread
 from _planned import Deadline, Records, TimeIsUp
-from latency_models import Network, fitted, judged, kinds_within, measure, predicted, report
+from latency_models import Network, apart, fitted, judged, kinds_within, measure, predicted, report
 from upriver.profile.calibrate import OCCASIONS, TABLE_III
 from upriver.profile.calls import Call
 from upriver.profile.kinds import works_of
@@ -133,6 +133,16 @@ def test_other_configurations_are_timed_anew(scripted: list[str], tmp_path: Path
     count = len(scripted)
     run(records)
     assert len(scripted) == count + len(stale["seconds"])
+
+
+def test_what_a_measurement_changes_by_stands_beside_what_a_model_is_off_by(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    assert apart(records, KIND) is None
+    for number, seconds in enumerate(([1e-3, 2e-4, 1e-6], [1.1e-3, 4e-4, 9e-6], [3e-3, 2.1e-4, 2e-6])):
+        records.add(f"{KIND} {number}", {"seconds": seconds})
+    assert apart(records, KIND) == pytest.approx(0.075)  # 10 % and 5 %; what is short does not count
+    text = report([error(KIND, "ours", 9.0), error("softmax", "ours", 9.0)], [], [], {KIND: 0.075})
+    assert "| 1451.5 / 17.7 | 7.5 |" in text and text.count("| 7.5 |") == 1
 
 
 def test_the_shortest_time_counts_and_a_network_is_predicted(scripted: list[str], tmp_path: Path) -> None:
