@@ -136,14 +136,21 @@ def order(value: torch.Tensor | np.ndarray[Any, Any]) -> list[int]:
 
 
 class OwnGenerator(Plain):
-    """Draws from a generator of its own, which nobody seeds."""
+    """Draws from a generator of its own, which nobody seeds but it itself."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, seed: int | None = None) -> None:
         super().__init__(count)
-        self._generator = np.random.default_rng()
+        self._generator = np.random.default_rng(seed)
 
     def __getitem__(self, index: int) -> Any:
         return float(self._generator.random())
+
+
+class OfProcess(Plain):
+    """The same in one process, and another one in the next."""
+
+    def __getitem__(self, index: int) -> Any:
+        return os.getpid()
 
 
 class Pictures(Plain):

@@ -201,9 +201,21 @@ def test_a_worker_that_does_not_allow_it_says_so(reference: list[list[Any]]) -> 
         assert loader.report.made == {"here": 2 * COUNT}
 
 
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_dataset_with_a_generator_of_its_own_stays_here(
+    workers: list[EmbeddedServer], seed: int | None
+) -> None:
+    """It is no part of what is seeded. From a seed of its own it gives the same at first, here and there."""
+    data = named("OwnGenerator", seed=seed)
+    loader = DataLoader(data, batch_size=7, seed=3, workers=urls(workers), offload="always")
+    list(loader)
+    assert loader.report.made == {"here": COUNT}
+    assert loader.report.why_not.keys() == set(urls(workers))
+    assert all("sample 0 is another one" in why for why in loader.report.why_not.values())
+
+
 def test_a_worker_that_makes_other_samples_is_not_used(workers: list[EmbeddedServer]) -> None:
-    """A generator of the dataset's own is no part of what is seeded: here and there differ."""
-    loader = DataLoader(named("OwnGenerator"), batch_size=7, seed=3, workers=urls(workers), offload="always")
+    loader = DataLoader(named("OfProcess"), batch_size=7, seed=3, workers=urls(workers), offload="always")
     list(loader)
     assert loader.report.made == {"here": COUNT}
     assert all("another sample" in why for why in loader.report.why_not.values())

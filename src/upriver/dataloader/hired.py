@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from itertools import pairwise
+from typing import Any
 
 from upriver.client.fleet import Fleet, Provider, Serves
 from upriver.client.transport import ServerClient
@@ -23,11 +25,12 @@ from upriver.dataloader.plan import name_of_stretch
 from upriver.dataloader.remote import Canary, Workers
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.dataloader.worker import Worker
-from upriver.errors import UpriverError
+from upriver.errors import ConfigError, NotExact, UpriverError
 from upriver.pipeline.mapstyle import DONE
 from upriver.pipeline.seeding import apart
 from upriver.profile.metrics_store import RemoteResources, RemoteWorker, sample_key
 from upriver.protocol import BY_DEFAULT
+from upriver.protocol.tree import identical
 from upriver.text import error_text
 
 log = logging.getLogger("upriver")
@@ -61,7 +64,7 @@ class Hired:
         """Workers that have been started so far, and taken in."""
         self._at_work = weakref.WeakSet[Workers]()
         self._lock = threading.Lock()
-        self._here_s = 0.0
+        self._here_s, self._steady = 0.0, False
         closed_with(self, partial(_close, self._workers))
 
     @cached_property
@@ -249,7 +252,11 @@ class Hired:
         return Task(number=-1, epoch=epoch, batch=0, indices=(0,), samples=(0,), whole=False, start=start)
 
     def _canary(self, task: Task) -> Canary:
-        """The first sample of a task, made here."""
+        """The first sample of a task, made here.
+
+        Raises:
+            NotExact: If it is another one each time.
+        """
         start = self._maker.source.positions[0]
         one = task._replace(
             number=-1,
@@ -264,8 +271,25 @@ class Hired:
         began_s = time.monotonic()
         with apart():
             value = self._maker.make(one)
-        self._here_s = time.monotonic() - began_s
+            self._here_s = time.monotonic() - began_s
+            if not self._steady:
+                self._check_again(one, value)
+        self._steady = True
         return Canary(task=one, value=value, seconds=self._here_s)
+
+    def _check_again(self, task: Task, value: Any) -> None:
+        """Whether a sample is the same once more: here and there may agree on it at first, from one seed.
+
+        Raises:
+            NotExact: If it is another one.
+        """
+        again = self._maker.make(task)
+        with contextlib.suppress(ConfigError):  # what cannot be sent is no worker's anyway
+            if not identical(again, value):
+                raise NotExact(
+                    f"sample {task.samples[0]} is another one each time that it is made: the dataset draws "
+                    "from a generator of its own, or counts"
+                )
 
 
 def _what(asked: Asked) -> Serves:

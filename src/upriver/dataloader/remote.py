@@ -231,6 +231,9 @@ class Workers:
             return
         try:
             self._canary = self._make_canary(task)
+        except NotExact as error:
+            for worker in unproved:
+                self._note(worker, error)
         except Exception as error:  # the dataset's own, which the batch will have as well
             for worker in unproved:
                 worker.failed = f"no sample could be made here to compare with: {error_text(error)}"
