@@ -91,6 +91,13 @@ def working(
 
 
 @pytest.mark.slow
+def test_what_is_allowed_and_not_here_is_named(tmp_path: Path) -> None:
+    with working(tmp_path, "--allow", "birds", "--allow", "aviary.data:Owls") as (_, _url, log):
+        said = [line for line in log.read_text().splitlines() if "no such module" in line]
+        assert len(said) == 1 and "aviary.data:Owls" in said[0]
+
+
+@pytest.mark.slow
 def test_it_makes_what_lies_where_it_was_started_and_ends_with_0_on_sigterm(tmp_path: Path) -> None:
     with working(tmp_path, "--allow", "birds") as (process, url, log):
         info = json.loads(get(url, "/v1/info")[1])
@@ -106,7 +113,7 @@ def test_it_makes_what_lies_where_it_was_started_and_ends_with_0_on_sigterm(tmp_
         assert process.communicate(timeout=60)[0] == ""
         assert process.returncode == 0
         logged = log.read_text()
-        assert "a bird is made" in logged
+        assert "a bird is made" in logged and "no such module" not in logged
         assert "Traceback" in logged and "PermissionError: not with ***" in logged
         assert "open-sesame" not in logged
 

@@ -197,6 +197,31 @@ def test_a_sampler_that_makes_its_generator_itself_goes_on(batches: int) -> None
     assert begun and same(list(there), follow)
 
 
+@pytest.mark.parametrize("first", ["told", "loaded"])
+def test_a_new_sampler_that_is_told_of_the_next_epoch_goes_on_with_it(first: str) -> None:
+    """Whether it is told before the state is loaded or after."""
+
+    def loader_with() -> DataLoader:
+        sampler = DistributedSampler(range(COUNT), num_replicas=2, rank=0)  # type: ignore[arg-type]
+        return DataLoader(Noisy(COUNT), batch_size=4, sampler=sampler, seed=3)
+
+    here = loader_with()
+    for number in range(2):
+        here.sampler.set_epoch(number)  # type: ignore[attr-defined]
+        list(here)
+    state = here.state_dict()
+    here.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    there = loader_with()
+    if first == "told":
+        there.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    there.load_state_dict(state)
+    if first == "loaded":
+        there.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    assert same(list(there), list(here))
+    there.load_state_dict(state)  # back again, in a loader that has begun: as it was then
+    assert there.sampler.epoch == 1  # type: ignore[attr-defined]
+
+
 class Told:
     """Samples that say what their process began with."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -18,6 +19,8 @@ import typer
 from upriver.cli import serve_file
 from upriver.cli.serve_file import TOKEN_VARIABLE, Checked, read_token_file
 from upriver.errors import ConfigError
+
+log = logging.getLogger("upriver")
 
 SHUTDOWN_GRACE_S = 5.0
 """After its parent has gone, an embedded server may finish what it is doing for so long."""
@@ -72,11 +75,14 @@ def serve_here(settings: Mapping[str, Any], token: str | None) -> None:
     """
     from upriver.server import ServerConfig, logs
     from upriver.server import serve as run_server
+    from upriver.server.allowed import not_here
 
     config = ServerConfig(**settings, token=token)
     # People are told what they should look at, machines also what is as it should be.
     level = "INFO" if config.log_format == "json" else "WARNING"
     logs.configure(config.log_format, level, secrets=_secrets(token, settings))
+    for name in not_here(config.allow):
+        log.warning("%s is allowed, and there is no such module here: what it names is refused", name)
     run_server(config, on_listening=_announce)
 
 

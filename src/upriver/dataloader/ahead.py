@@ -60,8 +60,10 @@ class Room:
 
 
 def num_bytes(value: Any) -> int:
-    """Bytes of all tensors and arrays in a batch."""
+    """Bytes of all tensors and arrays in a batch; sparse tensors do not tell."""
     match value:
+        case torch.Tensor() if value.layout is not torch.strided:
+            return 0
         case torch.Tensor() | np.ndarray():
             return int(value.nbytes)
         case bytes() | str():

@@ -318,7 +318,10 @@ class DataLoader(TorchLoader[Any]):
         if found.own is not None:
             set_own([torch.Generator() for _ in self._generators], found.own)
             set_own(self._generators, found.own)
-        if found.sampler_epoch is not None:
+        fresh = self._place is None and self._goes_on is None
+        told = fresh and bool(getattr(self._sampler, "epoch", 0))
+        if found.sampler_epoch is not None and not (told and found.drawn is None):
+            # Unless no epoch is under way and the user has told a new sampler already which one comes next.
             self._sampler.set_epoch(found.sampler_epoch)
         if found.sampler is not None:
             stateful_of(self.batch_sampler, self._sampler).load_state_dict(found.sampler)

@@ -177,8 +177,11 @@ def _contiguous(samples: list[Any]) -> Any:
 def whole_number(index: Any) -> int | None:
     """The number that an index is, be it Python's, NumPy's or in a tensor; None where it is something else.
 
-    An array of one number is something else: it may stand for a list of samples.
+    An array of one number is something else: it may stand for a list of samples. So is a truth value: where
+    it is sent as a number a dataset gets another index.
     """
+    if isinstance(index, bool):
+        return None
     try:
         return None if getattr(index, "ndim", 0) else operator.index(index)
     except TypeError:

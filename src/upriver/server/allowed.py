@@ -10,6 +10,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from upriver.errors import ConfigError, Forbidden
@@ -35,6 +38,15 @@ def require_allow(allow: Sequence[str]) -> None:
                 "allow names packages, modules or package.module:callable, no part with an underscore first; "
                 f"got {printable(repr(name), 80)}"
             )
+
+
+def not_here(allow: Sequence[str]) -> list[str]:
+    """Those names whose package, or module, this machine does not have; nothing is imported to see that."""
+    packages = {name: name.partition(":")[0].partition(".")[0] for name in allow}
+    begins = [str(Path.cwd())]  # where the processes that run it look first
+    return [
+        name for name, top in packages.items() if not (PathFinder.find_spec(top, begins) or find_spec(top))
+    ]
 
 
 def check_code(code: CodeRef, allow: Sequence[str]) -> None:
