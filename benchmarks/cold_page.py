@@ -98,7 +98,8 @@ Where two plain ones differ by more than {most_after:.0%}, nothing is judged.
 
 Found with {swept} at one sample, for models of 10 MB and less with {swept_small}: the shortest of
 {sweep_runs} runs each, in turns, or of one where that was more than {sweep_near:.0%} over the shortest;
-"cannot" where it fails or answers wrongly. The link of 0.1 Gbit/s takes the values of that of 1 Gbit/s.
+"cannot" where it fails or answers wrongly. The link of 0.1 Gbit/s takes the values of that of 1 Gbit/s,
+and two cores take those of one.
 "Taken as it came": by `load_state_dict(assign=True)`, which spares a copy. Where that changes low bits
 of a model's answer, as memory that is not aligned can, weights are copied.
 

@@ -217,10 +217,10 @@ SWEPT_AT: Mapping[float | None, float] = MappingProxyType({0.1: 1.0})
 
 
 def swept(setting: Setting) -> Setting:
-    """Where the knobs that a setting takes are found."""
+    """Where the knobs that a setting takes are found: at one sample, and on one core."""
     gbit = SWEPT_AT.get(setting.gbit, setting.gbit)
     model = SWEPT_SMALL if setting.model in SMALL else SWEPT_MODEL
-    return replace(setting, model=model, batch=1, gbit=gbit)
+    return replace(setting, model=model, batch=1, gbit=gbit, cores=1)
 
 
 QUICK: tuple[Setting, ...] = (Setting(model="squeezenet", repeats=1, ways=(OURS, "sequential")),)
