@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -321,6 +321,44 @@ def test_a_real_answer_tells_of_a_load_that_k_does_not_know(
             now = answer.decide().now
             assert now is not None and (now.slowed > 2) == is_news
             assert ("by the last answer" in answer.why) == is_news
+
+
+def tf32(value: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = value
+
+
+def conv(value: str) -> None:
+    torch.backends.mkldnn.conv.fp32_precision = value
+
+
+@pytest.mark.parametrize(
+    ("name", "put", "before", "other"),
+    [
+        ("matmul_precision", torch.set_float32_matmul_precision, "highest", "medium"),
+        ("mkldnn", torch._C._set_mkldnn_enabled, True, False),
+        ("conv_precision", tf32, True, False),
+        ("conv_precision", conv, "none", "bf16"),
+    ],
+)
+def test_a_server_is_not_asked_while_a_flag_of_this_process_is_another_one(
+    name: str, put: Callable[[Any], None], before: Any, other: Any, server: Running
+) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with upriver.offload(model, example_inputs=x, servers=[server.url], policy="remote", **SELDOM) as answer:
+        wanted = here(model, x)
+        assert torch.equal(answer(x), wanted)
+        assert answer.last is not None and answer.last.server == server.url
+        put(other)
+        try:
+            for _ in range(3):
+                assert torch.equal(answer(x), here(model, x))
+                assert answer.last.server == ""
+            wait_for(lambda: f"computes with other low bits: {name} " in answer.decide().why)
+        finally:
+            put(before)
+        wait_for(lambda: answer.decide().server == server.url)
+        assert torch.equal(answer(x), wanted)
+        assert answer.last.server == server.url
 
 
 # ---------------------------------------------------------------------------------------- programs
