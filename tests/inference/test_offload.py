@@ -361,6 +361,28 @@ def test_a_server_is_not_asked_while_a_flag_of_this_process_is_another_one(
         assert answer.last.server == server.url
 
 
+def test_calls_are_under_autocast_as_the_capture_was(server: Running) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with upriver.offload(model, example_inputs=x) as answer:
+        wanted = here(model, x)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ConfigError, match="captured without autocast, and is called under autocast to bf"),
+        ):
+            answer(x)
+        assert torch.equal(answer(x), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = here(model, x)
+        with upriver.offload(model, example_inputs=x, servers=[server.url], cut=0, **SELDOM) as answer:
+            for cut in range(answer.program.num_stages + 1):
+                cut_at(answer, cut)
+                assert same(answer(x), wanted) and answer(x).dtype == torch.bfloat16
+                assert answer.last is not None and not answer.last.why_not
+            for other in (torch.autocast("cpu", enabled=False), torch.autocast("cpu", torch.float16)):
+                with other, pytest.raises(ConfigError, match="was captured under autocast to bfloat16, and"):
+                    answer(x)
+
+
 # ---------------------------------------------------------------------------------------- programs
 
 
