@@ -15,7 +15,7 @@ from tests.inference.asking import SELDOM, Chain, chain, cut_at, here
 from tests.program.nets import Small
 from tests.server.running import Running
 from upriver.client.inference.offload import Offload
-from upriver.client.inference.unchanged import Unchanged, module_states
+from upriver.client.inference.unchanged import MOST_TENSORS, PIECE_BYTES, Unchanged, module_states
 from upriver.errors import FrozenChanged
 
 
@@ -105,6 +105,28 @@ def test_one_weight_is_looked_at_in_its_turn_and_kept_in_mind(model: Chain, answ
         except FrozenChanged as error:
             seen.append(str(error))
     assert len(seen) > turns and all("'layers.last.weight'" in each for each in seen)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_one_value_of_a_small_model_is_seen_with_the_next_request(number: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), torch.randn(2, 8)
+    with upriver.offload(model, example_inputs=x) as answer:
+        answer(x)
+        list(model.parameters())[number].data.view(-1)[0] += 1
+        for _ in range(2):
+            with pytest.raises(FrozenChanged):
+                answer(x)
+
+
+def test_as_many_values_are_compared_at_once_as_there_is_room_for() -> None:
+    unchanged = Unchanged()
+    sizes = {"large": 40_000, "middle": 5_000, **{f"small{number}": 1 for number in range(100)}}
+    unchanged.watch({name: torch.zeros(size) for name, size in sizes.items()})
+    together = [[piece.numel() for _, piece, _ in pieces] for pieces in unchanged._pieces]
+    assert sum(map(sum, together)) == 4 * sum(sizes.values())
+    assert all(sum(each) <= PIECE_BYTES and len(each) <= MOST_TENSORS for each in together)
+    assert len(together) <= 11
 
 
 def test_weights_that_come_to_lie_in_shared_memory_are_no_change(model: Chain, answer: Offload) -> None:

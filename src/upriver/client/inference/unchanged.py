@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 import xxhash
@@ -16,8 +17,12 @@ from upriver.errors import FrozenChanged
 from upriver.program.freeze import fold
 from upriver.program.weights import storage_order
 
-PIECE_BYTES = 64 * 1024
-"""Compared with each request: some 10 us. Where all weights were written to, any piece shows it."""
+PIECE_BYTES, MOST_TENSORS = 64 * 1024, 32
+"""Compared with each request, of at most so many tensors: some 10 us, 25 us where all of these are small. Where
+all weights were written to, any piece shows it."""
+
+Piece: TypeAlias = "tuple[str, torch.Tensor, int]"
+"""Name of a tensor, some of its bytes, and what they are to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,8 @@ class Unchanged:
     In-place changes move a tensor's version, which is looked at with each request: some 20 us for the 320
     tensors of a ResNet-50. A batch norm in training moves that of its counter only, which no program reads:
     where anything of a module was written to, the values of all that programs read of it are compared. Writes
-    through ``.data`` and by fused optimizers move none: for these the values of one piece are compared with
-    each request, another one each time, and of all when the next form of call is captured. A tensor that
+    through ``.data`` and by fused optimizers move none: for these the values of some are compared with each
+    request, of others each time, and of all when the next form of call is captured. A tensor that
     comes in the place of another one changes nothing of what programs compute.
     """
 
@@ -73,7 +78,7 @@ class Unchanged:
         self._lock = threading.Lock()
         self._digests: dict[str, int] = {}
         self._seen = _Seen()
-        self._pieces: tuple[tuple[str, torch.Tensor, int], ...] = ()
+        self._pieces: tuple[tuple[Piece, ...], ...] = ()
         self._at = 0
 
     def forked(self) -> None:
@@ -110,7 +115,7 @@ class Unchanged:
             ]
             pieces = [(each.name, piece, _fold(piece)) for each in new for piece in _pieces(each.tensor)]
             random.Random(0).shuffle(pieces)  # large weights have many
-            self._pieces = (*self._pieces, *pieces)
+            self._pieces = (*self._pieces, *_together(pieces))
             self._seen = _with_states(_with(self._seen, new), states)
 
     def check(self) -> None:
@@ -124,9 +129,9 @@ class Unchanged:
             with self._lock:
                 self._look()
         if self._pieces:
-            name, piece, digest = self._pieces[at := self._at]
-            if _fold(piece) != digest:
-                raise _changed(name)  # and so does the next one
+            for name, piece, digest in self._pieces[at := self._at]:
+                if _fold(piece) != digest:
+                    raise _changed(name)  # and so does the next one
             self._at = (at + 1) % len(self._pieces)
 
     def _look(self) -> None:
@@ -199,6 +204,20 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         return ()
     flat = storage_order(tensor.detach()).reshape(-1).view(torch.uint8)
     return torch.split(flat, PIECE_BYTES)
+
+
+def _together(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
+    """Those that are compared with one request, in the order in which they come."""
+    found: list[tuple[Piece, ...]] = []
+    room = 0
+    for piece in pieces:
+        num_bytes = piece[1].numel()
+        if num_bytes > room or len(found[-1]) == MOST_TENSORS:
+            found.append(())
+            room = PIECE_BYTES
+        found[-1] += (piece,)
+        room -= num_bytes
+    return found
 
 
 def _fold(piece: torch.Tensor) -> int:
