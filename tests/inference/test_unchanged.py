@@ -142,10 +142,68 @@ def test_a_tensor_in_the_place_of_another_one_changes_nothing(model: Chain, answ
     x = torch.randn(2, 64)
     wanted = here(model, x)
     model.load_state_dict(chain(seed=1).state_dict(), assign=True)
-    model.layers.last = nn.Linear(12, 3)
     for cut in range(answer.program.num_stages + 1):
         cut_at(answer, cut)
         assert torch.equal(answer(x), wanted)
+
+
+def replaced(model: Chain) -> Callable[[], object]:
+    before, model.layers.last = model.layers.last, nn.Linear(12, 3)
+    return lambda: setattr(model.layers, "last", before)
+
+
+def added(model: Chain) -> Callable[[], object]:
+    model.layers.append(nn.ReLU())
+    return lambda: model.layers.pop(7)
+
+
+def hooked(model: Chain) -> Callable[[], object]:
+    return model.layers.tanh.register_forward_hook(lambda _module, _args, result: result + 1).remove
+
+
+def hooked_before(model: Chain) -> Callable[[], object]:
+    return model.register_forward_pre_hook(lambda _module, args: (args[0] + 1,)).remove
+
+
+@pytest.mark.parametrize("change", [replaced, added, hooked, hooked_before])
+def test_other_modules_and_hooks_are_an_error_at_every_cut_until_they_are_as_they_were(
+    change: Callable[[Chain], Callable[[], object]], model: Chain, answer: Offload
+) -> None:
+    x = torch.randn(2, 64)
+    wanted = here(model, x)
+    put_back = change(model)
+    for cut in range(answer.program.num_stages + 1):
+        cut_at(answer, cut)
+        with pytest.raises(FrozenChanged, match="a module or a hook of the model changed after the model"):
+            answer(x)
+    with pytest.raises(FrozenChanged, match="a module or a hook"):
+        answer(torch.randn(3, 64))
+    put_back()
+    assert torch.equal(answer(x), wanted)
+    assert torch.equal(answer(x[:1]), here(model, x[:1]))
+
+
+def test_hooks_of_a_capture_are_nobodys(model: Chain, answer: Offload) -> None:
+    """Requests of the forms that there are go on meanwhile."""
+    x, wrong = torch.randn(2, 64), []
+    wanted = here(model, x)
+    capturing = threading.Event()
+
+    def ask() -> None:
+        try:
+            while not capturing.is_set():
+                assert torch.equal(answer(x), wanted)
+        except BaseException as error:
+            wrong.append(error)
+
+    cut_at(answer, 7)
+    asker = threading.Thread(target=ask)
+    asker.start()
+    for count in (3, 4):
+        answer(torch.randn(count, 64))
+    capturing.set()
+    asker.join()
+    assert wrong == []
 
 
 @pytest.mark.parametrize("how", ["data", "assign"])

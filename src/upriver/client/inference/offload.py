@@ -65,7 +65,7 @@ class Offload:
         forms: What calls are to run.
         fars: Servers. The forms' too: others are put in their place in a forked child.
         fars_anew: Makes these.
-        unchanged: Watches the weights.
+        unchanged: Watches the weights and the modules.
         autocast: Type that the model was captured under; None where autocast was off.
         rule: How requests are cut.
         patience: With servers.
@@ -106,7 +106,8 @@ class Offload:
             ConfigError: If they have another form than the example and cannot be captured, in words that name
                 the argument; if autocast is not as it was when the model was captured; or if this object was
                 closed.
-            FrozenChanged: If weights were written to since the model was captured.
+            FrozenChanged: If weights were written to, modules replaced, or hooks registered or removed since
+                the model was captured.
             ProgramError: If the network cannot be computed on them.
         """
         began = time.perf_counter()
@@ -370,7 +371,7 @@ def offload(
     tls = client_context(ca=ca, certificate=certificate, key=key)
     fars_anew = partial(_fars, tuple(servers), deadline_s, terms, token=checks.token(token), tls=tls)
     fars = fars_anew()
-    unchanged = Unchanged()
+    unchanged = Unchanged(model)
     example = Example.of(example_inputs)
     autocast = autocast_dtype(autocast_here(example.tensors[0].device))
     forms = Forms(example, partial(_make, model, fars, measure, unchanged, autocast))
@@ -452,7 +453,8 @@ def _make(
     example: Example,
 ) -> Network:
     """Capture a model for one form of call, and let servers have it."""
-    captured = capture_whole(model, example, autocast=autocast)
+    with unchanged.capturing():
+        captured = capture_whole(model, example, autocast=autocast)
     unchanged.watch(captured.weights, module_states(model))
     seconds = device_seconds(captured, measure)
     network = Network(captured=captured, device_s=seconds, total_s=sum(seconds))
