@@ -26,8 +26,10 @@ def autocast_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def autocast_here(device: torch.device) -> torch.dtype | None:
-    """The type that this thread's autocast computes in; None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    """The type that this thread's autocast computes in; None where it is off, or there is none."""
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,7 @@ from upriver.program.example import Example, Inputs
 from upriver.program.precision import autocast_dtype, autocast_here
 from upriver.program.program import Program
 from upriver.program.whole import capture_whole
+from upriver.text import printable
 from upriver.types import Plan, require_finite, require_type
 
 DEADLINE_S = 10.0
@@ -405,7 +406,8 @@ def _under(autocast: torch.dtype | None) -> str:
 def _rule(policy: str | None, cut: int | None) -> Rule:
     if policy is not None and cut is not None:
         raise ConfigError(f"cut={cut} takes the place of a policy; give it or policy={policy!r}")
-    return Rule(policy=checks.choice("policy", policy or DEFAULT_POLICY, ESTIMATES), cut=cut)
+    name = DEFAULT_POLICY if policy is None else policy
+    return Rule(policy=checks.choice("policy", name, ESTIMATES), cut=cut)
 
 
 def _check_cut(rule: Rule, num_stages: int) -> None:
@@ -425,8 +427,8 @@ def _helpers(hedge_s: float | None) -> Executor | None:
 
 
 def _check_servers(urls: Sequence[str]) -> None:
-    if isinstance(urls, str):
-        raise ConfigError(f"servers must be a list of addresses, got the text {urls!r}")
+    if isinstance(urls, str) or not isinstance(urls, Collection):
+        raise ConfigError(f"servers must be a list of addresses, got {printable(repr(urls), 100)}")
     for url in checks.addresses(urls):
         if is_directory(url):
             raise ConfigError(f"{url} is a directory; give the addresses of servers that it names")
