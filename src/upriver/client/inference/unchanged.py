@@ -19,8 +19,8 @@ from upriver.program.freeze import fold
 from upriver.program.weights import storage_order
 
 PIECE_BYTES, MOST_TENSORS = 64 * 1024, 32
-"""Compared with each request, of at most so many tensors: some 10 us, 25 us where all of these are small. Where
-all weights were written to, any piece shows it."""
+"""Compared with each request, of at most so many tensors: some 10 us, 25 us where all of these are small.
+Where all weights were written to, any piece shows it."""
 
 Piece: TypeAlias = "tuple[str, torch.Tensor, int]"
 """Name of a tensor, some of its bytes, and what they are to be."""
