@@ -46,6 +46,7 @@ class Captured:
         returned: What the model itself returned for the example.
         granularity: Where its stages end.
         weights: What the program reads, by key in the weights file: the model's own tensors.
+        autocast: Type that autocast computed in; None where it was off.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class Captured:
     returned: Answer = field(repr=False)
     granularity: Granularity
     weights: Mapping[str, torch.Tensor] = field(repr=False)
+    autocast: torch.dtype | None = None
 
     def answer(self, given: Sequence[torch.Tensor]) -> Any:
         """What the model would return, from what its program gives."""
@@ -120,6 +122,7 @@ def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | N
         returned=answer,
         granularity=granularity,
         weights=recording.tensors,
+        autocast=autocast,
     )
 
 
