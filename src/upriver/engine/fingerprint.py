@@ -98,12 +98,14 @@ def _accelerator(device: torch.device) -> dict[str, str]:
 
 def flags() -> dict[str, str]:
     """What of it may change while a process runs: some microseconds, for those who look again and again."""
+    cudnn: Any = torch.backends.cudnn  # whose kinds of operators mypy does not find
+    onednn: Any = torch.backends.mkldnn
     # The fused fast path of attention is no part: frozen stages always run with it off.
     return {
         # Not by the older names, which raise where a precision was set by these.
-        "matmul_precision": _precisions(torch.backends.cuda.matmul, torch.backends.mkldnn.matmul),
-        "conv_precision": _precisions(torch.backends.cudnn.conv, torch.backends.mkldnn.conv),
-        "rnn_precision": _precisions(torch.backends.cudnn.rnn, torch.backends.mkldnn.rnn),
+        "matmul_precision": _precisions(torch.backends.cuda.matmul, onednn.matmul),
+        "conv_precision": _precisions(cudnn.conv, onednn.conv),
+        "rnn_precision": _precisions(cudnn.rnn, onednn.rnn),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
         "mkldnn": str(torch.backends.mkldnn.enabled),
