@@ -55,7 +55,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_error(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--minutes", "0"], "minutes"),
+        (["--minutes", "0"], "--minutes must be"),
         (["--minutes", "soon"], "--minutes"),
         (["--device", "abacus"], "abacus"),
         (["--output", "/does/not/exist/latency.json"], "/does/not/exist"),

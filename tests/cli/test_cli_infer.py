@@ -57,6 +57,15 @@ class Apart(nn.Module):
 def apart():
     return Apart(), (torch.randn(2, 3), 2.0, torch.rand(2, 3) + 1)
 
+class Features(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 3), nn.Linear(3, 2)
+
+    def forward(self, ids, feat, more=None):
+        answer = self.head(self.embedding(ids) + feat)
+        return answer if more is None else answer + more
+
 class Branch(nn.Module):
     def forward(self, x):
         return x * 2 if x.sum() > 0 else x
@@ -212,6 +221,41 @@ def test_inputs_that_leave_one_out_are_an_error_that_names_them(
     assert "the model takes x; " in err and "holds x, y" in err
 
 
+def test_inputs_are_named_as_forward_does_without_an_example_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = load_model("infer_models:Features")
+    ids, feat, more = torch.randint(0, 10, (2,)), torch.randn(2, 3), torch.randn(2, 2)
+    for given, wanted in (
+        ({"feat": feat, "ids": ids}, here(model, ids, feat)),
+        ({"feat": feat, "ids": ids, "more": more}, here(model, ids, feat, more)),
+        ({"a": ids, "b": feat}, here(model, ids, feat)),
+    ):
+        save_file(given, tmp_path / "inputs.safetensors")
+        output = tmp_path / "answer.safetensors"
+        asked(capsys, "infer_models:Features", "--input", tmp_path / "inputs.safetensors", "--output", output)
+        assert torch.equal(load_file(output)["output_0"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "said"),
+    [
+        ("Features", {"feat": (2, 3)}, "the model takes ids, feat; {path} holds feat"),
+        ("two", {"x": (2, 6), "other": (2, 3), "z": (1,)}, "holds other, x, z, of which it does not take z"),
+        ("chain", {"x": (1, 6), "y": (1, 6)}, "{path} holds x, y, of which it does not take y"),
+        ("chain", {"x": (2, 7)}, "; --input {path} holds float32 (2, 7)"),
+        ("chain", {"x": ()}, "--input {path}: a model's inputs must begin with a tensor that has samples"),
+    ],
+)
+def test_what_a_model_does_not_take_is_named_with_its_file(
+    model: str, given: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "inputs.safetensors"
+    save_file({name: torch.ones(shape) for name, shape in given.items()}, path)
+    assert main(["infer", f"infer_models:{model}", "--input", str(path)]) == 2
+    assert said.format(path=path) in capsys.readouterr().err
+
+
 def test_a_sample_without_a_batch_and_in_double_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,9 +324,11 @@ def test_a_program_that_was_pushed_is_found(
         (["infer_models:chain", "--input", "missing.npy"], "cannot read --input missing.npy"),
         (["infer_models:chain", "--input", "x.txt"], "--input must be an image"),
         (["infer_models:chain", "--input", "{x}", "--repeat", "0"], "--repeat must be"),
-        (["infer_models:chain", "--input", "{x}", "--cut", "9"], "cut must be a whole number in 0..3"),
-        (["infer_models:chain", "--input", "{x}", "--policy", "best"], "policy must be"),
-        (["infer_models:chain", "--input", "{x}", "--exact", "nearly"], "exact must be"),
+        (["infer_models:chain", "--input", "{x}", "--cut", "9"], "--cut must be a whole number in 0..3"),
+        (["infer_models:chain", "--input", "{x}", "--policy", "best"], "--policy must be"),
+        (["infer_models:chain", "--input", "{x}", "--policy", "local", "--cut", "1"], "or --policy"),
+        (["infer_models:chain", "--input", "{x}", "--deadline", "0"], "--deadline must be"),
+        (["infer_models:chain", "--input", "{x}", "--exact", "nearly"], "--exact must be"),
         (["infer_models:chain", "--input", "{x}", "--server", "here"], "a server is http://HOST:PORT"),
         (["infer_models:chain", "--input", "{x}", "--output", "no/folder/here"], "does not exist"),
         (["infer_models:branch", "--input", "{x}"], "control flow depends on data"),
@@ -290,23 +336,28 @@ def test_a_program_that_was_pushed_is_found(
         ([*NET, "--input", "{x}"], "could not capture"),
         (["infer_models:chain", "--input", "{photo}"], "is an image, and the model takes an example"),
         ([*NET, "--input", "{broken}"], "is no image that can be read"),
-        (["infer_models:chain", "--input", "{objects}"], "holds no array of numbers"),
+        (["infer_models:chain", "--input", "{objects}"], "no array of numbers: it holds Python objects\n"),
+        (["infer_models:chain", "--input", "{words}"], "no array of numbers: it is no .npy file\n"),
         (["infer_models:chain", "--input", "{text}"], "is no safetensors file"),
     ],
 )
 def test_an_error_is_one_line(
     arguments: list[str], said: str, tmp_path: Path, x: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = {name: tmp_path / name for name in ("photo.png", "broken.png", "objects.npy", "text.safetensors")}
+    files = {
+        name: tmp_path / name
+        for name in ("photo.png", "broken.png", "objects.npy", "words.npy", "text.safetensors")
+    }
     Image.new("RGB", (8, 8)).save(files["photo.png"])
     files["broken.png"].write_bytes(b"no image")
     np.save(files["objects.npy"], np.array([{}], dtype=object), allow_pickle=True)
+    files["words.npy"].write_text("words")
     files["text.safetensors"].write_text("words")
     names = {"x": tmp_path / "x.npy", **{name.partition(".")[0]: path for name, path in files.items()}}
     assert main(["infer", *(argument.format(**names) for argument in arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    errors = [line for line in captured.err.splitlines(keepends=True) if line.startswith("error: ")]
     assert len(errors) == 1 and said in errors[0]
     assert "random weights" in captured.err or captured.err.count("\n") == 1
 
@@ -319,7 +370,8 @@ def test_a_server_without_the_program_says_how_it_comes_by_it(
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, weights)
     arguments = ["--input", str(tmp_path / "x.npy"), "--server", server.url, "--no-push"]
     assert main(["infer", "infer_models:chain", *arguments, "--weights", str(weights)]) == 2
-    assert "upriver push MODEL STORE --granularity op" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--no-push" in err and "upriver push MODEL STORE --granularity op --micro-batch 1" in err
 
 
 def test_a_server_that_is_sent_the_program_for_long_is_waited_for(

@@ -241,7 +241,13 @@ def test_a_server_that_has_not_the_program_is_to_be_pushed_that_one(
     with pytest.raises(ProgramNotFound) as raised:
         upriver.offload(model, example_inputs=x, servers=[server.url], push=False)
     if level is None:
-        assert str(raised.value).endswith("let it be sent with push=True")
+        assert str(raised.value).endswith("let it be sent (without push=False or --no-push)")
         return
-    assert f"upriver push MODEL STORE --granularity {level} --micro-batch 1" in str(raised.value)
+    push = f"upriver push MODEL STORE --granularity {level} --micro-batch 1"
+    assert f"{push} (and --input-shape 64 where MODEL comes without an example)" in str(raised.value)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ProgramNotFound, match="1 --autocast bfloat16 "),
+    ):
+        upriver.offload(model, example_inputs=x, servers=[server.url], push=False)
     assert capture(model, x, granularity=level).digest in str(raised.value)

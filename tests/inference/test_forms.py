@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import upriver
 from tests.inference.asking import Two, chain, here
 from upriver.client.inference import forms as forms_module
 from upriver.client.inference.costs import device_seconds
@@ -132,6 +133,17 @@ def test_a_tensor_without_strides_is_an_error_that_names_the_argument() -> None:
         ConfigError, match=r"argument 0 of example_inputs must be a dense tensor, got .*sparse"
     ):
         forms_of(Two(), x.to_sparse())
+
+
+def test_a_tensor_without_values_is_an_error_that_names_the_argument() -> None:
+    x, said = torch.randn(2, 8), "must be a tensor with values, got float32 of shape .* on meta"
+    forms, _ = forms_of(Two(), x)
+    with pytest.raises(ConfigError, match=f"argument 0 {said}"):
+        forms.find((x.to("meta"),), {})
+    with pytest.raises(ConfigError, match=f"argument 'other' of example_inputs {said}"):
+        upriver.offload(Two(), example_inputs={"x": x, "other": torch.randn(2, 5, device="meta")})
+    with pytest.raises(ConfigError, match=f"argument 0 of example_inputs {said}"):
+        upriver.offload(nn.Linear(8, 3, device="meta"), example_inputs=x.to("meta"))
 
 
 def test_constants_are_told_apart_by_their_bits() -> None:

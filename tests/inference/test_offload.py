@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -323,6 +323,66 @@ def test_a_real_answer_tells_of_a_load_that_k_does_not_know(
             assert ("by the last answer" in answer.why) == is_news
 
 
+def tf32(value: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = value
+
+
+def conv(value: str) -> None:
+    torch.backends.mkldnn.conv.fp32_precision = value
+
+
+@pytest.mark.parametrize(
+    ("name", "put", "before", "other"),
+    [
+        ("matmul_precision", torch.set_float32_matmul_precision, "highest", "medium"),
+        ("mkldnn", torch._C._set_mkldnn_enabled, True, False),
+        ("conv_precision", tf32, True, False),
+        ("conv_precision", conv, "none", "bf16"),
+    ],
+)
+def test_a_server_is_not_asked_while_a_flag_of_this_process_is_another_one(
+    name: str, put: Callable[[Any], None], before: Any, other: Any, server: Running
+) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with upriver.offload(model, example_inputs=x, servers=[server.url], policy="remote", **SELDOM) as answer:
+        wanted = here(model, x)
+        assert torch.equal(answer(x), wanted)
+        assert answer.last is not None and answer.last.server == server.url
+        put(other)
+        try:
+            for _ in range(3):
+                assert torch.equal(answer(x), here(model, x))
+                assert answer.last.server == ""
+            wait_for(lambda: f"computes with other low bits: {name} " in answer.decide().why)
+        finally:
+            put(before)
+        wait_for(lambda: answer.decide().server == server.url)
+        assert torch.equal(answer(x), wanted)
+        assert answer.last.server == server.url
+
+
+def test_calls_are_under_autocast_as_the_capture_was(server: Running) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    with upriver.offload(model, example_inputs=x) as answer:
+        wanted = here(model, x)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ConfigError, match="captured without autocast, and is called under autocast to bf"),
+        ):
+            answer(x)
+        assert torch.equal(answer(x), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = here(model, x)
+        with upriver.offload(model, example_inputs=x, servers=[server.url], cut=0, **SELDOM) as answer:
+            for cut in range(answer.program.num_stages + 1):
+                cut_at(answer, cut)
+                assert same(answer(x), wanted) and answer(x).dtype == torch.bfloat16
+                assert answer.last is not None and not answer.last.why_not
+            for other in (torch.autocast("cpu", enabled=False), torch.autocast("cpu", torch.float16)):
+                with other, pytest.raises(ConfigError, match="was captured under autocast to bfloat16, and"):
+                    answer(x)
+
+
 # ---------------------------------------------------------------------------------------- programs
 
 
@@ -559,6 +619,9 @@ def test_nor_when_nobody_has_it_any_more(server: Running) -> None:
         ({"exact": "nearly"}, "exact must be bitwise or numeric"),
         ({"measure": "guess"}, "measure must be predict or measure"),
         ({"servers": "http://a:1"}, "servers must be a list"),
+        ({"servers": None}, "servers must be a list of addresses, got None"),
+        ({"servers": 5}, "servers must be a list of addresses, got 5"),
+        ({"policy": ""}, "policy must be inference, .*, got ''"),
         ({"servers": ["a:1"]}, "a server is http://HOST:PORT"),
         ({"servers": ["ray+http://a:1"]}, "is a directory"),
         ({"token": "a b"}, "token must be"),

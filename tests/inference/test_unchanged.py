@@ -15,7 +15,7 @@ from tests.inference.asking import SELDOM, Chain, chain, cut_at, here
 from tests.program.nets import Small
 from tests.server.running import Running
 from upriver.client.inference.offload import Offload
-from upriver.client.inference.unchanged import Unchanged, module_states
+from upriver.client.inference.unchanged import MOST_TENSORS, PIECE_BYTES, Unchanged, module_states
 from upriver.errors import FrozenChanged
 
 
@@ -107,6 +107,28 @@ def test_one_weight_is_looked_at_in_its_turn_and_kept_in_mind(model: Chain, answ
     assert len(seen) > turns and all("'layers.last.weight'" in each for each in seen)
 
 
+@pytest.mark.parametrize("number", range(6))
+def test_one_value_of_a_small_model_is_seen_with_the_next_request(number: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), torch.randn(2, 8)
+    with upriver.offload(model, example_inputs=x) as answer:
+        answer(x)
+        list(model.parameters())[number].data.view(-1)[0] += 1
+        for _ in range(2):
+            with pytest.raises(FrozenChanged):
+                answer(x)
+
+
+def test_as_many_values_are_compared_at_once_as_there_is_room_for() -> None:
+    unchanged = Unchanged()
+    sizes = {"large": 40_000, "middle": 5_000, **{f"small{number}": 1 for number in range(100)}}
+    unchanged.watch({name: torch.zeros(size) for name, size in sizes.items()})
+    together = [[piece.numel() for _, piece, _ in pieces] for pieces in unchanged._pieces]
+    assert sum(map(sum, together)) == 4 * sum(sizes.values())
+    assert all(sum(each) <= PIECE_BYTES and len(each) <= MOST_TENSORS for each in together)
+    assert len(together) <= 11
+
+
 def test_weights_that_come_to_lie_in_shared_memory_are_no_change(model: Chain, answer: Offload) -> None:
     x = torch.randn(2, 64)
     wanted = here(model, x)
@@ -120,10 +142,68 @@ def test_a_tensor_in_the_place_of_another_one_changes_nothing(model: Chain, answ
     x = torch.randn(2, 64)
     wanted = here(model, x)
     model.load_state_dict(chain(seed=1).state_dict(), assign=True)
-    model.layers.last = nn.Linear(12, 3)
     for cut in range(answer.program.num_stages + 1):
         cut_at(answer, cut)
         assert torch.equal(answer(x), wanted)
+
+
+def replaced(model: Chain) -> Callable[[], object]:
+    before, model.layers.last = model.layers.last, nn.Linear(12, 3)
+    return lambda: setattr(model.layers, "last", before)
+
+
+def added(model: Chain) -> Callable[[], object]:
+    model.layers.append(nn.ReLU())
+    return lambda: model.layers.pop(7)
+
+
+def hooked(model: Chain) -> Callable[[], object]:
+    return model.layers.tanh.register_forward_hook(lambda _module, _args, result: result + 1).remove
+
+
+def hooked_before(model: Chain) -> Callable[[], object]:
+    return model.register_forward_pre_hook(lambda _module, args: (args[0] + 1,)).remove
+
+
+@pytest.mark.parametrize("change", [replaced, added, hooked, hooked_before])
+def test_other_modules_and_hooks_are_an_error_at_every_cut_until_they_are_as_they_were(
+    change: Callable[[Chain], Callable[[], object]], model: Chain, answer: Offload
+) -> None:
+    x = torch.randn(2, 64)
+    wanted = here(model, x)
+    put_back = change(model)
+    for cut in range(answer.program.num_stages + 1):
+        cut_at(answer, cut)
+        with pytest.raises(FrozenChanged, match="a module or a hook of the model changed after the model"):
+            answer(x)
+    with pytest.raises(FrozenChanged, match="a module or a hook"):
+        answer(torch.randn(3, 64))
+    put_back()
+    assert torch.equal(answer(x), wanted)
+    assert torch.equal(answer(x[:1]), here(model, x[:1]))
+
+
+def test_hooks_of_a_capture_are_nobodys(model: Chain, answer: Offload) -> None:
+    """Requests of the forms that there are go on meanwhile."""
+    x, wrong = torch.randn(2, 64), []
+    wanted = here(model, x)
+    capturing = threading.Event()
+
+    def ask() -> None:
+        try:
+            while not capturing.is_set():
+                assert torch.equal(answer(x), wanted)
+        except BaseException as error:
+            wrong.append(error)
+
+    cut_at(answer, 7)
+    asker = threading.Thread(target=ask)
+    asker.start()
+    for count in (3, 4):
+        answer(torch.randn(count, 64))
+    capturing.set()
+    asker.join()
+    assert wrong == []
 
 
 @pytest.mark.parametrize("how", ["data", "assign"])

@@ -106,6 +106,43 @@ class Branch(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
+class Counts(nn.Module):
+    """Has, after each call, another value for an attribute that its answer depends on, or the same one."""
+
+    def __init__(self, start: object, step: object, most: int = 1000) -> None:
+        super().__init__()
+        self.start, self.step, self.most, self.count = start, step, most, start
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = min(self.count + self.step, self.start + self.step * self.most)  # type: ignore[operator]
+        return x * len(str(self.count))
+
+
+@pytest.mark.parametrize(("start", "step"), [(0, 1), (1.0, 0.5), (False, True), ("a", "b")])
+def test_a_model_that_counts_its_calls_is_refused_and_left_as_it_was(start: object, step: object) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counts(start, step))
+    with pytest.raises(CaptureError, match="changes attribute 'count' of module '1' while it runs"):
+        capture_whole(model, torch.randn(2, 4))
+    with pytest.raises(CaptureError, match="the model changes its attribute 'count' while it runs"):
+        capture_whole(model[1], torch.randn(2, 4))
+    assert model[1].count == start
+
+
+def test_an_attribute_that_each_call_sets_to_the_same_is_none_that_counts() -> None:
+    model, x = Counts(0, 1, most=1), torch.randn(2, 4)
+    model.unset = float("nan")  # type: ignore[assignment]
+    assert torch.equal(capture_whole(model, x).reference[0], x)
+
+
+def test_autocast_becomes_part_of_the_program() -> None:
+    x = torch.randn(2, 64)
+    model = chain().eval()
+    found = capture_whole(model, x, autocast=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = here(model, x)
+    assert wanted.dtype == torch.bfloat16 and same(found.answer(found.reference), wanted)
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [

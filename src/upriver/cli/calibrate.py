@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, print_table, progress_bar
+from upriver.cli.common import (
+    DebugOption,
+    JsonOption,
+    emit,
+    named_as_options,
+    note,
+    print_fields,
+    print_table,
+    progress_bar,
+)
 from upriver.cli.output import check_output, write_whole
 
 if TYPE_CHECKING:
@@ -45,7 +54,7 @@ def calibrate(
     from upriver.profile.latency_files import keep, predictor_to_json
 
     allowed = minutes if minutes is not None else QUICK_MINUTES if quick else MINUTES
-    with progress_bar() as bar:
+    with progress_bar() as bar, named_as_options(minutes="--minutes"):
         task = bar.add_task("drawing configurations", total=None)
         predictor = calibration.calibrate(
             device,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from upriver.errors import StoreError
+from upriver.errors import ConfigError, StoreError
 from upriver.text import aligned
 
 if TYPE_CHECKING:
@@ -116,6 +116,22 @@ def _drop(stream: TextIO) -> None:
     """Send what a stream still holds nowhere, or Python complains of it once more when it ends."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@contextlib.contextmanager
+def named_as_options(**options: str) -> Iterator[None]:
+    """Let an error of an argument begin with the option that it came by.
+
+    Args:
+        options: What Python calls an argument, and the option.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        name, space, rest = str(error).partition(" ")
+        if name not in options:
+            raise
+        raise ConfigError(f"{options[name]}{space}{rest}") from error
 
 
 def note(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -9,21 +10,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, print_table, working
+from upriver.cli.common import (
+    DebugOption,
+    JsonOption,
+    emit,
+    named_as_options,
+    note,
+    print_fields,
+    print_table,
+    working,
+)
 from upriver.cli.inputs import read_inputs
 from upriver.cli.options import InputShapeOption, ModelArgument, WeightsOption, parse_shape
 from upriver.cli.output import check_output
 from upriver.cli.serving import read_token
-from upriver.errors import ConfigError
+from upriver.errors import CaptureError, ConfigError
 from upriver.text import bytes_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
+    from torch import nn
 
     from upriver.client.inference.offload import Offload
     from upriver.client.inference.request import Served
+    from upriver.program.example import Example
+    from upriver.program.inputs import ModelInputs
 
 TOP = 5
 """Classes that are printed."""
@@ -71,6 +84,8 @@ def infer(
     """
     if not 1 <= repeat <= MOST_REPEATS:
         raise ConfigError(f"--repeat must be a whole number in 1..{MOST_REPEATS}, got {repeat}")
+    if policy is not None and cut is not None:
+        raise ConfigError("--cut takes the place of a policy; give it or --policy")
     check_output(output, "--output")
     token = read_token(token_file)
     from upriver.cli.checkpoint import save_tensors
@@ -79,10 +94,10 @@ def infer(
     from upriver.program.names import load_model
 
     network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
-    call = read_inputs(file, inputs, network)
+    call = _call(file, inputs, network)
     if weights is None:
         note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")
-    with working("capturing the model and looking at the servers"):
+    with working("capturing the model and looking at the servers"), _named(file, call):
         answer = offload(
             network,
             example_inputs=call,
@@ -107,6 +122,27 @@ def infer(
             save_tensors(output, {f"output_{number}": tensor for number, tensor in enumerate(tensors)})
         document = _document(model, answer, asked, tensors)
         emit(document, as_json=as_json, text=lambda: _print(document))
+
+
+def _call(file: Path, inputs: ModelInputs, network: nn.Module) -> Example:
+    """What a file holds, as a call with samples."""
+    from upriver.program.example import Example
+
+    call = read_inputs(file, inputs, network)
+    try:
+        return Example.of(call)
+    except ConfigError as error:
+        raise ConfigError(f"--input {file}: {error}") from error
+
+
+@contextlib.contextmanager
+def _named(file: Path, call: Example) -> Iterator[None]:
+    """Let errors of what is asked say where it came from."""
+    try:
+        with named_as_options(deadline_s="--deadline", policy="--policy", cut="--cut", exact="--exact"):
+            yield
+    except CaptureError as error:
+        raise CaptureError(f"{error}; --input {file} holds {call.describe()}", module=error.module) from error
 
 
 def _wait(answer: Offload) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
     from upriver.program.inputs import InputSpec, ModelInputs
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
+
+MAGIC = b"\x93NUMPY"
+"""What a .npy file begins with."""
 
 
 def read_inputs(path: Path, inputs: ModelInputs, model: nn.Module | None = None) -> Example:
@@ -72,12 +74,17 @@ def _array(path: Path) -> torch.Tensor:
     import torch
 
     try:
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ValueError("it is no .npy file")
         array = np.load(path, allow_pickle=False)
         return torch.from_numpy(np.asarray(array, order="C")).clone()
     except OSError as error:
         raise _unreadable(path, error) from None
     except (ValueError, TypeError, EOFError) as error:
-        raise ConfigError(f"--input: {path} holds no array of numbers: {error}") from None
+        # numpy would have those objects unpickled, which runs whatever the file says.
+        why = "it holds Python objects" if "pickle" in str(error) else str(error)
+        raise ConfigError(f"--input: {path} holds no array of numbers: {why}") from None
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -108,43 +115,52 @@ def _call(
     keywords = tuple(given.kwargs if given is not None else inputs.named)
     if len(tensors) == 1 and len(keywords) == 1 and not positional:
         tensors = dict(zip(keywords, tensors.values(), strict=True))
-    ordered, beyond = _parameters(model, len(positional))
+    ordered, beyond, num_needed = _parameters(model, len(positional))
+    num_positional = len(positional)
+    if given is None and not keywords:  # of a model of the user's own nothing else says how many it takes
+        num_positional = max(num_positional, num_needed)
+        ordered, beyond, _ = _parameters(model, num_positional)
+    allowed = keywords + tuple(name for name in beyond if name not in keywords)
     if given is not None:  # what the example leaves out may come all the same
-        keywords += tuple(name for name in beyond if name not in keywords)
-    named = {name: tensors[name] for name in keywords if name in tensors}
+        keywords = allowed
+    named = {name: tensors[name] for name in allowed if name in tensors}
     placed = {place: tensors[name] for place, name in enumerate(ordered) if name in tensors.keys() - named}
-    others = [tensors[name] for name in sorted(tensors.keys() - named.keys() - set(ordered))]
+    others = sorted(tensors.keys() - named.keys() - set(ordered))
     constants: dict[int, Any] = {}  # numbers and the like are the example's
     if given is not None:
         constants = {place: value for place, value in enumerate(given.args) if not tensors_in(value)}
         named = {name: value for name, value in given.kwargs.items() if not tensors_in(value)} | named
-    free = (place for place in itertools.count() if place not in placed and place not in constants)
-    placed |= {place: tensor for tensor, place in zip(others, free, strict=False)}
+    free = [place for place in range(num_positional) if place not in placed and place not in constants]
+    placed |= {place: tensors[name] for name, place in zip(others, free, strict=False)}
     for place in sorted(constants):
         if place <= max(placed, default=-1) or set(range(place)) <= placed.keys():
             placed.setdefault(place, constants[place])
-    if sorted(placed) != list(range(len(placed) if given is not None else len(positional))):
-        unnamed = ["one without a name"] * (len(positional) - len(ordered))
+    beside = others[len(free) :]
+    if beside or sorted(placed) != list(range(len(placed) if given is not None else num_positional)):
+        unnamed = ["one without a name"] * (num_positional - len(ordered))
         takes = ", ".join((*ordered, *unnamed, *keywords))
         got = ", ".join(sorted(tensors)) or "none"
+        got += f", of which it does not take {', '.join(beside)}" if beside else ""
         raise ConfigError(f"--input: the model takes {takes}; {path} holds {got}")
     args = [placed[place] for place in sorted(placed)]
     if given is None:
-        args = [_fitted(one, spec) for one, spec in zip(args, inputs.positional, strict=True)]
-        named = {name: _fitted(one, inputs.named[name]) for name, one in named.items()}
+        args[: len(positional)] = map(_fitted, args, inputs.positional)
+        named |= {name: _fitted(named[name], spec) for name, spec in inputs.named.items() if name in named}
     return Example(args=tuple(args), kwargs=named)
 
 
-def _parameters(model: nn.Module | None, positional: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What its forward calls its first inputs, and what it takes by name behind them."""
+def _parameters(model: nn.Module | None, positional: int) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """What its forward calls its first inputs, what it takes by name behind them, how many it must have."""
     try:
         found = list(inspect.signature(model.forward).parameters.values()) if model is not None else []
     except (TypeError, ValueError):
         found = []
     ordered = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    num_needed = sum(each.default is each.empty for each in ordered)
     ordered = ordered[:positional]
     by_name = [each for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    return tuple(each.name for each in ordered), tuple(each.name for each in by_name if each not in ordered)
+    behind = tuple(each.name for each in by_name if each not in ordered)
+    return tuple(each.name for each in ordered), behind, num_needed
 
 
 def _fitted(tensor: torch.Tensor, spec: InputSpec) -> torch.Tensor:

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL
@@ -43,7 +44,7 @@ def fingerprint(device: str | torch.device = "cpu") -> dict[str, str]:
         **_math_libraries(),
         **_cpu(),
         **_accelerator(torch.device(device)),
-        **_flags(),
+        **flags(),
         **{name.lower(): os.environ.get(name, "") for name in ENVIRONMENT},
     }
 
@@ -95,12 +96,22 @@ def _accelerator(device: torch.device) -> dict[str, str]:
     }
 
 
-def _flags() -> dict[str, str]:
+def flags() -> dict[str, str]:
+    """What of it may change while a process runs: some microseconds, for those who look again and again."""
+    cudnn: Any = torch.backends.cudnn  # whose kinds of operators mypy does not find
+    onednn: Any = torch.backends.mkldnn
     # The fused fast path of attention is no part: frozen stages always run with it off.
     return {
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "tf32": str(torch.backends.cudnn.allow_tf32),
+        # Not by the older names, which raise where a precision was set by these.
+        "matmul_precision": _precisions(torch.backends.cuda.matmul, onednn.matmul),
+        "conv_precision": _precisions(cudnn.conv, onednn.conv),
+        "rnn_precision": _precisions(cudnn.rnn, onednn.rnn),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
         "mkldnn": str(torch.backends.mkldnn.enabled),
     }
+
+
+def _precisions(cuda: Any, cpu: Any) -> str:
+    """Of one kind of operators; none that was set is that of the standard."""
+    return f"cuda {cuda.fp32_precision}, cpu {cpu.fp32_precision}".replace("none", "ieee")

@@ -25,6 +25,13 @@ def autocast_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     return AUTOCAST[name] if name is not None else None
 
 
+def autocast_here(device: torch.device) -> torch.dtype | None:
+    """The type that this thread's autocast computes in; None where it is off, or there is none."""
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
 @contextlib.contextmanager
 def autocasting(device: torch.device | str, dtype: torch.dtype | None) -> Iterator[None]:
     """Run under autocast to ``dtype``, or without autocast whatever the caller has switched on.

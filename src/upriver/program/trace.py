@@ -227,13 +227,29 @@ class _Attributes:
         self.module._buffers.update(self.buffers)
 
     def counted(self) -> str:
-        """A number or flag among them that is another one now; empty if there is none."""
+        """A number, flag or word among them that is another one now; empty if there is none."""
         for name, value in vars(self.module).items():
-            if name == "training" or _is_machinery(name) or not isinstance(value, int | float):
+            if name == "training" or _is_machinery(name) or not isinstance(value, int | float | str):
                 continue
-            if self.values.get(name) != value:
+            before = self.values.get(name)
+            if before is not value and before != value:
                 return name
         return ""
+
+
+class Counting:
+    """Tells which modules change a number among their attributes with every pass.
+
+    Args:
+        model: Behind a first pass: what that sets and the next one sets to the same again is no count.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._between = {path: _Attributes(module) for path, module in model.named_modules()}
+
+    def found(self) -> dict[str, str]:
+        """Behind another pass: path of each such module to the attribute."""
+        return {path: name for path, kept in self._between.items() if (name := kept.counted())}
 
 
 def _is_machinery(name: str) -> bool:
@@ -298,11 +314,10 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         autocasting(example.tensors[0].device, autocast),
     ):
         first, flow = _watch(model, two)
-        # What the first pass sets and the second sets to the same again is no count.
-        between = {path: _Attributes(module) for path, module in model.named_modules()}
+        between = Counting(model)
         second = _Pass(model, three)
         second.run()
-        counting = {path: name for path, kept in between.items() if (name := kept.counted())}
+        counting = between.found()
     if [call.path for call in first] != [call.path for call in second.calls]:
         raise CaptureError("the model calls different modules for 2 and for 3 samples")
     return Trace(

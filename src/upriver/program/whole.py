@@ -19,11 +19,12 @@ from upriver.errors import CaptureError
 from upriver.program.capture import bound, checked, graph_of
 from upriver.program.devices import random_kept
 from upriver.program.example import Example, Inputs
+from upriver.program.precision import autocasting
 from upriver.program.program import Program
 from upriver.program.proof import random_like, same_bits, through_cuts
 from upriver.program.recording import Recording, record
 from upriver.program.stages import Granularity
-from upriver.program.trace import in_eval, no_fast_path, state_kept
+from upriver.program.trace import Counting, in_eval, no_fast_path, state_kept
 from upriver.program.weights import WeightsFile
 
 GRANULARITIES: tuple[Granularity, ...] = ("op", "module", "end")
@@ -45,6 +46,7 @@ class Captured:
         returned: What the model itself returned for the example.
         granularity: Where its stages end.
         weights: What the program reads, by key in the weights file: the model's own tensors.
+        autocast: Type that autocast computed in; None where it was off.
     """
 
     program: Program
@@ -54,6 +56,7 @@ class Captured:
     returned: Answer = field(repr=False)
     granularity: Granularity
     weights: Mapping[str, torch.Tensor] = field(repr=False)
+    autocast: torch.dtype | None = None
 
     def answer(self, given: Sequence[torch.Tensor]) -> Any:
         """What the model would return, from what its program gives."""
@@ -89,23 +92,24 @@ class Answer:
         return pytree.tree_unflatten(leaves, self.form)
 
 
-def capture_whole(model: nn.Module, inputs: Inputs) -> Captured:
+def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | None = None) -> Captured:
     """Capture a model in eval and prove every cut of it; the model is left as it was.
 
     Args:
         model: The user's model. Its parameters are not copied, so they must stay as they are.
         inputs: What it is called with, on its device.
+        autocast: Type that autocast computes in; the casts become part of the program.
 
     Raises:
         CaptureError: If it cannot be captured, or its program gives other bits; the message says why.
         ConfigError: If ``inputs`` is nothing that a model can be called with.
     """
     example = Example.of(inputs)
-    recording = checked(record(model, example), whole=model)
-    answer = _answer_of(model, example)
+    recording = checked(record(model, example, autocast=autocast), whole=model)
+    answer = _answer_of(model, example, autocast, counting=True)
     random = random_like(example, torch.Generator().manual_seed(0))
     try:
-        compared = [(example, answer), (random, _answer_of(model, random))]
+        compared = [(example, answer), (random, _answer_of(model, random, autocast))]
     except CaptureError:  # it does not take any values: the example has to do
         compared = [(example, answer)]
     places = tuple(recording.chain.outputs.index(name) for name in recording.answers)
@@ -118,6 +122,7 @@ def capture_whole(model: nn.Module, inputs: Inputs) -> Captured:
         returned=answer,
         granularity=granularity,
         weights=recording.tensors,
+        autocast=autocast,
     )
 
 
@@ -154,25 +159,31 @@ def _check_alike(first: Answer, answer: Answer, given: Sequence[torch.Tensor]) -
         raise CaptureError("the captured model gives another answer than the model itself")
 
 
-def _answer_of(model: nn.Module, example: Example) -> Answer:
+def _answer_of(
+    model: nn.Module, example: Example, autocast: torch.dtype | None, *, counting: bool = False
+) -> Answer:
     """What the model returns in eval; it is left as it was, and so is the example.
 
+    Args:
+        counting: Whether to run it once more, and look for attributes that count its calls.
+
     Raises:
-        CaptureError: If it does not run, or returns what no program can give.
+        CaptureError: If it does not run, returns what no program can give, or counts.
     """
-    call = example.with_tensors([tensor.clone() for tensor in example.tensors])
+    device = example.tensors[0].device
     with (
         torch.no_grad(),
-        random_kept([example.tensors[0].device]),
+        random_kept([device]),
         in_eval(model),
         state_kept(model),
         no_fast_path(),
+        autocasting(device, autocast),
     ):
-        try:
-            answer = model(*call.args, **call.kwargs)
-        except Exception as error:  # whatever the user's forward raises
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise CaptureError(f"the model does not run: {reason}") from error
+        answer = _run(model, example)
+        if counting:
+            between = Counting(model)
+            _run(model, example)
+            _check_counts_nothing(between.found())
     leaves, form = pytree.tree_flatten(answer)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
@@ -181,3 +192,18 @@ def _answer_of(model: nn.Module, example: Example) -> Answer:
                 "in tuples, lists, dicts and classes that torch.utils._pytree knows"
             )
     return Answer(tuple(leaves), form)
+
+
+def _run(model: nn.Module, example: Example) -> Any:
+    call = example.with_tensors([tensor.clone() for tensor in example.tensors])
+    try:
+        return model(*call.args, **call.kwargs)
+    except Exception as error:  # whatever the user's forward raises
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CaptureError(f"the model does not run: {reason}") from error
+
+
+def _check_counts_nothing(counting: Mapping[str, str]) -> None:
+    for path, name in counting.items():
+        what = f"attribute {name!r} of module {path!r}" if path else f"its attribute {name!r}"
+        raise CaptureError(f"the model changes {what} while it runs")

@@ -121,18 +121,27 @@ def allowed_by(exact: Exact, captured: Captured) -> Tolerance | None:
 
 
 def _bring(client: ServerClient, captured: Captured, *, push: bool) -> None:
-    program, level = captured.program, captured.granularity
     if push:
-        bring(client, program)
-    elif not client.has_program(program.digest):
-        push_it = (
-            f", or put it into a store of the server's: upriver push MODEL STORE --granularity {level} "
-            f"--micro-batch {program.micro_batch}"
-        )
+        bring(client, captured.program)
+    elif not client.has_program(captured.program.digest):
+        lacks = f"{client.url} has not the program {captured.program.digest}"
         raise ProgramNotFound(
-            f"{client.url} has not the program {program.digest}; let it be sent with push=True"
-            + (push_it if level != "end" else "")  # of which no command makes a program
+            f"{lacks}; let it be sent (without push=False or --no-push){_push_command(captured)}"
         )
+
+
+def _push_command(captured: Captured) -> str:
+    """How a store comes to have the program; empty where no command makes it."""
+    program = captured.program
+    if captured.granularity == "end":
+        return ""
+    options = f"--granularity {captured.granularity} --micro-batch {program.micro_batch}"
+    if captured.autocast is not None:
+        options += f" --autocast {str(captured.autocast).removeprefix('torch.')}"
+    if len(captured.example.tensors) == 1 and len(sample := captured.example.tensors[0].shape[1:]):
+        shape = ",".join(map(str, sample))
+        options += f" (and --input-shape {shape} where MODEL comes without an example)"
+    return f", or put it into a store of the server's: upriver push MODEL STORE {options}"
 
 
 def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, every_s: float = 5.0) -> None:

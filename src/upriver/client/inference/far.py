@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,7 @@ from upriver.client.inference.uplink import Uplink
 from upriver.client.pool import is_lost
 from upriver.client.retry import Backoff
 from upriver.client.transport import ServerClient
+from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.program.whole import Captured
 from upriver.text import error_text, said
@@ -110,6 +111,7 @@ class Far:
         self._slowed, self._slowed_until = 1.0, -math.inf
         self._probed_at = self._shown_at = self._heard_at = self._doubted_at = -math.inf
         self._sought = False
+        self._flags = flags()
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
         self._rest = Rest(self._backoff)
         self._closed, self._ended, self._wake = False, False, threading.Event()
@@ -173,10 +175,25 @@ class Far:
 
     def costs(self, captured: Captured) -> Costs | None:
         """What the network takes with it; None where it may not be asked for that now."""
+        self._heed_flags()
         digest = captured.program.digest
         if self._rest.left_s or self._wanted[digest].rest.left_s:
             return None
         return self._costs.get(digest)
+
+    def _heed_flags(self) -> None:
+        """Have it let in anew, at once, where what it was let in with holds no more in this process."""
+        now = flags()
+        if now == self._flags:
+            return
+        with self._lock:
+            if now == self._flags:  # as another thread has found
+                return
+            self._flags, self._costs, self._looked_up = now, {}, set()
+            self._wanted = {
+                digest: replace(form, rest=Rest(self._backoff)) for digest, form in self._wanted.items()
+            }
+        self._wake.set()
 
     def now(self, costs: Costs) -> Now | None:
         """The link and the server at this moment, for a network; None where nothing is known of the link."""
@@ -356,6 +373,7 @@ class Far:
         """Do what is due; the seconds until the next thing is."""
         if self._rest.left_s:
             return self._rest.left_s
+        self._heed_flags()
         known = self._rest.error
         # Last those that it may have failed by: they are not to keep the others out.
         for form in sorted(self._wanted.values(), key=lambda form: form.rest.failures):
@@ -401,7 +419,7 @@ class Far:
                 self._probed_at = -math.inf  # does it live?
 
     def _let_in(self, captured: Captured, device_s: Sequence[float]) -> None:
-        terms = self._terms
+        terms, began_with = self._terms, self._flags
         if not self._costs:  # it may have failed because the way there is another one now
             self.link = LinkWindow(terms.window)
         admitted = admit(
@@ -415,6 +433,8 @@ class Far:
         )
         load = admitted.load
         with self._lock:
+            if self._flags is not began_with:  # nor put back meanwhile
+                return
             self._costs = {**self._costs, captured.program.digest: admitted.costs}
             self._looked_up |= {(captured.program.digest, cut) for cut in admitted.cuts}
             self._provisional -= {captured.program.digest}

@@ -184,6 +184,8 @@ def _leaf(leaf: object, name: str) -> Leaf:
         raise ConfigError(f"{name} must be a tensor, a number, a word or None, got a {type(leaf).__name__}")
     if isinstance(leaf, torch.Tensor) and not _is_dense(leaf):
         raise ConfigError(f"{name} must be a dense tensor, got {_described(leaf)}")
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        raise ConfigError(f"{name} must be a tensor with values, got {_described(leaf)}")
     return _key(leaf)
 
 

@@ -7,12 +7,13 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from upriver.client import checks, forking
@@ -33,8 +34,10 @@ from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError
 from upriver.profile.predict import Predictor
 from upriver.program.example import Example, Inputs
+from upriver.program.precision import autocast_dtype, autocast_here
 from upriver.program.program import Program
 from upriver.program.whole import capture_whole
+from upriver.text import printable
 from upriver.types import Plan, require_finite, require_type
 
 DEADLINE_S = 10.0
@@ -63,7 +66,8 @@ class Offload:
         forms: What calls are to run.
         fars: Servers. The forms' too: others are put in their place in a forked child.
         fars_anew: Makes these.
-        unchanged: Watches the weights.
+        unchanged: Watches the weights and the modules.
+        autocast: Type that the model was captured under; None where autocast was off.
         rule: How requests are cut.
         patience: With servers.
         cached_cuts: Cuts that `warm` prepares at most.
@@ -79,13 +83,14 @@ class Offload:
         fars_anew: Callable[[], list[Far]],
         unchanged: Unchanged,
         *,
+        autocast: torch.dtype | None,
         rule: Rule,
         patience: Patience,
         cached_cuts: int,
     ) -> None:
         self.last: Served | None = None
         self._forms, self._fars, self._rule = forms, fars, rule
-        self._patience, self._cached_cuts = patience, cached_cuts
+        self._patience, self._cached_cuts, self._autocast = patience, cached_cuts, autocast
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._decision: Decision | None = None
@@ -100,12 +105,15 @@ class Offload:
 
         Raises:
             ConfigError: If they have another form than the example and cannot be captured, in words that name
-                the argument; or if this object was closed.
-            FrozenChanged: If weights were written to since the model was captured.
+                the argument; if autocast is not as it was when the model was captured; or if this object was
+                closed.
+            FrozenChanged: If weights were written to, modules replaced, or hooks registered or removed since
+                the model was captured.
             ProgramError: If the network cannot be computed on them.
         """
         began = time.perf_counter()
         self._check_open()
+        self._check_autocast()
         network, tensors = self._forms.find(args, kwargs)
         decision, far = self._decide(network)
         decide_s = time.perf_counter() - began
@@ -263,6 +271,14 @@ class Offload:
         self._patience = replace(self._patience, helpers=_helpers(self._patience.hedge_s))
         self._close = weakref.finalize(self, _end, self._fars, self._patience.helpers)
 
+    def _check_autocast(self) -> None:
+        now = autocast_here(self.program.device)
+        if now != self._autocast:
+            raise ConfigError(
+                f"the model was captured {_under(self._autocast)}, and is called {_under(now)}: call it as "
+                "upriver.offload() was, or make another one there"
+            )
+
     def _begin_anew(self) -> None:
         """At the first question there: not every child has one."""
         with self._lock:
@@ -304,8 +320,9 @@ def offload(
     """Let a model answer from this device, from servers, or from both, whatever is fastest at the moment.
 
     The answer is bit for bit what ``model(...)`` gives in eval under ``torch.no_grad()``, with PyTorch's
-    fused transformer path off; whatever becomes of the servers, there is one. Threads that look after these
-    end with ``close()``, or with the object.
+    fused transformer path off, and under autocast where this is called so (calls are to be, then, too);
+    whatever becomes of the servers, there is one. Threads that look after these end with ``close()``, or with
+    the object.
 
     Args:
         model: Captured as it is now, in eval; it is left as it was. Its parameters are not copied: once they
@@ -355,9 +372,20 @@ def offload(
     tls = client_context(ca=ca, certificate=certificate, key=key)
     fars_anew = partial(_fars, tuple(servers), deadline_s, terms, token=checks.token(token), tls=tls)
     fars = fars_anew()
-    unchanged = Unchanged()
-    forms = Forms(Example.of(example_inputs), partial(_make, model, fars, measure, unchanged))
-    answer = Offload(forms, fars, fars_anew, unchanged, rule=rule, patience=patience, cached_cuts=cached_cuts)
+    unchanged = Unchanged(model)
+    example = Example.of(example_inputs)
+    autocast = autocast_dtype(autocast_here(example.tensors[0].device))
+    forms = Forms(example, partial(_make, model, fars, measure, unchanged, autocast))
+    answer = Offload(
+        forms,
+        fars,
+        fars_anew,
+        unchanged,
+        autocast=autocast,
+        rule=rule,
+        patience=patience,
+        cached_cuts=cached_cuts,
+    )
     try:
         _check_cut(rule, answer.program.num_stages)
         _wait_for(fars, START_S)
@@ -367,10 +395,19 @@ def offload(
     return answer
 
 
+def _under(autocast: torch.dtype | None) -> str:
+    return (
+        "without autocast"
+        if autocast is None
+        else f"under autocast to {str(autocast).removeprefix('torch.')}"
+    )
+
+
 def _rule(policy: str | None, cut: int | None) -> Rule:
     if policy is not None and cut is not None:
         raise ConfigError(f"cut={cut} takes the place of a policy; give it or policy={policy!r}")
-    return Rule(policy=checks.choice("policy", policy or DEFAULT_POLICY, ESTIMATES), cut=cut)
+    name = DEFAULT_POLICY if policy is None else policy
+    return Rule(policy=checks.choice("policy", name, ESTIMATES), cut=cut)
 
 
 def _check_cut(rule: Rule, num_stages: int) -> None:
@@ -390,8 +427,8 @@ def _helpers(hedge_s: float | None) -> Executor | None:
 
 
 def _check_servers(urls: Sequence[str]) -> None:
-    if isinstance(urls, str):
-        raise ConfigError(f"servers must be a list of addresses, got the text {urls!r}")
+    if isinstance(urls, str) or not isinstance(urls, Collection):
+        raise ConfigError(f"servers must be a list of addresses, got {printable(repr(urls), 100)}")
     for url in checks.addresses(urls):
         if is_directory(url):
             raise ConfigError(f"{url} is a directory; give the addresses of servers that it names")
@@ -410,10 +447,16 @@ def _fars(
 
 
 def _make(
-    model: nn.Module, fars: Sequence[Far], measure: Measure, unchanged: Unchanged, example: Example
+    model: nn.Module,
+    fars: Sequence[Far],
+    measure: Measure,
+    unchanged: Unchanged,
+    autocast: torch.dtype | None,
+    example: Example,
 ) -> Network:
     """Capture a model for one form of call, and let servers have it."""
-    captured = capture_whole(model, example)
+    with unchanged.capturing():
+        captured = capture_whole(model, example, autocast=autocast)
     unchanged.watch(captured.weights, module_states(model))
     seconds = device_seconds(captured, measure)
     network = Network(captured=captured, device_s=seconds, total_s=sum(seconds))

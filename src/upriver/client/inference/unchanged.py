@@ -1,12 +1,14 @@
-"""Notices weights that are written to after a model was captured: servers have those of before."""
+"""Notices weights and modules that change after a model was captured: servers have those of before."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 import xxhash
@@ -16,8 +18,12 @@ from upriver.errors import FrozenChanged
 from upriver.program.freeze import fold
 from upriver.program.weights import storage_order
 
-PIECE_BYTES = 64 * 1024
-"""Compared with each request: some 10 us. Where all weights were written to, any piece shows it."""
+PIECE_BYTES, MOST_TENSORS = 64 * 1024, 32
+"""Compared with each request, of at most so many tensors: some 10 us, 25 us where all of these are small.
+Where all weights were written to, any piece shows it."""
+
+Piece: TypeAlias = "tuple[str, torch.Tensor, int]"
+"""Name of a tensor, some of its bytes, and what they are to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +64,70 @@ class _Seen:
         return {at for at in found if self.entries[at].read}
 
 
+class _Modules:
+    """Which modules a model has and which hooks, some 20 us for the 151 modules of a ResNet-50."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._kept = modules  # so that none that comes later has the identity of one of them
+        self._children = [module._modules for module in modules]
+        self._hooks = [
+            hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        ]
+        self._seen = self._now()
+
+    @property
+    def changed(self) -> bool:
+        return self._now() != self._seen
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        """Identities of modules, and numbers of hooks, of which torch gives each once."""
+        children = itertools.chain.from_iterable(each.values() for each in self._children)
+        return list(map(id, children)), list(itertools.chain.from_iterable(self._hooks))
+
+
 class Unchanged:
-    """Weights that programs share with the user's model. Thread-safe.
+    """Weights that programs share with the user's model, and its modules. Thread-safe.
 
     In-place changes move a tensor's version, which is looked at with each request: some 20 us for the 320
     tensors of a ResNet-50. A batch norm in training moves that of its counter only, which no program reads:
     where anything of a module was written to, the values of all that programs read of it are compared. Writes
-    through ``.data`` and by fused optimizers move none: for these the values of one piece are compared with
-    each request, another one each time, and of all when the next form of call is captured. A tensor that
-    comes in the place of another one changes nothing of what programs compute.
+    through ``.data`` and by fused optimizers move none: for these the values of some are compared with each
+    request, of others each time, and of all when the next form of call is captured. A tensor that
+    comes in the place of another one changes nothing of what programs compute. Modules that are replaced, and
+    hooks that come or go, are an error, but for the time of a capture, which has hooks of its own.
+
+    Args:
+        model: Whose modules are looked at; none without it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._modules = None if model is None else _Modules(model)
+        self._captures = 0  # odd while one is under way
         self._lock = threading.Lock()
         self._digests: dict[str, int] = {}
         self._seen = _Seen()
-        self._pieces: tuple[tuple[str, torch.Tensor, int], ...] = ()
+        self._pieces: tuple[tuple[Piece, ...], ...] = ()
         self._at = 0
 
     def forked(self) -> None:
-        """In a child of this process: nobody there holds the lock."""
+        """In a child of this process: nobody there holds the lock, or captures."""
         self._lock = threading.Lock()
+        self._captures += self._captures % 2
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While the model is captured anew, one form at a time.
+
+        Raises:
+            FrozenChanged: If its modules or hooks are others.
+        """
+        self._check_modules()
+        self._captures += 1
+        try:
+            yield
+        finally:
+            self._captures += 1
 
     def watch(
         self, weights: Mapping[str, torch.Tensor], states: Iterable[Mapping[str, torch.Tensor]] = ()
@@ -110,24 +159,33 @@ class Unchanged:
             ]
             pieces = [(each.name, piece, _fold(piece)) for each in new for piece in _pieces(each.tensor)]
             random.Random(0).shuffle(pieces)  # large weights have many
-            self._pieces = (*self._pieces, *pieces)
+            self._pieces = (*self._pieces, *_together(pieces))
             self._seen = _with_states(_with(self._seen, new), states)
 
     def check(self) -> None:
         """Whether they are as they were.
 
         Raises:
-            FrozenChanged: If one has other values; the same ones written once more are no change.
+            FrozenChanged: If one has other values; the same ones written once more are no change. Or if the
+                model has other modules or hooks.
         """
+        self._check_modules()
         seen = self._seen
         if _versions(seen.tensors) != seen.versions:
             with self._lock:
                 self._look()
         if self._pieces:
-            name, piece, digest = self._pieces[at := self._at]
-            if _fold(piece) != digest:
-                raise _changed(name)  # and so does the next one
+            for name, piece, digest in self._pieces[at := self._at]:
+                if _fold(piece) != digest:
+                    raise _changed(name)  # and so does the next one
             self._at = (at + 1) % len(self._pieces)
+
+    def _check_modules(self) -> None:
+        before = self._captures
+        if self._modules is None or not self._modules.changed:
+            return
+        if before == self._captures and not before % 2:
+            raise FrozenChanged(f"a module or a hook of the model {_CHANGED}")
 
     def _look(self) -> None:
         seen = self._seen
@@ -201,6 +259,20 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return torch.split(flat, PIECE_BYTES)
 
 
+def _together(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
+    """Those that are compared with one request, in the order in which they come."""
+    found: list[tuple[Piece, ...]] = []
+    room = 0
+    for piece in pieces:
+        num_bytes = piece[1].numel()
+        if num_bytes > room or len(found[-1]) == MOST_TENSORS:
+            found.append(())
+            room = PIECE_BYTES
+        found[-1] += (piece,)
+        room -= num_bytes
+    return found
+
+
 def _fold(piece: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(piece.numpy().data)
 
@@ -209,8 +281,11 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+_CHANGED = (
+    "changed after the model had been captured, and servers have what it was; make another one with "
+    "upriver.offload()"
+)
+
+
 def _changed(name: str) -> FrozenChanged:
-    return FrozenChanged(
-        f"{name!r} changed after the model had been captured, and servers have what it was; make another one "
-        "with upriver.offload()"
-    )
+    return FrozenChanged(f"{name!r} {_CHANGED}")
