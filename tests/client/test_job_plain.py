@@ -17,7 +17,7 @@ from tests.program.nets import Mixing, Small, freeze, frozen_small
 from upriver.client.order import epoch_order
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
-from upriver.errors import BadSample, ConfigError, FrozenChanged, ModelError
+from upriver.errors import BadSample, ConfigError, FrozenChanged, ModelError, NotExact
 
 
 def test_an_epoch_delivers_every_sample_once_in_the_order_of_seed_and_epoch(tmp_path: Path) -> None:
@@ -267,6 +267,29 @@ def test_frozen_parameters_that_change_under_a_job_are_an_error(tmp_path: Path) 
             model.block1.conv1.weight.mul_(2.0)
         with pytest.raises(FrozenChanged, match=r"block1\.conv1\.weight"):
             job(features)
+
+
+@pytest.mark.parametrize("exact", ["bitwise", "numeric"])
+def test_a_numerics_flag_that_changes_under_a_job_is_an_error_where_low_bits_count(
+    tmp_path: Path, exact: str
+) -> None:
+    data, before = photos(tmp_path, 24), torch.get_float32_matmul_precision()
+    near = upriver.connect()
+    with near.finetune(frozen_small(), data, batch_size=8, micro_batch=MICRO, exact=exact) as job:
+        steps = iter(job)
+        next(steps)
+        try:
+            torch.set_float32_matmul_precision("medium")
+            if exact == "numeric":
+                next(steps)
+                return
+            with pytest.raises(NotExact, match="matmul_precision was .* when the job started"):
+                next(steps)
+            with pytest.raises(NotExact, match="matmul_precision"):
+                next(iter(job))
+        finally:
+            torch.set_float32_matmul_precision(before)
+        assert len(list(job)) == 3
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ from upriver.client.standing import Standing
 from upriver.client.waits import IdleWaits
 from upriver.client.window import told
 from upriver.client.wrapping import TailRunner
-from upriver.errors import ConfigError, DatasetError, StoreError
+from upriver.engine.fingerprint import flags
+from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
 from upriver.pipeline import Dataset
 from upriver.program.freeze import FrozenGuard, keep_in_eval
 from upriver.program.split import Split
@@ -116,6 +117,8 @@ class FinetuneJob:
         self._warned = False
         self._device = next(model.parameters()).device
         weights = split.program.graph.weights if split.program is not None else ()
+        exactly = choices.exact == "bitwise" and split.program is not None
+        self._flags = flags() if exactly else None
         self._guard = FrozenGuard(model, list(split.prefix_units), also=[weight.key for weight in weights])
         self._epoch = 0
         self._step = 0
@@ -163,6 +166,16 @@ class FinetuneJob:
                 "finetune(autocast=...) instead"
             )
 
+    def _check_flags(self) -> None:
+        """Frozen stages that run here would have other low bits from now on, and those elsewhere not."""
+        if self._flags is None or (now := flags()) == self._flags:
+            return
+        name = next(name for name in now if now[name] != self._flags[name])
+        raise NotExact(
+            f"{name} was {self._flags[name]!r} when the job started and is {now[name]!r} now: features would "
+            "depend on where they are made. Put it back, or start a new job after setting it"
+        )
+
     def _check_features(self, features: object) -> None:
         wanted = len(self._split.tail.values)
         if wanted == 1:
@@ -194,9 +207,11 @@ class FinetuneJob:
         Raises:
             BadSample: If a stored sample cannot be read and the job was not asked to skip it.
             FrozenChanged: If a frozen parameter changed since the job started.
+            NotExact: If a numerics flag of this process did, and low bits count.
             ConfigError: If the job was closed.
         """
         self._check_open()
+        self._check_flags()
         if self._step and not self._resumed:
             self._epoch, self._step = self._epoch + 1, 0
         self._resumed = False
@@ -210,6 +225,7 @@ class FinetuneJob:
                 handed_out = time.perf_counter()
                 yield features, targets
                 self._guard.check_versions()
+                self._check_flags()
                 self._replan(time.perf_counter() - handed_out, len(targets), order)
         self._guard.check_values()
         if whole:
