@@ -283,7 +283,7 @@ def test_a_numerics_flag_that_changes_under_a_job_is_an_error_where_low_bits_cou
             if exact == "numeric":
                 next(steps)
                 return
-            with pytest.raises(NotExact, match="matmul_precision was .* when the job started"):
+            with pytest.raises(NotExact, match=r"matmul_precision was .* when the job started"):
                 next(steps)
             with pytest.raises(NotExact, match="matmul_precision"):
                 next(iter(job))
