@@ -240,6 +240,7 @@ class Device:
                 fars,
                 list,  # this process has no children
                 unchanged,
+                autocast=None,
                 rule=rule,
                 patience=Patience(deadline_s=DEADLINE_S),
                 cached_cuts=0,
