@@ -82,7 +82,10 @@ def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:
     stored = {placed.name: number for number, placed in enumerate(source.tensors)}
     number_of = stored | {tie: stored[name] for tie, name in source.ties.items()}
     tied = _tied(wanted)
-    missing = [name for name in wanted if not any(each in number_of for each in tied[name])]
+    needless = _needless(model)
+    missing = [
+        name for name in wanted if name not in needless and not any(each in number_of for each in tied[name])
+    ]
     unexpected = [name for name in number_of if name not in wanted] if strict else []
     shapes = [
         f"{name} ({list(source.tensors[number_of[name]].shape)} there, {list(tensor.shape)} here)"
@@ -92,13 +95,23 @@ def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:
     _refuse(model, source, {"missing": missing, "unexpected": unexpected, "of another shape": shapes})
     into: dict[int, list[torch.Tensor]] = {}
     for names in {id(group): group for group in tied.values()}.values():
-        last = [name for name in names if name in number_of][-1]
-        into.setdefault(number_of[last], []).append(wanted[last])
+        there = [name for name in names if name in number_of]
+        if there:
+            into.setdefault(number_of[there[-1]], []).append(wanted[there[-1]])
     kept = sorted(into)
     return Match(
         source=replace(source, tensors=tuple(source.tensors[number] for number in kept), ties={}),
         targets=tuple(tuple(into[number]) for number in kept),
     )
+
+
+def _needless(model: nn.Module) -> set[str]:
+    """What a state dict may lack: files of before torch counted batches have no such counter."""
+    return {
+        f"{path}.num_batches_tracked" if path else "num_batches_tracked"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+    }
 
 
 def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

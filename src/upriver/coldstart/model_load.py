@@ -26,6 +26,7 @@ from upriver.coldstart.filling import Match, held, match, memories, move
 from upriver.coldstart.grouping import choose
 from upriver.coldstart.guard import Guard
 from upriver.coldstart.handle import Groupings, Handle, under_way
+from upriver.coldstart.loading_code import check_loading_code
 from upriver.coldstart.source import Source, find, keep_order
 from upriver.coldstart.stream import Sink, Stream, StreamLimits
 from upriver.coldstart.timeline import Timeline
@@ -138,7 +139,8 @@ def load(
 
     Raises:
         ConfigError: If an argument is not what it may be.
-        ModelError: If the weights are not those of such a model; nothing has been downloaded then.
+        ModelError: If the weights are not those of such a model, or its own code changes them when it is
+            loaded; nothing has been downloaded then.
         ProgramError: If the file is not what it should be.
         StoreError: If the store cannot be read. Where it breaks later, calls of the model raise it.
     """
@@ -175,6 +177,7 @@ def begin(
         steps["constructed"] = time.monotonic()
         source, link, known, steps["found"] = found.result()
     matched = match(move(model, place), source, strict=strict)
+    check_loading_code(model, source)
     groups, news = grouped(matched.source, link, grouping, limits, place, known)
     loading = Loading(
         model,
