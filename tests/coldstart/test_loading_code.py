@@ -114,6 +114,23 @@ def test_code_that_leaves_weights_as_they_are_is_run_and_no_more(what: str, tmp_
     assert getattr(model, "seen", 0) == getattr(whole, "seen", 0)
 
 
+def test_a_model_that_only_loads_what_says_its_version_is_taken_as_of_now(tmp_path: Path) -> None:
+    class Versioned(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+            if metadata.get("version") != 2:
+                raise ValueError("version must be 2")
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    def build() -> nn.Module:
+        return nn.Sequential(Versioned(4, 3))
+
+    uri, path = stored(build, tmp_path)
+    model = coldstart.load(build, uri)
+    assert torch.equal(model(torch.eye(4)), torch.eye(4) @ load_file(path)["0.weight"].T + model[0].bias)
+
+
 def test_a_file_may_lack_the_number_of_batches_as_old_ones_do(tmp_path: Path) -> None:
     uri, path = stored(Net, tmp_path, without="num_batches")
     whole = Net().eval()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.coldstart.filling import MOST_NAMED
-from upriver.coldstart.source import Source
+from upriver.coldstart.source import Placed, Source
 from upriver.errors import ModelError
 from upriver.program.graph import DTYPES
 from upriver.text import error_text
@@ -43,36 +43,52 @@ def check_loading_code(model: nn.Module, source: Source) -> None:
     """
     if not _has_code(model):
         return
-    kind = type(model).__name__
     stored = {placed.name: placed for placed in source.tensors}
     stored |= {tie: stored[name] for tie, name in source.ties.items()}
+    before, has = _attributes(model), f"{type(model).__name__} has code of its own"
+    try:
+        changed = _changed(model, stored)
+    except Exception as error:
+        raise ModelError(
+            f"{has} that runs when it is loaded (a load_state_dict hook, or such a method) and needs the "
+            f"weights' values, or raises: {error_text(error)}. Load it with load_state_dict"
+        ) from error
+    if changed or _attributes(model) != before:
+        what = f"changes {', '.join(changed[:MOST_NAMED])}" if changed else "computes something from them"
+        raise ModelError(
+            f"{has} that {what} when it is loaded (a load_state_dict hook, or such a method), which weights "
+            "that arrive by themselves do not pass. Load it with load_state_dict"
+        )
+
+
+def _changed(model: nn.Module, stored: Mapping[str, Placed]) -> list[str]:
+    """What of a model is not written as it is stored, or is written where nothing is stored.
+
+    A safetensors file does not say of which versions of its modules weights are. Some modules cannot load
+    such; weights are taken to be of those that there are.
+    """
+    try:
+        return _changed_by(model, stored, None)
+    except Exception:
+        return _changed_by(model, stored, getattr(model.state_dict(), "_metadata", None))
+
+
+def _changed_by(model: nn.Module, stored: Mapping[str, Placed], versions: object) -> list[str]:
     given = OrderedDict(
         (name, torch.empty(placed.shape, dtype=DTYPES[placed.dtype], device="meta"))
         for name, placed in stored.items()
     )
-    before = _attributes(model)
-    try:
-        with _stood_in(model), torch.no_grad(), _Copies() as copies:
-            own = _state(model)
-            model.load_state_dict(given, strict=False)
-            now = _state(model)
-    except Exception as error:
-        raise ModelError(
-            f"{kind} has code of its own that runs when it is loaded (a load_state_dict hook, or such a "
-            f"method) and needs the weights' values, or raises: {error_text(error)}. Load it with "
-            "load_state_dict"
-        ) from error
-    changed = [
+    if versions is not None:
+        given._metadata = versions  # type: ignore[attr-defined]
+    with _stood_in(model), torch.no_grad(), _Copies() as copies:
+        own = _state(model)
+        model.load_state_dict(given, strict=False)
+        now = _state(model)
+    return [
         name
         for name, part in own.items()
         if now.get(name) is not part or not copies.plain(given.get(name), part)
     ]
-    if changed or _attributes(model) != before:
-        what = f"changes {', '.join(changed[:MOST_NAMED])}" if changed else "computes something from them"
-        raise ModelError(
-            f"{kind} has code of its own that {what} when it is loaded (a load_state_dict hook, or such a "
-            "method), which weights that arrive by themselves do not pass. Load it with load_state_dict"
-        )
 
 
 def _has_code(model: nn.Module) -> bool:
