@@ -30,7 +30,7 @@ from upriver.coldstart.execution import NOTHING, Execution
 from upriver.coldstart.layout import Manifest, publish
 from upriver.errors import ModelError, ProgramError
 from upriver.pipeline.seeding import generators_kept
-from upriver.program.check import flops_of_call
+from upriver.program.check import flops_of_call, silent
 from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.flow import written_by
@@ -145,6 +145,7 @@ def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Cal
     """
     weights, given = _Weights(state), _copied(call)
     with (
+        silent(),
         attributes_kept(model),
         FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True) as mode,
     ):
