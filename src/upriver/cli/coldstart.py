@@ -232,9 +232,12 @@ def _first_asked(
     except UpriverError:
         raise
     except Exception as error:  # whatever the user's forward raises
-        what = f"--input {file}" if file is not None else "its made-up input (--input-shape gives another)"
-        if file is None and shape is not None:
+        if file is not None:
+            what = f"--input {file}"
+        elif shape is not None:
             what = f"an input of --input-shape {','.join(map(str, shape))}"
+        else:
+            what = "its example or a made-up input (give --input or --input-shape)"
         told = f"the model cannot be called with {what}, {call.describe()}: {error_text(error)}"
         raise ConfigError(told) from error
 
