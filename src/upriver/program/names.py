@@ -52,7 +52,7 @@ def load_model(
 
     Raises:
         ModelError: If there is no such model, its package is not installed, or the weights do not fit.
-        ConfigError: If another shape is asked for inputs that came with the model.
+        ConfigError: If another shape is asked for inputs that came with the model, or these are none.
     """
     source, separator, rest = name.partition(":")
     if not separator or not source or not rest:
@@ -154,7 +154,7 @@ def _own(module_name: str, callable_name: str) -> tuple[nn.Module, ModelInputs]:
             try:
                 return model, ModelInputs(given=Example.of(example))
             except ConfigError as error:
-                raise ModelError(
+                raise ConfigError(
                     f"{name} must return a torch module, or a module and an example of its inputs; what it "
                     f"returned beside the module is none: {error}"
                 ) from None
