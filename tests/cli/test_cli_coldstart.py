@@ -117,6 +117,40 @@ def test_another_answer_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureF
     assert "ANOTHER ONE" in capsys.readouterr().out
 
 
+def tupled() -> tuple[nn.Module, int]:
+    """What a model's constructor may not return."""
+    return Small(), 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            ("--input-shape", "3,7"),
+            "cannot be called with an input of --input-shape 3,7, float32 (1, 3, 7): ",
+        ),
+        (("--input", "FILE"), "cannot be called with --input FILE, float32 (1, 3): RuntimeError: "),
+    ],
+)
+def test_an_input_that_the_model_does_not_take(
+    given: tuple[str, str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(Drawing().state_dict(), tmp_path / "model.safetensors")
+    np.save(tmp_path / "x.npy", np.zeros((1, 3), dtype=np.float32))
+    uri, name, file = f"{tmp_path.as_uri()}/model", f"{__name__}:Drawing", str(tmp_path / "x.npy")
+    assert main(["coldstart", uri, name, given[0], given[1].replace("FILE", file), "--json"]) == 2
+    said = capsys.readouterr().err
+    assert told.replace("FILE", file) in said and len(said.strip().splitlines()) == 1
+
+
+def test_what_a_constructor_returned_beside_its_model(
+    stored: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["coldstart", stored, f"{__name__}:tupled"]) == 2
+    told = "tupled must return a torch module, or a module and an example of its inputs; what it returned"
+    assert told in capsys.readouterr().err
+
+
 def test_for_people(stored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "load.png"
     assert main(["coldstart", stored, *NET, "--compare", "--plot", str(picture)]) == 0

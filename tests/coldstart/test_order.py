@@ -494,3 +494,9 @@ def test_nothing_is_computed_where_no_data_is_needed() -> None:
 
 
 SEEN: list[tuple[str, Any]] = []
+
+
+def test_a_call_that_does_not_fit_is_told_in_one_line(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelError, match="the model cannot be called: RuntimeError"):
+        publish_model(Net(), store, "net.safetensors", (torch.ones(3),))
+    assert not [record for record in caplog.records if record.name.startswith("torch")]

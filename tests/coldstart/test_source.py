@@ -414,7 +414,7 @@ FORGED: dict[str, tuple[bytes, str]] = {
     ),
     "unknown type": (
         file_of({"a": entry(0, 10, "F8_E4M3")}, bytes(10)),
-        "'a': malformed type 'F8_E4M3'; allowed are F32",
+        "'a' has the type F8_E4M3, which is not supported; supported are F32, F64",
     ),
     "field more": (file_of({"a": entry(0, 10) | {"code": "x"}}, bytes(10)), "malformed"),
     "no entry": (file_of({"a": 3}), "malformed"),

@@ -487,7 +487,10 @@ BROKEN_WEIGHTS: dict[str, tuple[bytes, str]] = {
         "do not hold",
     ),
     "a fraction": (repacked(lambda h: entry_of(h).update(shape=[6.0, 4])), "malformed"),
-    "an unknown type": (repacked(lambda h: entry_of(h).update(dtype="F8_E4M3")), "malformed"),
+    "an unknown type": (
+        repacked(lambda h: entry_of(h).update(dtype="F8_E4M3")),
+        "type F8_E4M3, which is not supported",
+    ),
     "a field more": (repacked(lambda h: entry_of(h).update(code="import os")), "malformed"),
     "no table": (repacked(lambda h: b"[]"), "not a table"),
 }

@@ -64,6 +64,17 @@ def test_nobody_listening_is_a_store_error() -> None:
         Store.open("s3://bucket", options=options).get("a")
 
 
+def test_no_credentials_are_told_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with S3Server() as server:
+        url = server.url
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)  # of a machine that is in no cloud
+    store = Store.open("s3://bucket", options={"endpoint": url, "max_retries": "0"})
+    with pytest.raises(StoreError, match=r"there are no credentials.* AWS_ACCESS_KEY_ID"):
+        store.get("a")
+
+
 @pytest.mark.parametrize("status", [400, 403])
 def test_credentials_show_nowhere(server: S3Server, status: int) -> None:
     store = connect(server)

@@ -15,7 +15,8 @@ from upriver.cli.common import DebugOption, JsonOption, emit, note, progress_bar
 from upriver.cli.inputs import read_inputs
 from upriver.cli.options import InputShapeOption, StoreOption, parse_shape, store_options
 from upriver.cli.output import check_picture, write_whole
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, UpriverError
+from upriver.text import error_text
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +204,7 @@ def _model(
         began_s=began_s,
         handle=handle,
         told={"model": name},
-        ask=lambda: _asked(network, call),
+        ask=lambda: _first_asked(network, call, file, shape),
         plainly=plainly,
     )
 
@@ -215,6 +216,30 @@ def _asked(network: nn.Module, call: Example) -> list[torch.Tensor]:
 
     with torch.no_grad():
         return list(tensors_in(network(*call.args, **call.kwargs)))
+
+
+def _first_asked(
+    network: nn.Module, call: Example, file: Path | None, shape: tuple[int, ...] | None
+) -> list[torch.Tensor]:
+    """:func:`_asked`, where nobody knows yet whether the model takes such a call.
+
+    Raises:
+        ConfigError: If it does not.
+        UpriverError: If weights do not come.
+    """
+    try:
+        return _asked(network, call)
+    except UpriverError:
+        raise
+    except Exception as error:  # whatever the user's forward raises
+        if file is not None:
+            what = f"--input {file}"
+        elif shape is not None:
+            what = f"an input of --input-shape {','.join(map(str, shape))}"
+        else:
+            what = "its example or a made-up input (give --input or --input-shape)"
+        told = f"the model cannot be called with {what}, {call.describe()}: {error_text(error)}"
+        raise ConfigError(told) from error
 
 
 # ---------------------------------------------------------------------------------------- a program

@@ -18,7 +18,7 @@ import numpy as np
 from upriver.coldstart.search import shortest
 from upriver.coldstart.timeline import Array, Timeline, check_link, checked_sizes
 from upriver.errors import ConfigError
-from upriver.text import bytes_text
+from upriver.text import bytes_text, printable
 
 Grouping: TypeAlias = Callable[[Timeline], list[range]]
 """A pure function from what the layers take to those that are downloaded together."""
@@ -188,14 +188,25 @@ def is_whole(policy: str, nbytes: int, request_bytes: int) -> bool:
     return policy in _WHOLE and nbytes <= min(SMALL_BYTES, request_bytes)
 
 
+def check_policy(policy: str) -> None:
+    """The name of a policy.
+
+    Raises:
+        ConfigError: If there is none of that name.
+    """
+    if not isinstance(policy, str) or policy not in GROUPINGS:
+        raise ConfigError(
+            f"grouping must be one of {', '.join(GROUPINGS)}, got {printable(repr(policy), 60)}"
+        )
+
+
 def choose(policy: str, timeline: Timeline) -> list[range]:
     """The groups of the named policy.
 
     Raises:
         ConfigError: If there is no such policy, or one of its groups is larger than the memory cap.
     """
-    if policy not in GROUPINGS:
-        raise ConfigError(f"grouping must be one of {', '.join(GROUPINGS)}, got {policy!r}")
+    check_policy(policy)
     groups = GROUPINGS[policy](timeline)
     largest = max((timeline.size_bytes(group) for group in groups), default=0.0)
     if largest > timeline.memory_cap_bytes:

@@ -22,6 +22,7 @@ from upriver.coldstart.source import Source
 from upriver.coldstart.stream import Sink, Stream
 from upriver.errors import Cancelled, StoreError, UpriverError
 from upriver.text import error_text
+from upriver.types import MOST_SECONDS, require_finite
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +103,10 @@ class Handle(ABC, Generic[Owner]):
         Where time is left, also until what the next load can use is written down.
 
         Raises:
+            ConfigError: If the time is no number.
             UpriverError: If something does not come, or is something else.
         """
+        timeout_s = _checked(timeout_s)
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         if not self._over.wait(timeout_s):
             return False
@@ -222,6 +225,16 @@ class Handle(ABC, Generic[Owner]):
         thread.start()
         self._threads.append(thread)
         return thread
+
+
+def _checked(timeout_s: float | None) -> float | None:
+    """Seconds to wait, None for ever; what somebody has left of a time may be less than none."""
+    if timeout_s is None or timeout_s == math.inf:
+        return None
+    if isinstance(timeout_s, int | float):
+        timeout_s = max(timeout_s, 0.0)
+    require_finite("timeout_s", timeout_s, at_most=MOST_SECONDS)
+    return timeout_s
 
 
 def _left(until_s: float) -> float | None:

@@ -22,6 +22,7 @@ from upriver.program.graph import DTYPES
 from upriver.program.program import BeforeStage, Program
 from upriver.program.weights import Stored
 from upriver.text import error_text
+from upriver.types import require_type
 
 PIECE_BYTES = 16 << 20
 """Of a file that is hashed, between two looks whether anybody still wants it."""
@@ -183,7 +184,12 @@ class Arriving(Handle[Program]):
 
 
 def arriving(program: Program) -> Arriving | None:
-    """What is on its way to a program that :func:`upriver.coldstart.open` gave; None where all is there."""
+    """What is on its way to a program that :func:`upriver.coldstart.open` gave; None where all is there.
+
+    Raises:
+        ConfigError: If it is no program.
+    """
+    require_type("program", program, Program, "from coldstart.open()")
     found = under_way.get(program)
     return found if isinstance(found, Arriving) else None
 

@@ -23,6 +23,7 @@ from upriver.coldstart.beside import Beside
 from upriver.coldstart.construct import construct
 from upriver.coldstart.execution import layer_seconds, pace_of
 from upriver.coldstart.filling import Match, held, match, memories, move
+from upriver.coldstart.given import check_store, checked
 from upriver.coldstart.grouping import choose
 from upriver.coldstart.guard import Guard
 from upriver.coldstart.handle import Groupings, Handle, under_way
@@ -32,9 +33,9 @@ from upriver.coldstart.stream import Sink, Stream, StreamLimits
 from upriver.coldstart.timeline import Timeline
 from upriver.coldstart.uris import opened
 from upriver.coldstart.way import is_one_request, way_to
-from upriver.errors import StoreError
+from upriver.errors import ConfigError, StoreError
 from upriver.store import Store
-from upriver.types import Link
+from upriver.types import Link, require_type
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,12 @@ class Loading(Handle[nn.Module]):
 
 
 def loading(model: nn.Module) -> Loading | None:
-    """The load of a model that :func:`load` gave; None where everything is there."""
+    """The load of a model that :func:`load` gave; None where everything is there.
+
+    Raises:
+        ConfigError: If it is no model.
+    """
+    require_type("model", model, nn.Module, "from coldstart.load()")
     found = under_way.get(model)
     return found if isinstance(found, Loading) else None
 
@@ -168,8 +174,12 @@ def begin(
     limits: StreamLimits | None = None,
 ) -> tuple[nn.Module, Loading]:
     """:func:`load`, and what tells of it, also when everything is there already."""
-    limits, steps = limits or StreamLimits(), {"began": time.monotonic()}
-    place = torch.device(device)
+    steps = {"began": time.monotonic()}
+    _check_builder(build_model)
+    require_type("uri", uri, str, "of the weights, or with store a name in it")
+    require_type("strict", strict, bool, "whether weights that the model does not have are an error")
+    check_store(store, store_options)
+    place, limits = checked(device, grouping, limits)
     where, path = (store, uri) if store is not None else opened(uri, store_options)
     with Beside(2, name="upriver-coldstart-find") as beside:
         found = beside.submit(_found, where, path, grouping, limits, beside)
@@ -196,6 +206,14 @@ def begin(
     )
     loading.start(model)
     return model, loading
+
+
+def _check_builder(build_model: object) -> None:
+    if isinstance(build_model, nn.Module) or not (isinstance(build_model, str) or callable(build_model)):
+        raise ConfigError(
+            "build_model must be a constructor, which makes the model when it is called, or "
+            f"'package.module:callable', got an object of type {type(build_model).__name__}"
+        )
 
 
 def _found(

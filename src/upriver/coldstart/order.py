@@ -30,13 +30,14 @@ from upriver.coldstart.execution import NOTHING, Execution
 from upriver.coldstart.layout import Manifest, publish
 from upriver.errors import ModelError, ProgramError
 from upriver.pipeline.seeding import generators_kept
-from upriver.program.check import flops_of_call
+from upriver.program.check import flops_of_call, silent
 from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.flow import written_by
 from upriver.program.trace import attributes_kept, in_eval, no_fast_path, state_kept
 from upriver.store import Store
 from upriver.text import error_text
+from upriver.types import require_type
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,12 @@ def publish_model(
         ProgramError: If there is anything but tensors in the state dict, or one that cannot be written.
         ConfigError: This and what else :func:`~upriver.coldstart.layout.publish` raises.
     """
+    require_type("model", model, nn.Module, "whose weights are to be published")
+    require_type("store", store, Store, "Store.open(URI)")
+    require_type("path", path, str, "models/NAME.safetensors")
+    require_type("args", args, tuple, "what the model is called with, as in (images,)")
+    if kwargs is not None:
+        require_type("kwargs", kwargs, Mapping, "the same by name")  # type: ignore[type-abstract]
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -145,6 +152,7 @@ def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Cal
     """
     weights, given = _Weights(state), _copied(call)
     with (
+        silent(),
         attributes_kept(model),
         FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True) as mode,
     ):

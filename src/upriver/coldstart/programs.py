@@ -23,6 +23,7 @@ import torch
 
 from upriver.coldstart import layout
 from upriver.coldstart.beside import Beside
+from upriver.coldstart.given import check_store, checked
 from upriver.coldstart.handle import Groupings
 from upriver.coldstart.incoming import Arriving, ArrivingFile, arriving
 from upriver.coldstart.layout import Manifest
@@ -45,7 +46,6 @@ from upriver.program import files
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.check import check
 from upriver.program.constants import keys_read
-from upriver.program.devices import check_device
 from upriver.program.fetch import get_at_most
 from upriver.program.files import graph_path, weights_path
 from upriver.program.graph import DTYPES, Graph, digest_of
@@ -53,7 +53,7 @@ from upriver.program.program import Program
 from upriver.program.reading import check_weight, decode
 from upriver.program.weights import WeightsFile
 from upriver.store import DEFAULT_PREFIX, Store
-from upriver.types import Link
+from upriver.types import Link, require_type
 
 __all__ = ["Arriving", "arriving", "begin", "open", "publish"]
 
@@ -187,7 +187,12 @@ def begin(
 
     That is None where they were read whole, for want of a manifest.
     """
-    steps, bounds, where = {"began": time.monotonic()}, limits or StreamLimits(), check_device(device)
+    steps = {"began": time.monotonic()}
+    check_store(store, store_options)
+    where, bounds = checked(device, grouping, limits)
+    require_type("caps", caps, GraphCaps, "DEFAULT_CAPS")
+    if stop is not None:
+        require_type("stop", stop, int, "a cut's position")
     place, folder, name = _named(uri, store, prefix, digest, store_options)
     graph = decode(_graph_bytes(place, graph_path(folder, name), name, caps), caps)
     if stop is not None and not 0 <= stop <= len(graph.stages):
@@ -319,7 +324,9 @@ def _named(
     if uri is None:
         if store is None or digest is None:
             raise ConfigError("a program is named by its URI, or by a store and a digest")
-        return store, prefix, digest
+        require_type("prefix", prefix, str, "the folder that programs are kept under")
+        return store, prefix, require_type("digest", digest, str, "as upriver push prints it")
+    require_type("uri", uri, str, "STORE/PREFIX/programs/DIGEST")
     if store is not None or digest is not None:
         raise ConfigError(f"a program is named by its URI or by a store and a digest, got both: {uri!r}")
     root, prefix, digest = program_at(uri)

@@ -59,7 +59,7 @@ def check(graph: Graph, *, device: str | torch.device = "cpu", caps: GraphCaps =
     # No fallback kernels: they would run an operator that has no rule for its shape on real memory.
     mode, meter = FakeTensorMode(allow_fallback_kernels=False), _Meter(caps)
     autocast = autocasting(device, autocast_dtype(graph.autocast))
-    with _silent(), mode, meter, torch.no_grad(), no_fast_path(), autocast:
+    with silent(), mode, meter, torch.no_grad(), no_fast_path(), autocast:
         run = _DryRun(graph, torch.device(device), meter, caps)
         plan = schedule(graph)
         weights = {weight.name for weight in graph.weights}
@@ -73,7 +73,7 @@ def check(graph: Graph, *, device: str | torch.device = "cpu", caps: GraphCaps =
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Keep torch from logging a page for each call that does not fit: it is refused in one line."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from upriver.errors import ModelError
+from upriver.errors import ConfigError, ModelError
 from upriver.program.example import Example
 from upriver.program.inputs import InputSpec, ModelInputs
 from upriver.program.published import build, inputs_of
@@ -52,7 +52,7 @@ def load_model(
 
     Raises:
         ModelError: If there is no such model, its package is not installed, or the weights do not fit.
-        ConfigError: If another shape is asked for inputs that came with the model.
+        ConfigError: If another shape is asked for inputs that came with the model, or these are none.
     """
     source, separator, rest = name.partition(":")
     if not separator or not source or not rest:
@@ -151,7 +151,13 @@ def _own(module_name: str, callable_name: str) -> tuple[nn.Module, ModelInputs]:
         case nn.Module() as model:
             return model, _image()
         case (nn.Module() as model, example):
-            return model, ModelInputs(given=Example.of(example))
+            try:
+                return model, ModelInputs(given=Example.of(example))
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{name} must return a torch module, or a module and an example of its inputs; what it "
+                    f"returned beside the module is none: {error}"
+                ) from None
         case other:
             raise ModelError(
                 f"{name} must return a torch module, or a module and an example of its inputs, got "

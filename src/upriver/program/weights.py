@@ -22,6 +22,7 @@ import torch
 from upriver.errors import ProgramError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph import DTYPES
+from upriver.text import printable
 
 ALIGNMENT = 64
 LENGTH_BYTES = 8
@@ -298,7 +299,10 @@ def entry_of(name: str, entry: Any, most: int, caps: GraphCaps = DEFAULT_CAPS) -
             raise ProgramError(f"weight {name[:80]!r}: malformed entry")
     if not dtype:
         allowed = ", ".join(_NAMES)
-        raise ProgramError(f"weight {name[:80]!r}: malformed type {code[:80]!r}; allowed are {allowed}")
+        raise ProgramError(
+            f"weight {name[:80]!r} has the type {printable(code, 80)}, which is not supported; supported are "
+            f"{allowed}"
+        )
     if any("\ud800" <= char <= "\udfff" for char in name):
         raise ProgramError(f"weight {name[:80]!r}: a name that is no text")
     if len(name) > caps.text or len(shape) > caps.dimensions:

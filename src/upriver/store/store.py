@@ -34,6 +34,10 @@ STREAM_PARTS = 4
 _REFUSED = (PermissionDeniedError, UnauthenticatedError)
 _HTTP_STATUS = re.compile(r"\bstatus(?: code)?: (\d{3})\b")
 _S3_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_NO_CREDENTIALS = re.compile(
+    r"performing (PUT|GET) http://[^/ ]+/latest/(api/token|meta-data/iam/security-credentials)\b"
+)
+"""A request that did not go to the store: nobody gave credentials, so a cloud is asked for them."""
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -450,6 +454,12 @@ class Store:
         if isinstance(exc, PreconditionError) or status == "412":
             return self._changed(path)
         what = f"cannot {verb} {path!r} in store {self.name!r} ({self.uri})"
+        if over_http and _NO_CREDENTIALS.search(_first_line(exc)):
+            return StoreError(
+                f"{what}: there are no credentials, and the machine has none of its own; give the options "
+                "access_key_id and secret_access_key, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                "anonymous=true"
+            )
         if code == "NoSuchBucket":
             return StoreError(f"{what}: there is no such bucket, or not for these credentials")
         if verb != "write" and (isinstance(exc, FileNotFoundError) or status == "404"):
