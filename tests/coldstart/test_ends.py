@@ -212,6 +212,30 @@ def test_a_process_ends_that_nobody_gives_an_answer(what: str, tmp_path: Path) -
     assert ended.returncode == 1 and ended.stderr.endswith("TypeError: mine\n")
 
 
+def test_a_process_may_end_while_a_weight_is_copied(tmp_path: Path) -> None:
+    """Python ends threads where they are, which within an operator of torch's aborts the process."""
+    save_file(nn.Linear(4, 4).state_dict(), tmp_path / "model.safetensors")
+    ended = a_process(
+        """
+        from upriver.coldstart.filling import Memory
+
+        copies, one, other = threading.Event(), torch.zeros(10**6), torch.ones(10**6)
+
+        def settle(_memory):
+            copies.set()
+            until_s = time.monotonic() + 0.5
+            while time.monotonic() < until_s:
+                one.copy_(other)
+
+        Memory.settle = settle
+        model = load(lambda: nn.Linear(4, 4), sys.argv[1])
+        assert copies.wait(50)
+        """,
+        f"{tmp_path.as_uri()}/model",
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_what_the_first_call_shows_outlives_a_process_that_ends_then(tmp_path: Path) -> None:
     torch.manual_seed(0)
     save_file(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict(), tmp_path / "model.safetensors")

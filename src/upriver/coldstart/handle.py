@@ -89,6 +89,7 @@ class Handle(ABC, Generic[Owner]):
         if self._memories:
             try:
                 self._stream.start()
+                _streaming.add(self._stream)
             except RuntimeError as error:
                 what = f"{self._source.path!r} cannot be loaded: no thread can be started"
                 raise UpriverError(f"{what}: {error_text(error)}") from None
@@ -263,16 +264,22 @@ under_way: weakref.WeakKeyDictionary[object, Handle[Any]] = weakref.WeakKeyDicti
 """Of models and programs some of whose weights are still to come."""
 
 
+_streaming: weakref.WeakSet[Stream] = weakref.WeakSet()
 _writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
-WRITING_S = 2.0
-"""How long the end of a process waits for what is being written down: a load, an answer and an end may be all
-that a process is for, and the next one is to gain from it."""
+ENDING_S = 2.0
+"""How long the end of a process waits for streams that it breaks off, and for what is being written down: a
+load, an answer and an end may be all that a process is for, and the next one is to gain from it."""
 
 
 @atexit.register
-def _written() -> None:
-    until_s = time.monotonic() + WRITING_S
+def _end() -> None:
+    """Break off what still loads, and wait: a thread that Python ends in an operator aborts the process."""
+    for handle in list(under_way.values()):
+        handle._stream.cancel()
+    until_s = time.monotonic() + ENDING_S
+    for stream in list(_streaming):
+        stream.join(_left(until_s))
     for thread in list(_writing):
         thread.join(_left(until_s))
 
