@@ -64,7 +64,8 @@ class Hired:
         """Workers that have been started so far, and taken in."""
         self._at_work = weakref.WeakSet[Workers]()
         self._lock = threading.Lock()
-        self._here_s, self._steady = 0.0, False
+        self._here_s = 0.0
+        self._steady = isinstance(maker.source, Declared)  # whose stages draw by the sample alone
         closed_with(self, partial(_close, self._workers))
 
     @cached_property
