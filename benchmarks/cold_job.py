@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cold_models import MODELS, Inputs, answer, made_up
-from cold_ways import downloaded, loader_of, pieces, removed, serialized
+from cold_ways import STORED_PART_BYTES, downloaded, loader_of, pieces, removed, serialized
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,7 @@ def publish(spec: Spec, _: Say) -> dict[str, Any]:
     from upriver.coldstart.order import publish_model
     from upriver.store import Store
 
+    _in_large_parts()
     model = MODELS[spec["model"]]
     model.prepare()
     network = made_up(model)
@@ -137,6 +138,13 @@ def publish(spec: Spec, _: Say) -> dict[str, Any]:
     return {"nbytes": nbytes, "tensors": len(_stored(network))}
 
 
+def _in_large_parts() -> None:
+    """Have it hardly matter where a read of an object begins: see `cold_ways.STORED_PART_BYTES`."""
+    from upriver.store import store
+
+    store.STREAM_PART_BYTES = STORED_PART_BYTES
+
+
 def _stored(network: nn.Module) -> dict[int, torch.Tensor]:
     """Each tensor of the state dict once."""
     return {value.data_ptr(): value for value in network.state_dict().values()}
@@ -154,6 +162,7 @@ def tensors(spec: Spec, _: Say) -> dict[str, Any]:
     """A model in tensorizer's format."""
     from upriver.store import Store
 
+    _in_large_parts()
     model = MODELS[spec["model"]]
     model.prepare()
     path = Path(spec["scratch"]) / "model.tensors"

@@ -18,6 +18,7 @@ from cold_settings import (
     PARTS,
     QUICK_KNOB,
     STREAMED,
+    SWEEP_EVEN,
     SWEEP_NEAR,
     SWEEPS,
     WAYS,
@@ -309,7 +310,9 @@ class Measures:
             seconds = {choice: _shortest(tried) for choice, tried in rows.items()}
             wanted = [each for each in wanted if seconds[each] <= SWEEP_NEAR * min(seconds.values())]
             wanted = [each for each in wanted if seconds[each] < float("inf")]
-        best = min(rows, key=lambda choice: seconds[choice])
+        near_s = SWEEP_EVEN * min(seconds.values())
+        even = [choice for choice in rows if seconds[choice] <= near_s]
+        best = min(even, key=lambda choice: (choice.knob, seconds[choice]))
         found: dict[str, Any] = {"choice": asdict(best), "knobs": list(knobs), "tried": []}
         for choice, tried in rows.items():
             took = seconds[choice] if seconds[choice] < float("inf") else None

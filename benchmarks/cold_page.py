@@ -98,7 +98,8 @@ Where two plain ones differ by more than {most_after:.0%}, nothing is judged.
 
 Found with {swept} at one sample, for models of 10 MB and less with {swept_small}: the shortest of
 {sweep_runs} runs each, in turns, or of one where that was more than {sweep_near:.0%} over the shortest;
-"cannot" where it fails or answers wrongly. The link of 0.1 Gbit/s takes the values of that of 1 Gbit/s,
+"cannot" where it fails or answers wrongly. Of values within {sweep_even:.0%} of the shortest the lowest is
+taken, with its own best way to take tensors. The link of 0.1 Gbit/s takes the values of that of 1 Gbit/s,
 and two cores take those of one.
 "Taken as it came": by `load_state_dict(assign=True)`, which spares a copy. Where that changes low bits
 of a model's answer, as memory that is not aligned can, weights are copied.
@@ -117,7 +118,10 @@ of a model's answer, as memory that is not aligned can, weights are copied.
 - The first answer is compared by `torch.equal` with that of the whole model, computed with as many threads.
 - OpenStack Swift with its S3 door has core 0 and a network namespace, the process core 1 and another one;
   with "2core" it has both. Links are shaped both ways by `tc tbf`, and measured before use. Swift gives
-  some 280 MB/s here, so the unshaped link stands for 10 Gbit/s, too: such a link would never be full.
+  some 550 MB/s here, so the unshaped link stands for 10 Gbit/s, too: such a link would never be full.
+- Objects are stored in parts of {parts_gib:g} GiB. Swift takes an MD5 of what is read from the beginning of a
+  part on, and two of a part that is read whole: where parts were as large as everybody's reads, 16 MiB, who
+  read in step with them got 250 MB/s, and who did not got twice as much.
 - Ways take turns, in an order that is drawn for each turn; the first turn of all settings comes first. All
   processes run a copy of the code that was made at the start. A run is a record; those count that are of the
   newest code among all of the same run and setting.

@@ -26,6 +26,7 @@ from cold_settings import (
     OURS,
     PARTS_REPEATS,
     PLAIN,
+    SWEEP_EVEN,
     SWEEP_NEAR,
     SWEEPS,
     SWEPT_MODEL,
@@ -34,6 +35,7 @@ from cold_settings import (
     swept,
     way_of,
 )
+from cold_ways import STORED_PART_BYTES
 
 MEMORY_RUNS = (*WAYS, OURS + PLAIN, "sequential" + PLAIN)
 
@@ -107,6 +109,8 @@ def page(found: Sequence[Found], name: str, *, hint: str = "") -> str:
         swept_small=MODELS[SWEPT_SMALL].title,
         sweep_runs=SWEEPS,
         sweep_near=SWEEP_NEAR - 1,
+        sweep_even=SWEEP_EVEN - 1,
+        parts_gib=STORED_PART_BYTES / 2**30,
         seed=SEED,
         name=name,
         near_best=NEAR_BEST,

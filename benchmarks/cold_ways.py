@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 PART_BYTES = 16 << 20
 """Of a ranged read, everybody's: upriver's own default."""
 
+STORED_PART_BYTES = 1 << 30
+"""Of stored objects. Swift takes an MD5 of what is read from the beginning of a part on, and two of a part
+that is read whole, which costs more than all the rest of reading it: who reads in step with small parts is
+half as fast as who does not."""
+
 PRESIGNED_S = 600
 
 

@@ -334,6 +334,16 @@ def test_a_sweep_takes_the_best_that_answers_rightly(tmp_path: Path) -> None:
     assert "does not start" in sweeps["tensorizer"]["error"] and sweeps["tensorizer"]["tries"] == 1
 
 
+def test_of_values_that_are_as_good_a_sweep_takes_the_lowest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold_measure, "SWEEP_EVEN", 1e9)
+    records, _ = measured(tmp_path)
+    for way in WAYS:
+        choice = records.rows[sweep_key(SETTING, way)]["choice"]
+        assert choice == {"knob": WAYS[way].knobs[0], "assign": WAYS[way].assigns}
+
+
 def test_values_of_a_sweep_take_turns_and_hopeless_ones_only_one(tmp_path: Path) -> None:
     _, jobs = measured(tmp_path, keys=[sweep_key(SETTING, OURS)])
     assert [spec["knob"] for _, _, _, spec in jobs.asked] == [1, 4, 16, *((4, 16) * (SWEEPS - 1))]

@@ -25,10 +25,12 @@ from upriver.store.s3 import open_s3, secrets_of, site_of
 MULTIPART_BYTES = 64 * 2**20
 """Objects up to this size travel in one request, as AWS advises below 100 MB; larger ones in parts of it."""
 
-STREAM_PART_BYTES = 16 * 2**20
-"""Of an object that is written as it is made; with it the 10,000 parts that S3 allows hold 160 GB."""
+STREAM_PART_BYTES = 64 * 2**20
+"""Of an object that is written as it is made; with it the 10,000 parts that S3 allows hold 640 GB. Swift
+takes an MD5 of what is read from the beginning of a part on, and two of a part that is read whole, so parts
+are to be much larger than what is read at once."""
 
-STREAM_PARTS = 4
+STREAM_PARTS = 2
 """How many of them may be under way, and so in memory, at once."""
 
 _REFUSED = (PermissionDeniedError, UnauthenticatedError)
