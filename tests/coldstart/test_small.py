@@ -14,11 +14,11 @@ from safetensors.torch import save
 from torch import nn
 
 from tests.store.s3_server import S3Server
-from upriver.coldstart import grouping, kept, publish_model
+from upriver.coldstart import grouping, kept, model_load, publish_model
 from upriver.coldstart import programs as cold_programs
 from upriver.coldstart.grouping import GROUPINGS, SMALL_BYTES, is_whole
 from upriver.coldstart.model_load import begin
-from upriver.coldstart.source import find
+from upriver.coldstart.source import Source, find
 from upriver.coldstart.stream import StreamLimits
 from upriver.program.capture import capture
 from upriver.store import Store
@@ -104,6 +104,32 @@ def test_a_larger_one_is_grouped_for_the_link(
         assert PROBE in asked(server) and LOOK in asked(server)
         assert loads or ("PUT", "groupings.json") in asked(server)
     assert kept.kept(find(store, "net"))
+
+
+def _each_alone(source: Source, *_: object) -> tuple[list[range], dict[str, list[range]]]:
+    return [range(number, number + 1) for number in range(len(source.tensors))], {}
+
+
+@pytest.mark.parametrize("kind", ["model", "program"])
+def test_ours_asks_for_groups_that_follow_each_other_together_and_the_others_do_not(
+    kind: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, program = connected(server), capture(build(), (X,))
+    publish_model(build(), store, "net.safetensors", (X,))
+    cold_programs.publish(program, store)
+    monkeypatch.setattr(cold_programs if kind == "program" else model_load, "grouped", _each_alone)
+    num_reads = {}
+    for name in GROUPINGS:
+        server.requests.clear()
+        if kind == "model":
+            assert torch.equal(loaded(store, grouping=name), build()(X))
+        else:
+            cold = cold_programs.open(store=store, digest=program.digest, grouping=name)
+            assert torch.equal(cold.run((X,), 0, cold.num_stages)[0], build()(X))
+            coming = cold_programs.arriving(cold)
+            assert coming is None or coming.wait(60)
+        num_reads[name] = asked(server).count(("GET", "safetensors"))
+    assert num_reads == {"upriver": 1, "pisel": 6, "layer_by_layer": 6}
 
 
 def test_several_files_are_no_single_request(server: S3Server) -> None:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,89 @@ def test_requests_have_every_byte_once_and_keep_to_the_limits(
     firsts = [min(request.tensors) for request in requests]
     for group in groups:
         assert (inside := [first for first in firsts if first in group]) == sorted(inside)
+
+
+@given(layouts(), st.integers(0, 2000))
+def test_joined_requests_ask_for_the_same_in_the_same_order_and_fewer_times(
+    asked: tuple[Source, list[range], int, int], join_bytes: int
+) -> None:
+    source, groups, request_bytes, along_bytes = asked
+    limits = {"request_bytes": request_bytes, "along_bytes": along_bytes}
+    apart = requests_for(source, groups, **limits)
+    joined = requests_for(source, groups, **limits, join_bytes=min(join_bytes, request_bytes))
+    assert [part for each in joined for part in each.parts if part.tensor != PADDING] == [
+        part for each in apart for part in each.parts if part.tensor != PADDING
+    ]
+    assert len(joined) <= len(apart)
+    for request in joined:
+        at = request.start
+        for part in request.parts:
+            if part.tensor == PADDING:
+                assert 0 < part.nbytes <= along_bytes
+            else:
+                assert source.tensors[part.tensor].start + part.start == at
+                assert source.tensors[part.tensor].path == request.path
+            at += part.nbytes
+        assert at - request.start == request.nbytes <= request_bytes
+        assert PADDING not in (request.parts[0].tensor, request.parts[-1].tensor)
+    for before, after in pairwise(joined):
+        if (
+            before.path == after.path
+            and 0 <= (gap := after.start - before.start - before.nbytes) <= along_bytes
+        ):
+            assert before.nbytes + gap + after.parts[0].nbytes > min(join_bytes, request_bytes)
+
+
+def test_groups_that_follow_each_other_are_joined_up_to_a_size() -> None:
+    places = [("a", 0, 300), ("a", 320, 620), ("a", 640, 940), ("a", 2000, 2300), ("b", 2300, 2600)]
+    groups = [range(n, n + 1) for n in range(5)]
+    joined = asked_for(places, groups, join_bytes=700)
+    assert [(each.path, each.start, each.nbytes) for each in joined] == [
+        ("a", 0, 620),
+        ("a", 640, 300),
+        ("a", 2000, 300),
+        ("b", 2300, 300),
+    ]
+    assert [each.tensors for each in joined] == [{0, 1}, {2}, {3}, {4}]
+
+
+def test_a_stream_joins_what_comes_in_so_many_seconds(store: Store) -> None:
+    source = publish(store)
+    counts = []
+    for joins_s in (0.0, 1e-9, 1.0):
+        sink = Memory(source)
+        groups = [range(n, n + 1) for n in range(len(source.tensors))]
+        stream = Stream(source, groups, sink, joins_s=joins_s, **LINK)
+        stream.start()
+        stream.join()
+        assert sink.got == expected(source)
+        counts.append(len(kinds(stream, "request")))
+    assert counts[0] == counts[1] > counts[2] == 1
+
+
+def test_memory_is_given_back_before_the_last_weight_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[object] = []
+
+    class Heap:
+        def came(self, num_bytes: int) -> None:
+            happened.append(num_bytes)
+
+        def ended(self) -> None:
+            happened.append("ended")
+
+    class Told(Memory):
+        def filled(self, index: int) -> None:
+            happened.append(f"filled {index}")
+            super().filled(index)
+
+    monkeypatch.setattr("upriver.coldstart.stream.Heap", Heap)
+    store = Store.open("memory://")
+    source = publish(store)
+    sink, _ = run(source, sink=Told(source))
+    assert sink.got == expected(source)
+    assert happened[-2:] == ["ended", happened[-1]]
+    assert happened.count("ended") == 1
+    assert sum(each for each in happened if isinstance(each, int)) >= source.nbytes
 
 
 def asked_for(places: list[tuple[str, int, int]], groups: list[range], **limits: int) -> list[Request]:
@@ -924,6 +1008,16 @@ def test_pieces_are_small_until_the_link_has_shown_itself() -> None:
     assert stream._piece_bytes() == pytest.approx(2e7 * PIECE_S, rel=0.01)
     feed(stream._flow, lambda _: 1e12, seconds=3, now_s=20)
     assert stream._piece_bytes() == MOST_PIECE_BYTES
+
+
+def test_several_requests_at_once_share_what_one_has_in_pieces() -> None:
+    source = lying(None, [("a", 0, 1)])
+    stream = Stream(source, [range(1)], Memory(source), latency_s=0.01, bandwidth_bytes_per_s=1e12)
+    feed(stream._flow, lambda _: 1e12, seconds=3)
+    found = []
+    for stream._flow.wanted in (1, 2, 8):
+        found.append(stream._piece_bytes())
+    assert found == [MOST_PIECE_BYTES, MOST_PIECE_BYTES // 2, FIRST_PIECE_BYTES]
 
 
 FAULTS = ("cut", "reset", "stalled", "silent", "flipped", "short", "changed", 503, 404, "cancel")

@@ -188,6 +188,21 @@ def is_whole(policy: str, nbytes: int, request_bytes: int) -> bool:
     return policy in _WHOLE and nbytes <= min(SMALL_BYTES, request_bytes)
 
 
+JOIN_S = 0.1
+"""What comes in so many seconds ours asks for at once, though these are several groups. Stores take some
+milliseconds for any request, in which nothing comes where they have no second processor for the next one.
+With more, a weight that somebody waits for out of turn would come late."""
+
+
+def joins_s(policy: str) -> float:
+    """For how many seconds of a link groups are asked for together, where one lies behind the other.
+
+    Args:
+        policy: Its name.
+    """
+    return JOIN_S if policy in _WHOLE else 0.0
+
+
 def check_policy(policy: str) -> None:
     """The name of a policy.
 

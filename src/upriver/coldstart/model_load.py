@@ -24,7 +24,7 @@ from upriver.coldstart.construct import construct
 from upriver.coldstart.execution import layer_seconds, pace_of
 from upriver.coldstart.filling import Match, held, match, memories, move
 from upriver.coldstart.given import check_store, checked
-from upriver.coldstart.grouping import choose
+from upriver.coldstart.grouping import choose, joins_s
 from upriver.coldstart.guard import Guard
 from upriver.coldstart.handle import Groupings, Handle, under_way
 from upriver.coldstart.loading_code import check_loading_code
@@ -200,6 +200,7 @@ def begin(
             limits=limits,
             latency_s=link.rtt_s,
             bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            joins_s=joins_s(grouping),
         ),
         steps=steps,
         groupings=news,

@@ -24,6 +24,7 @@ import torch
 from upriver.coldstart import layout
 from upriver.coldstart.beside import Beside
 from upriver.coldstart.given import check_store, checked
+from upriver.coldstart.grouping import joins_s
 from upriver.coldstart.handle import Groupings
 from upriver.coldstart.incoming import Arriving, ArrivingFile, arriving
 from upriver.coldstart.layout import Manifest
@@ -226,6 +227,7 @@ def begin(
             limits=bounds,
             latency_s=link.rtt_s,
             bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            joins_s=joins_s(grouping),
         ),
         stop=len(graph.stages) if stop is None else stop,
         digest=graph.weights_digest if wanted is None else None,

@@ -2,11 +2,14 @@
 
 Groups are virtual. Those of its tensors that lie side by side are one range, whatever their order; what lies
 between two of them, padding or somebody else's tensor, is read along where that is less work than one more
-request. Requests begin and end where a checksum's bytes do, so that what has come can be checked at once.
+request. So may groups be that follow each other: a stream puts each weight in its place as it comes, so
+nobody waits for the end of a request. Requests begin and end where a checksum's bytes do, so that what has
+come can be checked at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,7 +86,7 @@ class Request:
 
 
 def requests_for(
-    source: Source, groups: Sequence[range], *, request_bytes: int, along_bytes: int
+    source: Source, groups: Sequence[range], *, request_bytes: int, along_bytes: int, join_bytes: int = 0
 ) -> list[Request]:
     """The requests for all tensors, group by group, and in each group for the first tensors first.
 
@@ -92,6 +95,8 @@ def requests_for(
         groups: Ranges over its tensors; together all of them, in order.
         request_bytes: Of one request, at most.
         along_bytes: Between two tensors, at most, where these are read along.
+        join_bytes: Of a request that asks for what several groups have, where one follows the other in an
+            object; at most as many as ``request_bytes``.
 
     Raises:
         ConfigError: If a tensor is in no group, or in two, or out of order.
@@ -101,7 +106,7 @@ def requests_for(
     for group in groups:
         requests = _requests_of(source, group, request_bytes=request_bytes, along_bytes=along_bytes)
         found += sorted(requests, key=lambda request: request.span.start)
-    return found
+    return list(_joined(found, join_bytes=join_bytes, along_bytes=along_bytes)) if join_bytes else found
 
 
 def parts_of(index: int, tensor: Placed, *, chunk_bytes: int, request_bytes: int) -> Iterator[Part]:
@@ -145,6 +150,36 @@ def _requests_of(source: Source, group: range, *, request_bytes: int, along_byte
         end = stop
     if parts:
         yield Request.of(path, begin, parts)
+
+
+def _joined(requests: Iterable[Request], *, join_bytes: int, along_bytes: int) -> Iterator[Request]:
+    """The same bytes in the same order, by as few requests as there may be if the first are filled first."""
+    path, begin, end = "", 0, 0
+    parts: list[Part] = []
+    for request in requests:
+        rest, at = deque(request.parts), request.start
+        if parts and request.path == path and 0 <= at - end <= along_bytes:
+            if at > end:
+                rest.appendleft(Part(PADDING, 0, at - end))
+                at = end
+            while rest and at + rest[0].nbytes - begin <= join_bytes:
+                parts.append(rest.popleft())
+                at = end = at + parts[-1].nbytes
+        if not rest:
+            continue
+        if parts:
+            yield _without_padding(path, begin, parts)
+        path, begin, end = request.path, at, request.start + request.nbytes
+        parts = list(rest)
+    if parts:
+        yield _without_padding(path, begin, parts)
+
+
+def _without_padding(path: str, start: int, parts: Sequence[Part]) -> Request:
+    """A request for these parts from the first tensor's to the last one's."""
+    tensors = [number for number, part in enumerate(parts) if part.tensor != PADDING]
+    start += sum(part.nbytes for part in parts[: tensors[0]])
+    return Request.of(path, start, parts[tensors[0] : tensors[-1] + 1])
 
 
 def _as_they_lie(source: Source, group: range, request_bytes: int) -> Iterator[Part]:

@@ -26,6 +26,7 @@ from typing import Literal, Protocol, TypeVarTuple
 from crc32c import crc32c
 
 from upriver.coldstart.flow import Cap, Flow, Link
+from upriver.coldstart.heap import Heap
 from upriver.coldstart.requests import PADDING, Part, Request, chunk_of, cut, requests_for
 from upriver.coldstart.source import Source
 from upriver.coldstart.timeline import check_link
@@ -46,9 +47,10 @@ REQUEST_S = 0.0005
 MOST_ALONG_BYTES = MIB
 
 PIECE_S = 0.01
-MOST_PIECE_BYTES, FIRST_PIECE_BYTES, FEWEST_PIECE_BYTES = MIB, 256 * 1024, 64 * 1024
+MOST_PIECE_BYTES, FIRST_PIECE_BYTES, FEWEST_PIECE_BYTES = 512 * 1024, 256 * 1024, 64 * 1024
 """Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece. No more
-than the first until the link has shown itself: a slow one may bring less while a request may be silent."""
+than the first until the link has shown itself: a slow one may bring less while a request may be silent. The
+most is what all requests under way have in pieces together."""
 
 
 class Sink(Protocol):
@@ -151,6 +153,7 @@ class Stream:
         limits: StreamLimits = DEFAULT_LIMITS,
         latency_s: float,
         bandwidth_bytes_per_s: float,
+        joins_s: float = 0.0,
     ) -> None:
         """Plan the requests; nothing is asked for yet.
 
@@ -161,6 +164,7 @@ class Stream:
             limits: What may be taken of link and memory.
             latency_s: From a request to its first byte, as far as is known.
             bandwidth_bytes_per_s: Of the link, as far as is known.
+            joins_s: What comes in so many seconds may be asked for at once, whatever its groups.
 
         Raises:
             ConfigError: If the groups have not all tensors once and in order, or a number cannot be.
@@ -171,7 +175,13 @@ class Stream:
         self._source, self._sink, self._limits = source, sink, limits
         along_bytes = int(min(max(rate * REQUEST_S, ALIGNMENT), MOST_ALONG_BYTES))
         self._waiting = deque(
-            requests_for(source, groups, request_bytes=limits.request_bytes, along_bytes=along_bytes)
+            requests_for(
+                source,
+                groups,
+                request_bytes=limits.request_bytes,
+                along_bytes=along_bytes,
+                join_bytes=int(min(rate * joins_s, limits.request_bytes)),
+            )
         )
         self._urgent: deque[Request] = deque()
         self._bodies: set[_Body] = set()
@@ -180,7 +190,7 @@ class Stream:
             most=limits.concurrency,
             bound_bytes_per_s=limits.bandwidth_bytes_per_s,
         )
-        self._cap = Cap(limits.bandwidth_bytes_per_s)
+        self._cap, self._heap = Cap(limits.bandwidth_bytes_per_s), Heap()
         self._padding = memoryview(bytearray(along_bytes))
         self._rooms: dict[int, memoryview] = {}
         self._missing = [tensor.stop - tensor.start for tensor in source.tensors]
@@ -322,7 +332,9 @@ class Stream:
 
     def _piece_bytes(self) -> int:
         """Of a request that is sent now."""
-        most = MOST_PIECE_BYTES if self._flow.known else FIRST_PIECE_BYTES
+        most = FIRST_PIECE_BYTES
+        if self._flow.known:
+            most = max(most, MOST_PIECE_BYTES // self._flow.wanted)
         return int(min(max(self._flow.link.bandwidth_bytes_per_s * PIECE_S, FEWEST_PIECE_BYTES), most))
 
     def _room(self, index: int) -> memoryview:
@@ -384,6 +396,7 @@ class Stream:
             self._note("first_byte", body.request.span, body.request.nbytes)
         if num_bytes:
             self._flow.came(now_s, num_bytes)
+            self._heap.came(num_bytes)
             for part in body.came(num_bytes):
                 self._check(part)
         return self._cap.taken(now_s, num_bytes)
@@ -428,6 +441,8 @@ class Stream:
         tensor = self._source.tensors[index]
         self._rooms.pop(index, None)
         self._num_unfilled -= 1
+        if not self._num_unfilled:
+            self._heap.ended()  # a call that waits for the last weight may need the most then
         self._note("filled", range(index, index + 1), tensor.stop - tensor.start)
         self._sink.filled(index)
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from upriver.coldstart.arrivals import Arrivals
+from upriver.coldstart.grouping import joins_s
 from upriver.coldstart.handle import Groupings, remember
 from upriver.coldstart.incoming import step_back
 from upriver.coldstart.layout import Manifest
@@ -244,6 +245,7 @@ class ColdFile:
             limits=self._limits,
             latency_s=self._found.link.rtt_s,
             bandwidth_bytes_per_s=self._found.link.bandwidth_bytes_per_s,
+            joins_s=joins_s("upriver"),
         )
         if some is self._found.source:
             self._at_once, self._groupings = stream, news
