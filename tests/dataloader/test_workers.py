@@ -515,6 +515,8 @@ from upriver.dataloader import DataLoader, dataset, epoch
 
 url, worker, where, num_workers = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs behind it
+
 def interrupt(*args):
     os.kill(os.getpid(), signal.SIGINT)
 
