@@ -173,8 +173,9 @@ SMALL_BYTES = 8 << 20
 place as it comes, so one request makes nobody wait for its end; and it is over, at 100 MB/s, before a stream
 can tell whether a second one would bring more (``flow.TRIAL_BUSY_S``)."""
 
-_WHOLE = frozenset({"upriver"})
-"""Policies that ask for small models so. The others are what a paper says, whatever the size."""
+_JOINING = frozenset({"upriver"})
+"""Policies that count on a stream's putting each weight in its place as it comes: they ask for small models
+in one request, and for groups that follow each other together. The others are what a paper says."""
 
 
 def is_whole(policy: str, nbytes: int, request_bytes: int) -> bool:
@@ -185,7 +186,7 @@ def is_whole(policy: str, nbytes: int, request_bytes: int) -> bool:
         nbytes: Of all weights.
         request_bytes: Of one request, at most.
     """
-    return policy in _WHOLE and nbytes <= min(SMALL_BYTES, request_bytes)
+    return policy in _JOINING and nbytes <= min(SMALL_BYTES, request_bytes)
 
 
 JOIN_S = 0.1
@@ -200,7 +201,7 @@ def joins_s(policy: str) -> float:
     Args:
         policy: Its name.
     """
-    return JOIN_S if policy in _WHOLE else 0.0
+    return JOIN_S if policy in _JOINING else 0.0
 
 
 def check_policy(policy: str) -> None:

@@ -50,7 +50,7 @@ PIECE_S = 0.01
 MOST_PIECE_BYTES, FIRST_PIECE_BYTES, FEWEST_PIECE_BYTES = 512 * 1024, 256 * 1024, 64 * 1024
 """Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece. No more
 than the first until the link has shown itself: a slow one may bring less while a request may be silent. The
-most is what all requests under way have in pieces together."""
+most is of one request by itself; several share it, down to the first."""
 
 
 class Sink(Protocol):

@@ -41,6 +41,10 @@ TENSOR_BYTES, CHECKSUM_BYTES, CHARACTER_BYTES = 1600, 96, 4
 stored, as it is placed, what is asked for, what has happened."""
 
 
+GROUPING = "upriver"
+"""Which tensors are asked for together: :data:`~upriver.coldstart.grouping.GROUPINGS`."""
+
+
 class ColdFile:
     """A weights file of which some is here, and some asked for.
 
@@ -237,7 +241,7 @@ class ColdFile:
         some, known = self._found.source, self._found.known
         if len(numbers) < len(self._tensors):
             some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}
-        groups, news = grouped(some, self._found.link, "upriver", self._limits, self._device, known)
+        groups, news = grouped(some, self._found.link, GROUPING, self._limits, self._device, known)
         stream = Stream(
             some,
             groups,
@@ -245,7 +249,7 @@ class ColdFile:
             limits=self._limits,
             latency_s=self._found.link.rtt_s,
             bandwidth_bytes_per_s=self._found.link.bandwidth_bytes_per_s,
-            joins_s=joins_s("upriver"),
+            joins_s=joins_s(GROUPING),
         )
         if some is self._found.source:
             self._at_once, self._groupings = stream, news
