@@ -25,7 +25,7 @@ from _planned import Deadline, Records, TimeIsUp
 from input_bed import Failed, Setting
 from input_data import make_data
 from input_job import Decided, TakesNext, Trainer
-from input_measure import HERE, HOPELESS, SKIPPED, Epochs, measure
+from input_measure import HERE, HOPELESS, MOST_LEARNING, SKIPPED, Epochs, measure
 from input_model import EPOCHS, Consumer, train, train_apart
 from input_pace import Pace, Probe
 from input_pipeline import QUICK, SETTINGS, missing, parsed, run_all, version, versions_of
@@ -598,6 +598,8 @@ def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None
     assert made[HERE] == 0 and made["remote"] == samples and 0 < made["greedy"] < samples
     candidate = row["candidate"]
     assert made[f"{candidate} 1"] == samples and made[f"{candidate} 0.3"] == round(0.3 * samples)
-    assert all(row["learned"][way][-1]["decided"] for way in ("fastflow", "upriver"))
+    for rows in row["learned"].values():  # a machine that is busy may give no figures to decide by
+        assert rows[-1]["decided"] or len(rows) == MOST_LEARNING
+    assert list(row["learned"]) == ["fastflow", "upriver"]
     left = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=120)
     assert left.stdout.strip() == f"{key}: finished"
