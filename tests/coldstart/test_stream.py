@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -311,6 +312,23 @@ def test_memory_is_given_back_before_the_last_weight_is_told_of(monkeypatch: pyt
     assert sum(each for each in happened if isinstance(each, int)) >= source.nbytes
 
 
+def test_openmps_threads_sleep_soon_as_long_as_a_stream_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[tuple[str, int]] = []
+
+    class Told(Memory):
+        def filled(self, index: int) -> None:
+            happened.append(("filled", threading.get_native_id()))
+            super().filled(index)
+
+    monkeypatch.setattr(
+        stream_module, "sleep_sooner", lambda: happened.append(("asked", threading.get_native_id()))
+    )
+    source = publish(Store.open("memory://"))
+    run(source, sink=Told(source))
+    assert [what for what, _ in happened] == ["asked"] + ["filled"] * len(source.tensors)
+    assert len({thread for _, thread in happened}) == 1
+
+
 def asked_for(places: list[tuple[str, int, int]], groups: list[range], **limits: int) -> list[Request]:
     limits = {"request_bytes": 1000, "along_bytes": 64} | limits
     return requests_for(lying(None, places), groups, **limits)
@@ -450,12 +468,31 @@ def test_what_somebody_waits_for_goes_first(known_link: None) -> None:
         run.stream.hurry(NUM)
         assert run.tensors == [0, 7]
         run.store.bring(0, SIZE)
-        assert run.tensors == [0, 7, 9]
+        assert run.tensors == [0, 7]
         run.store.bring(1, SIZE)
-        assert run.tensors == [0, 7, 9, 5]
+        assert run.tensors == [0, 7, 9]
         run.store.bring(2, SIZE)
+        assert run.tensors == [0, 7, 9, 5]
         run.store.bring(3, SIZE - 10)
         assert run.tensors == [0, 7, 9, 5, 1]
+
+
+def test_all_that_is_waited_for_is_not_asked_for_at_once(known_link: None) -> None:
+    with Scripted(hidden=100) as run:
+        assert run.tensors == [0]
+        run.stream.hurry(7)
+        assert run.tensors == [0, 7]
+        run.stream.hurry(9)
+        assert run.tensors == [0, 7]
+        run.store.bring(0, SIZE)
+        assert run.tensors == [0, 7]
+        run.store.bring(1, SIZE - 100)
+        assert run.tensors == [0, 7, 9]
+        run.store.bring(2, SIZE - 101)
+        assert run.tensors == [0, 7, 9]
+        run.store.bring(1, 100)
+        run.store.bring(2, 1)
+        assert run.tensors == [0, 7, 9, 1]
 
 
 def test_hurrying_before_the_start_counts(known_link: None) -> None:

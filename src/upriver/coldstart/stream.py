@@ -29,6 +29,7 @@ from upriver.coldstart.flow import Cap, Flow, Link
 from upriver.coldstart.heap import Heap
 from upriver.coldstart.requests import PADDING, Part, Request, chunk_of, cut, requests_for
 from upriver.coldstart.source import Source
+from upriver.coldstart.spinning import sleep_sooner
 from upriver.coldstart.timeline import check_link
 from upriver.errors import Cancelled, ConfigError, Damaged, ObjectChanged, StoreError, UpriverError, bare
 from upriver.program.weights import ALIGNMENT
@@ -255,6 +256,7 @@ class Stream:
 
     def _work(self) -> None:
         try:
+            sleep_sooner()
             with asyncio.Runner(loop_factory=_Loop) as runner:
                 runner.run(self._run())
         except BaseException as raised:
@@ -288,7 +290,7 @@ class Stream:
                 if self._broken is not None:
                     raise self._broken
                 while (queue := self._next()) is not None:
-                    body = self._open(queue.popleft())
+                    body = self._open(queue.popleft(), urgent=queue is self._urgent)
                     fetching.create_task(self._fetch(body))
                 self._changed.clear()
                 await self._changed.wait()
@@ -311,22 +313,20 @@ class Stream:
         in_flight = sum(body.left for body in self._bodies)
         if self._bodies and in_flight + queue[0].nbytes > self._limits.in_flight_bytes:
             return None
-        if not self._bodies or queue is self._urgent:
-            return queue
         hidden, wanted = self._flow.link.hidden_bytes, self._flow.wanted
-        coming = [body.coming for body in self._bodies]
-        if sum(coming) <= hidden:
+        coming = [body.coming for body in self._bodies if body.urgent or queue is self._waiting]
+        if not coming or sum(coming) <= hidden:
             return queue
         if wanted > 1 and sum(wanted * nbytes > hidden for nbytes in coming) < wanted:
             return queue
         return None
 
-    def _open(self, request: Request) -> _Body:
+    def _open(self, request: Request, *, urgent: bool) -> _Body:
         """Make room for what a request will bring."""
         for index in sorted(request.tensors - self._rooms.keys()):
             self._rooms[index] = self._room(index)
         self._note("request", request.span, request.nbytes)
-        body = _Body(request, self._piece_bytes())
+        body = _Body(request, self._piece_bytes(), urgent=urgent)
         self._bodies.add(body)
         return body
 
@@ -471,13 +471,14 @@ class _Body:
     Attributes:
         request: It.
         piece_bytes: Put in place at once, at least.
+        urgent: Whether somebody waits for it.
         sent_s: When it was sent.
         begun: Whether its answer has begun.
         left: Bytes that are not in their place yet.
     """
 
-    def __init__(self, request: Request, piece_bytes: int) -> None:
-        self.request, self.piece_bytes = request, piece_bytes
+    def __init__(self, request: Request, piece_bytes: int, *, urgent: bool) -> None:
+        self.request, self.piece_bytes, self.urgent = request, piece_bytes, urgent
         self.sent_s = time.monotonic()
         self.begun = False
         self.left = request.nbytes
