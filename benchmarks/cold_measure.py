@@ -6,6 +6,7 @@ other code, or that failed and have not been tried again.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -94,10 +95,12 @@ class Task:
         """Of the code that it depends on."""
         return versions.of("run" if self.do == "sweep" else self.do, self.run)
 
-    def is_there(self, records: Records, versions: Versions) -> bool:
-        """Whether it is kept, and of this code."""
+    def is_there(self, records: Records, versions: Versions, since: float = -math.inf) -> bool:
+        """Whether it is kept, and of this code; a run of a turn, and of no start before that one."""
         row = records.rows.get(self.key, {})
         if row.get("version") != self.version(versions):
+            return False
+        if self.do == "run" and row["begun"] < since:
             return False
         if self.do == "sweep" and row.get("knobs") != list(WAYS[self.run].knobs):
             return False
@@ -166,10 +169,21 @@ def tasks(setting: Setting, number: int, *, sweeps: bool = True) -> list[Task]:
 def missing(
     setting: Setting, records: Records, versions: Versions, number: int | None = None, *, sweeps: bool = True
 ) -> list[Task]:
-    """What of a setting, or of one turn of it, has not been run as the code is."""
-    numbers = range(setting.repeats) if number is None else (number,)
-    wanted = {task.key: task for each in numbers for task in tasks(setting, each, sweeps=sweeps)}
-    return [task for task in wanted.values() if not task.is_there(records, versions)]
+    """What of a setting, or of one turn of it, has not been run as the code is, or long before ours was."""
+    wanted: dict[str, Task] = {}
+    for each in range(setting.repeats) if number is None else (number,):
+        turn = tasks(setting, each, sweeps=sweeps)
+        since = begun_since(turn, records, versions)
+        wanted |= {task.key: task for task in turn if not task.is_there(records, versions, since)}
+    return list(wanted.values())
+
+
+def begun_since(turn: Iterable[Task], records: Records, versions: Versions) -> float:
+    """When the start began that ours of a turn is of: who ran before did not take turns with it."""
+    for task in turn:
+        if task.do == "run" and task.run == OURS:
+            return records.rows[task.key]["begun"] if task.is_there(records, versions) else math.inf
+    return -math.inf
 
 
 # --------------------------------------------------------------------------------------------- measuring

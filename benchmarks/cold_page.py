@@ -124,7 +124,7 @@ of a model's answer, as memory that is not aligned can, weights are copied.
   read in step with them got 250 MB/s, and who did not got twice as much.
 - Ways take turns, in an order that is drawn for each turn; the first turn of all settings comes first. All
   processes run a copy of the code that was made at the start. A run is a record; those count that are of the
-  newest code among all of the same run and setting.
+  newest code among all of the same run and setting. Where upriver's code has changed, all run the turn anew.
 - With and without our construction runs everybody on the unshaped link at one sample (layer by layer and
   PISeL's groups with some models), and with some models at 1 Gbit/s, too.
 - Sequential: construct, download upriver's file by ranged reads into memory, `load_state_dict`, run; no

@@ -21,7 +21,8 @@ writes ``results/cold_start.md`` and ``.png`` from what is there. All of it take
 ``--quick`` shows within two minutes, without root and on this host alone, that it works.
 
 All processes run a copy of the code that is made at the start. What is of other code is run again: upriver's
-own after a change of upriver, others' after a change of their way (`cold_versions`).
+own after a change of upriver, and with it all of its turn, others' after a change of their way
+(`cold_versions`).
 
 Other systems live in an environment of their own, which ``UPRIVER_BENCHMARK_COLD_PEERS`` names; nothing is
 begun without them but by ``--no-peers``. The process has one core and a network namespace, the store another

@@ -147,6 +147,17 @@ def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     assert keys_of(SETTING, records) == [key]
 
 
+def test_everybody_takes_turns_with_ours_anew_where_ours_is_of_other_code(tmp_path: Path) -> None:
+    records, _ = measured(tmp_path)
+    key, turn = turn_key(SETTING, 1, OURS), {turn_key(SETTING, 1, run) for run in SETTING.runs}
+    records.add(key, {**records.rows[key], "version": "old"})
+    assert set(keys_of(SETTING, records)) == turn
+    for run in (OURS, "runai"):  # and then it was broken off
+        each = turn_key(SETTING, 1, run)
+        records.add(each, {**records.rows[each], "version": VERSIONS.of("run", run), "begun": 2e9})
+    assert set(keys_of(SETTING, records)) == turn - {key, turn_key(SETTING, 1, "runai")}
+
+
 def test_a_peer_that_came_later_takes_part_in_every_turn_and_nobody_else_again(tmp_path: Path) -> None:
     without = narrowed(SETTING, set(WAYS) - {"runai"})
     records, _ = measured(tmp_path, without)
