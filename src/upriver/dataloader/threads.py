@@ -6,10 +6,11 @@ Who interrupts a training job would so wait for whatever a machine that hangs wa
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -19,6 +20,28 @@ LAST_S = 2.0
 """So long it does: a thread that lets go of tensors while Python is taken down may abort the process."""
 
 Work = Callable[[], object]
+
+
+class _Thread(threading.Thread):
+    """Does one piece of work after the other, until there is None.
+
+    Attributes:
+        work: What is to be done.
+    """
+
+    def __init__(self, work: SimpleQueue[Work | None], free: threading.Semaphore, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.work, self._free = work, free
+
+    def run(self) -> None:
+        """Until it is over."""
+        while (do := self.work.get()) is not None:
+            try:
+                do()
+            except Exception:
+                log.exception("a thread of the loader failed")
+            del do  # or whatever it knows would live until there is more to do
+            self._free.release()
 
 
 class Threads:
@@ -34,7 +57,7 @@ class Threads:
         self._work: SimpleQueue[Work | None] = SimpleQueue()
         self._free = threading.Semaphore(0)
         self._lock = threading.Lock()
-        self._started: list[threading.Thread] = []
+        self._started: list[_Thread] = []
         self._over = False
 
     def submit(self, work: Work) -> None:
@@ -45,8 +68,7 @@ class Threads:
             self._work.put(work)
             if self._free.acquire(blocking=False) or len(self._started) == self._most:
                 return
-            name = f"{self._name}_{len(self._started)}"
-            thread = threading.Thread(target=_run, args=(self._work, self._free), name=name, daemon=True)
+            thread = _Thread(self._work, self._free, f"{self._name}_{len(self._started)}")
             thread.start()
             self._started.append(thread)
 
@@ -54,22 +76,29 @@ class Threads:
         """Leave what nobody has begun; each ends when it has done what it is at."""
         with self._lock:
             self._over = True
-            with suppress(Empty):
-                while True:
-                    self._work.get_nowait()
-            for _ in self._started:
-                self._work.put(None)
+            _end(self._started)
         if not threading.main_thread().is_alive():
-            until = time.monotonic() + LAST_S
-            for thread in self._started:
-                thread.join(max(0.0, until - time.monotonic()))
+            _join(self._started)
 
 
-def _run(work: SimpleQueue[Work | None], free: threading.Semaphore) -> None:
-    while (do := work.get()) is not None:
-        try:
-            do()
-        except Exception:
-            log.exception("a thread of the loader failed")
-        del do  # or whatever it knows would live until there is more to do
-        free.release()
+def _end(threads: Sequence[_Thread]) -> None:
+    for thread in threads:
+        with suppress(Empty):
+            while True:
+                thread.work.get_nowait()
+    for thread in threads:
+        thread.work.put(None)
+
+
+def _join(threads: Sequence[_Thread]) -> None:
+    until = time.monotonic() + LAST_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+@atexit.register
+def _end_all() -> None:
+    """The process ends; threads that were shut down before may still be at something."""
+    running = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
+    _end(running)
+    _join(running)
