@@ -44,6 +44,23 @@ def test_the_end_does_not_wait_for_a_thread_that_hangs() -> None:
     assert printed(hangs) == printed(hangs + "threads.shutdown()") == ""
 
 
+def test_the_end_waits_when_what_hangs_has_been_broken_off() -> None:
+    hangs = BEGUN.replace("time.sleep(0.5)", "broken_off.wait()")
+    owned = """
+from upriver.dataloader.closing import closed_with
+
+def close():
+    broken_off.set()
+    threads.shutdown()
+
+broken_off = threading.Event()
+owner = type("Owner", (), {})()
+closed_with(owner, close, at_exit=True)
+"""
+    head, work = hangs.split("def work")
+    assert printed(f"{head}{owned}\ndef work{work}") == "done\n"
+
+
 def test_what_nobody_has_begun_is_left_and_what_is_begun_is_done() -> None:
     threads, begun, goes_on = Threads(1, "reading"), threading.Event(), threading.Event()
     done: list[str] = []

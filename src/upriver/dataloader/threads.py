@@ -6,10 +6,10 @@ Who interrupts a training job would so wait for whatever a machine that hangs wa
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -77,8 +77,6 @@ class Threads:
         with self._lock:
             self._over = True
             _end(self._started)
-        if not threading.main_thread().is_alive():
-            _join(self._started)
 
 
 def _end(threads: Sequence[_Thread]) -> None:
@@ -90,15 +88,14 @@ def _end(threads: Sequence[_Thread]) -> None:
         thread.work.put(None)
 
 
-def _join(threads: Sequence[_Thread]) -> None:
-    until = time.monotonic() + LAST_S
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-
-
-@atexit.register
 def _end_all() -> None:
     """The process ends; threads that were shut down before may still be at something."""
     running = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
     _end(running)
-    _join(running)
+    until = time.monotonic() + LAST_S
+    for thread in running:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+weakref.finalize(Threads, _end_all)
+# The newest go first, so what breaks something off that a thread waits for does so before this one waits.
