@@ -233,7 +233,9 @@ def test_bytes_over_a_network_count_as_they_arrive():
         meter, counted = LinkMeter(), []
         meter.account = lambda num_bytes, kind: counted.append(num_bytes)
         far = MeteredStore(Store.open("s3://bucket", options=options), meter)
-        assert far.get("big") == body
+        told = []
+        assert far.get("big", on_answer=told.append) == body
+        assert told == [far.head("big")]
         assert sum(counted) == len(body) and len(counted) > 4
         assert far.get_range("big", 100, 300_100) == body[100:300_100]
         assert far.get_range("big", 5, 5) == b""

@@ -59,13 +59,12 @@ def loaded(store: Store, **options: object) -> torch.Tensor:
 
 
 ONE_GO = [
-    ("HEAD", "manifest.json"),
     ("GET", "manifest.json"),
     ("HEAD", "safetensors"),
     ("GET", "safetensors"),
 ]
 
-PROBE, LOOK = ("GET", "safetensors 1"), ("HEAD", "groupings.json")
+PROBE, LOOK = ("GET", "safetensors 1"), ("GET", "groupings.json")
 
 
 def test_a_small_model_is_asked_for_in_one_go(server: S3Server) -> None:
@@ -152,7 +151,7 @@ def test_a_small_program_is_asked_for_in_one_go(server: S3Server) -> None:
     assert torch.equal(cold.run((X,), 0, cold.num_stages)[0], build()(X))
     coming = cold_programs.arriving(cold)
     assert coming is None or coming.wait(60)
-    assert asked(server) == [("HEAD", "json"), ("GET", "json"), *ONE_GO]
+    assert asked(server) == [("GET", "json"), *ONE_GO]
 
 
 def test_what_is_small() -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, ProgramError, StoreError
-from upriver.store import Store
+from upriver.program.fetch import get_at_most
+from upriver.store import ObjectInfo, Store
 from upriver.store import store as store_module
 
 from .s3_server import S3Server
@@ -42,6 +43,18 @@ def test_what_is_put_can_be_read_whole_and_in_ranges(store: Store) -> None:
     assert info.etag
     assert store.get("a/b.bin", etag=info.etag) == b"0123456789"
     assert store.get_range("a/b.bin", 9, 10, etag=info.etag) == b"9"
+
+
+def test_who_reads_a_whole_object_is_told_of_it_before_and_can_refuse_it(store: Store) -> None:
+    store.put("a/b.bin", b"0123456789")
+    told: list[ObjectInfo] = []
+    assert store.get("a/b.bin", on_answer=told.append) == b"0123456789"
+    assert told == [store.head("a/b.bin")]
+    assert get_at_most(store, "a/b.bin", 10) == b"0123456789"
+    with pytest.raises(ProgramError, match=r"^a/b\.bin has 10 bytes; at most 9 are allowed$"):
+        get_at_most(store, "a/b.bin", 9)
+    with pytest.raises(ObjectNotFound):
+        get_at_most(store, "a/c.bin", 9)
 
 
 def test_the_async_half_does_the_same(store: Store) -> None:

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import obstore
 
 from upriver.errors import ConfigError
-from upriver.store import Store
+from upriver.store import ObjectInfo, Store
 from upriver.store.places import PIECE_BYTES as PLACED_BYTES
-from upriver.store.store import _ignore, _ignore_async, _is_empty_range, _options
+from upriver.store.store import _ignore, _ignore_async, _info, _is_empty_range, _options
 from upriver.types import require_finite
 
 Kind = Literal["answers", "direct"]
@@ -283,12 +283,14 @@ class MeteredStore(Store):
         )
         self.meter = meter
 
-    def get(self, path: str, *, etag: str | None = None) -> bytes:
+    def get(
+        self, path: str, *, etag: str | None = None, on_answer: Callable[[ObjectInfo], None] = _ignore
+    ) -> bytes:
         """`Store.get`, accounted."""
         if self._root is None:
-            return self._arriving(path, _options(etag))
+            return self._arriving(path, _options(etag), on_answer)
         with self.meter.transfer():
-            data = super().get(path, etag=etag)
+            data = super().get(path, etag=etag, on_answer=on_answer)
             self.meter.account(len(data), "direct")
         return data
 
@@ -372,12 +374,13 @@ class MeteredStore(Store):
             self.meter.head_came(time.monotonic() - asked_at)
         busy.enter_context(self.meter.transfer())
 
-    def _arriving(self, path: str, options: Any) -> bytes:
+    def _arriving(self, path: str, options: Any, on_answer: Callable[[ObjectInfo], None] = _ignore) -> bytes:
         """What an object's request gives, accounted piece by piece as it arrives."""
         pieces, asked_at = [], time.monotonic()
         with self._errors("read", path), self.meter.pending():
             answer = obstore.get(self._backend, self._checked(path), options=options)
             self.meter.head_came(time.monotonic() - asked_at)
+            on_answer(_info(path, answer.meta))
             with self.meter.transfer():
                 for piece in answer.stream(min_chunk_size=PIECE_BYTES):
                     self.meter.account(len(piece), "direct")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from upriver.errors import ProgramError
-from upriver.store import Store
+from upriver.store import ObjectInfo, Store
 
 
 def get_at_most(store: Store, path: str, most: int) -> bytes:
@@ -13,7 +13,9 @@ def get_at_most(store: Store, path: str, most: int) -> bytes:
         ProgramError: If it is.
         StoreError: If the store cannot be read.
     """
-    info = store.head(path)
-    if info.size > most:
-        raise ProgramError(f"{path} has {info.size} bytes; at most {most} are allowed")
-    return store.get(path, etag=info.etag or None)
+
+    def check(info: ObjectInfo) -> None:
+        if info.size > most:
+            raise ProgramError(f"{path} has {info.size} bytes; at most {most} are allowed")
+
+    return store.get(path, on_answer=check)

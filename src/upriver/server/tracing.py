@@ -18,7 +18,7 @@ from upriver import tracing
 from upriver.engine.clock import Clock
 from upriver.server.logs import request_context
 from upriver.server.metrics import ANYONE, Metrics
-from upriver.store import Store
+from upriver.store import ObjectInfo, Store
 from upriver.store.places import PIECE_BYTES, Places
 from upriver.store.store import _ignore, _ignore_async
 from upriver.types import Timings
@@ -171,10 +171,12 @@ class TracedStore(Store):
             store._backend, name=store.name, uri=store.uri, root=store._root, secrets=store._secrets
         )
 
-    def get(self, path: str, *, etag: str | None = None) -> bytes:
+    def get(
+        self, path: str, *, etag: str | None = None, on_answer: Callable[[ObjectInfo], None] = _ignore
+    ) -> bytes:
         """`Store.get`, traced."""
         with self._span(path):
-            return super().get(path, etag=etag)
+            return super().get(path, etag=etag, on_answer=on_answer)
 
     async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
         """`Store.get_async`, traced."""

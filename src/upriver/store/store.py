@@ -60,7 +60,7 @@ class ObjectInfo:
     etag: str
 
 
-def _ignore(num_bytes: int) -> None:
+def _ignore(_: object) -> None:
     """For whom it is enough to be told when all is there."""
 
 
@@ -147,16 +147,26 @@ class Store:
 
     # ------------------------------------------------------------------------------------- reading
 
-    def get(self, path: str, *, etag: str | None = None) -> bytes:
+    def get(
+        self, path: str, *, etag: str | None = None, on_answer: Callable[[ObjectInfo], None] = _ignore
+    ) -> bytes:
         """The whole object; with ``etag`` only if it is still that one.
+
+        Args:
+            path: The object.
+            etag: Read only if the object is still that one.
+            on_answer: Called with what the store says of the object, before any of it is read.
 
         Raises:
             ObjectNotFound: If there is no such object.
             ObjectChanged: If its ETag is another one.
             StoreError: If the store cannot be read.
+            Exception: What ``on_answer`` raises; nothing is read then.
         """
         with self._errors("read", path):
-            return obstore.get(self._backend, self._checked(path), options=_options(etag)).bytes().to_bytes()
+            answer = obstore.get(self._backend, self._checked(path), options=_options(etag))
+            on_answer(_info(path, answer.meta))
+            return answer.bytes().to_bytes()
 
     async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
         """:meth:`get` for an event loop."""
