@@ -152,7 +152,7 @@ def test_an_error_of_the_constructor_waits_for_no_store(
 ) -> None:
     begun, may, said = threading.Event(), threading.Event(), threading.Event()
 
-    def silent(*_: Any) -> None:
+    def silent(*_: Any, **__: Any) -> None:
         begun.set()
         may.wait(20)
         said.set()

@@ -58,11 +58,8 @@ def loaded(store: Store, **options: object) -> torch.Tensor:
     return answer
 
 
-ONE_GO = [
-    ("GET", "manifest.json"),
-    ("HEAD", "safetensors"),
-    ("GET", "safetensors"),
-]
+ONE_GO = {("GET", "manifest.json"), ("GET", "safetensors")}
+"""In any order; the object's first bytes are all of it."""
 
 PROBE, LOOK = ("GET", "safetensors 1"), ("GET", "groupings.json")
 
@@ -72,7 +69,7 @@ def test_a_small_model_is_asked_for_in_one_go(server: S3Server) -> None:
     publish_model(build(), store, "net.safetensors", (X,))
     server.requests.clear()
     assert torch.equal(loaded(store), build()(X))
-    assert asked(server) == ONE_GO
+    assert set(asked(server)) == ONE_GO and len(server.requests) == 2
     assert kept.kept(find(store, "net")) == {}
 
 
@@ -100,7 +97,7 @@ def test_a_larger_one_is_grouped_for_the_link(
     for loads in range(2):
         server.requests.clear()
         assert torch.equal(loaded(store, limits=limits), build()(X))
-        assert PROBE in asked(server) and LOOK in asked(server)
+        assert PROBE not in asked(server) and LOOK in asked(server)
         assert loads or ("PUT", "groupings.json") in asked(server)
     assert kept.kept(find(store, "net"))
 
@@ -151,7 +148,8 @@ def test_a_small_program_is_asked_for_in_one_go(server: S3Server) -> None:
     assert torch.equal(cold.run((X,), 0, cold.num_stages)[0], build()(X))
     coming = cold_programs.arriving(cold)
     assert coming is None or coming.wait(60)
-    assert asked(server) == [("GET", "json"), *ONE_GO]
+    assert asked(server)[0] == ("GET", "json")
+    assert set(asked(server)[1:]) == ONE_GO and len(server.requests) == 3
 
 
 def test_what_is_small() -> None:

@@ -302,7 +302,7 @@ def test_headers_are_of_one_version_of_the_object(remote: tuple[Store, S3Server]
 
     store.put(PATH, save(some_tensors()))
     server.objects = Changing(server.objects)
-    with pytest.raises(ObjectChanged):
+    with pytest.raises(ObjectChanged, match=r"was replaced while its header was read; load again$"):
         find(store, PATH)
 
 

@@ -175,7 +175,8 @@ can tell whether a second one would bring more (``flow.TRIAL_BUSY_S``)."""
 
 _JOINING = frozenset({"upriver"})
 """Policies that count on a stream's putting each weight in its place as it comes: they ask for small models
-in one request, and for groups that follow each other together. The others are what a paper says."""
+in one request, for groups that follow each other together, and for the first bytes before they know what
+these are. The others are what a paper says."""
 
 
 def is_whole(policy: str, nbytes: int, request_bytes: int) -> bool:
@@ -202,6 +203,11 @@ def joins_s(policy: str) -> float:
         policy: Its name.
     """
     return JOIN_S if policy in _JOINING else 0.0
+
+
+def asks_ahead(policy: str) -> bool:
+    """Whether the first bytes may be asked for before there are groups."""
+    return policy in _JOINING
 
 
 def check_policy(policy: str) -> None:

@@ -23,6 +23,7 @@ import msgspec
 import torch
 from crc32c import crc32c
 
+from upriver.coldstart.ahead import Ahead
 from upriver.coldstart.execution import NOTHING, Execution
 from upriver.errors import ConfigError, ObjectChanged, ProgramError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
@@ -302,7 +303,7 @@ def decode(data: bytes | memoryview, caps: GraphCaps = DEFAULT_CAPS) -> Manifest
     return manifest
 
 
-def read(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Manifest:
+def read(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahead | None = None) -> Manifest:
     """The manifest of a published weights file, held against the object's size and ETag.
 
     Nothing of the object is read. Later reads take the manifest's ETag along, so they are of the same object.
@@ -311,6 +312,7 @@ def read(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Manifest
         store: Where it is.
         path: The name of the weights file.
         caps: What it may take, at most.
+        ahead: What has been asked for already.
 
     Raises:
         ConfigError: If the path is no name of a weights file.
@@ -320,7 +322,9 @@ def read(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Manifest
         StoreError: If the store cannot be read.
     """
     manifest = decode(get_at_most(store, manifest_path(path), caps.header_bytes), caps)
-    info = store.head(path)
+    info = (ahead or store).head(path)
+    if ahead is not None and (info.etag, info.size) != (manifest.etag or info.etag, manifest.nbytes):
+        info = store.head(path)  # it may have been published again since
     if manifest.etag and info.etag != manifest.etag:
         raise ObjectChanged(
             f"object {path!r} in store {store.name!r} is not the one that its manifest was written for (ETag "

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from upriver.coldstart import kept
+from upriver.coldstart.ahead import Ahead
 from upriver.coldstart.barrier import Gate
 from upriver.coldstart.beside import Beside
 from upriver.coldstart.construct import construct
@@ -32,7 +33,7 @@ from upriver.coldstart.source import Source, find, keep_order
 from upriver.coldstart.stream import Sink, Stream, StreamLimits
 from upriver.coldstart.timeline import Timeline
 from upriver.coldstart.uris import opened
-from upriver.coldstart.way import is_one_request, way_to
+from upriver.coldstart.way import asked_ahead, is_one_request, way_to
 from upriver.errors import ConfigError, StoreError
 from upriver.store import Store
 from upriver.types import Link, require_type
@@ -146,7 +147,7 @@ def load(
     Raises:
         ConfigError: If an argument is not what it may be.
         ModelError: If the weights are not those of such a model, or its own code changes them when it is
-            loaded; nothing has been downloaded then.
+            loaded; nobody has waited for a weight then.
         ProgramError: If the file is not what it should be.
         StoreError: If the store cannot be read. Where it breaks later, calls of the model raise it.
     """
@@ -181,31 +182,33 @@ def begin(
     check_store(store, store_options)
     place, limits = checked(device, grouping, limits)
     where, path = (store, uri) if store is not None else opened(uri, store_options)
-    with Beside(2, name="upriver-coldstart-find") as beside:
-        found = beside.submit(_found, where, path, grouping, limits, beside)
-        model = construct(build_model)
-        steps["constructed"] = time.monotonic()
-        source, link, known, steps["found"] = found.result()
-    matched = match(move(model, place), source, strict=strict)
-    check_loading_code(model, source)
-    groups, news = grouped(matched.source, link, grouping, limits, place, known)
-    loading = Loading(
-        model,
-        source,
-        matched,
-        lambda sink: Stream(
-            matched.source,
-            groups,
-            sink,
-            limits=limits,
-            latency_s=link.rtt_s,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-            joins_s=joins_s(grouping),
-        ),
-        steps=steps,
-        groupings=news,
-    )
-    loading.start(model)
+    with asked_ahead(where, path, grouping, limits) as ahead:
+        with Beside(2, name="upriver-coldstart-find") as beside:
+            found = beside.submit(_found, where, path, grouping, limits, beside, ahead)
+            model = construct(build_model)
+            steps["constructed"] = time.monotonic()
+            source, link, known, steps["found"] = found.result()
+        matched = match(move(model, place), source, strict=strict)
+        check_loading_code(model, source)
+        groups, news = grouped(matched.source, link, grouping, limits, place, known)
+        loading = Loading(
+            model,
+            source,
+            matched,
+            lambda sink: Stream(
+                matched.source,
+                groups,
+                sink,
+                limits=limits,
+                latency_s=link.rtt_s,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+                joins_s=joins_s(grouping),
+                ahead=ahead,
+            ),
+            steps=steps,
+            groupings=news,
+        )
+        loading.start(model)
     return model, loading
 
 
@@ -218,12 +221,17 @@ def _check_builder(build_model: object) -> None:
 
 
 def _found(
-    store: Store, path: str, policy: str, limits: StreamLimits, beside: Executor
+    store: Store,
+    path: str,
+    policy: str,
+    limits: StreamLimits,
+    beside: Executor,
+    ahead: Ahead | None,
 ) -> tuple[Source, Link, Groupings, float]:
     """Where the weights lie, the way there, groupings that are kept, and when that was known."""
-    source = find(store, path)
+    source = find(store, path, ahead=ahead)
     near = source.tensors[0].path if source.tensors else path
-    link, known = way_to(source, near, policy, limits, beside)
+    link, known = way_to(source, near, policy, limits, beside, ahead)
     return source, link, known, time.monotonic()
 
 

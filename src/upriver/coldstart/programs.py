@@ -17,11 +17,13 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 
 from upriver.coldstart import layout
+from upriver.coldstart.ahead import Ahead
 from upriver.coldstart.beside import Beside
 from upriver.coldstart.given import check_store, checked
 from upriver.coldstart.grouping import joins_s
@@ -33,7 +35,7 @@ from upriver.coldstart.source import Source, published
 from upriver.coldstart.stage_work import stage_executions
 from upriver.coldstart.stream import Stream, StreamLimits
 from upriver.coldstart.uris import program_at
-from upriver.coldstart.way import way_to
+from upriver.coldstart.way import asked_ahead, way_to
 from upriver.errors import (
     AccessDenied,
     ConfigError,
@@ -198,44 +200,51 @@ def begin(
     graph = decode(_graph_bytes(place, graph_path(folder, name), name, caps), caps)
     if stop is not None and not 0 <= stop <= len(graph.stages):
         raise ProgramError(f"stop must lie in 0..{len(graph.stages)}, got {stop}")
-    with Beside(1, name="upriver-coldstart-find") as beside:
-        found = find(
-            place,
-            folder,
-            name,
-            graph.weights_digest,
-            grouping=grouping,
-            limits=bounds,
-            beside=beside,
-            caps=caps,
-        )
-    if found is None:
-        return files.load(place, name, prefix=folder, device=where, caps=caps), None
-    steps["found"] = found.at_s
-    _check_weights(graph, found.manifest)
-    wanted = None if stop is None else keys_read(graph, stop)
-    source, link, known = found.of(wanted)
-    groups, news = grouped(source, link, grouping, bounds, where, known)
-    file = ArrivingFile(found.manifest, wanted, where)
-    coming = Arriving(
-        source,
-        file,
-        lambda sink: Stream(
+    with ExitStack() as asked:
+        ahead = None
+        if stop is None:  # else the first bytes may be of weights that no stage before it reads
+            weights = weights_path(folder, graph.weights_digest)
+            ahead = asked.enter_context(asked_ahead(place, weights, grouping, bounds))
+        with Beside(1, name="upriver-coldstart-find") as beside:
+            found = find(
+                place,
+                folder,
+                name,
+                graph.weights_digest,
+                grouping=grouping,
+                limits=bounds,
+                beside=beside,
+                caps=caps,
+                ahead=ahead,
+            )
+        if found is None:
+            return files.load(place, name, prefix=folder, device=where, caps=caps), None
+        steps["found"] = found.at_s
+        _check_weights(graph, found.manifest)
+        wanted = None if stop is None else keys_read(graph, stop)
+        source, link, known = found.of(wanted)
+        groups, news = grouped(source, link, grouping, bounds, where, known)
+        file = ArrivingFile(found.manifest, wanted, where)
+        coming = Arriving(
             source,
-            groups,
-            sink,
-            limits=bounds,
-            latency_s=link.rtt_s,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-            joins_s=joins_s(grouping),
-        ),
-        stop=len(graph.stages) if stop is None else stop,
-        digest=graph.weights_digest if wanted is None else None,
-        steps=steps,
-        groupings=news if wanted is None else {},
-    )
-    program = Program(graph, file, device=where, caps=caps, before_stage=coming.before_stage)
-    coming.start(program)
+            file,
+            lambda sink: Stream(
+                source,
+                groups,
+                sink,
+                limits=bounds,
+                latency_s=link.rtt_s,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+                joins_s=joins_s(grouping),
+                ahead=ahead,
+            ),
+            stop=len(graph.stages) if stop is None else stop,
+            digest=graph.weights_digest if wanted is None else None,
+            steps=steps,
+            groupings=news if wanted is None else {},
+        )
+        program = Program(graph, file, device=where, caps=caps, before_stage=coming.before_stage)
+        coming.start(program)
     try:
         check(graph, device=where, caps=caps)
     except BaseException:
@@ -281,6 +290,7 @@ def find(
     limits: StreamLimits,
     beside: Executor,
     caps: GraphCaps = DEFAULT_CAPS,
+    ahead: Ahead | None = None,
 ) -> Found | None:
     """What is known of a program's weights; None where these have no manifest of theirs.
 
@@ -293,6 +303,7 @@ def find(
         limits: Of the stream that is to bring them.
         beside: Does what need not be waited for.
         caps: What the weights may take, at most.
+        ahead: What has been asked for already, of the weights.
 
     Raises:
         ProgramError: If there is a manifest, and it is not what it should be.
@@ -300,13 +311,13 @@ def find(
     """
     path = weights_path(prefix, weights_digest)
     try:
-        manifest = layout.read(store, path, caps=caps)
+        manifest = layout.read(store, path, caps=caps, ahead=ahead)
     except (ObjectNotFound, ObjectChanged, AccessDenied) as error:
         log.info("program %s is read whole before it runs: %s", digest, error)
         return None
     source = published(store, path, manifest)
     near = graph_path(prefix, digest)  # nothing of the weights: the graph may be none
-    link, known = way_to(source, near, grouping, limits, beside)
+    link, known = way_to(source, near, grouping, limits, beside, ahead)
     return Found(manifest=manifest, source=source, link=link, known=known, at_s=time.monotonic())
 
 

@@ -74,6 +74,11 @@ class Request:
         """From the first of its tensors to the last, by their indices."""
         return range(min(self.tensors), max(self.tensors) + 1)
 
+    @property
+    def stop(self) -> int:
+        """The byte of the object behind its last one."""
+        return self.start + self.nbytes
+
     def segments(self) -> list[Part]:
         """Its parts, those joined that follow each other in one tensor."""
         found: list[Part] = []
@@ -107,6 +112,44 @@ def requests_for(
         requests = _requests_of(source, group, request_bytes=request_bytes, along_bytes=along_bytes)
         found += sorted(requests, key=lambda request: request.span.start)
     return list(_joined(found, join_bytes=join_bytes, along_bytes=along_bytes)) if join_bytes else found
+
+
+def apart(requests: Iterable[Request], path: str, stop: int) -> tuple[list[Request], list[Request]]:
+    """Those requests whose bytes are among an object's first ones, and all others; some of them are divided.
+
+    Args:
+        requests: Each of which begins and ends with a tensor.
+        path: The object.
+        stop: The byte behind those.
+    """
+    among: list[Request] = []
+    others: list[Request] = []
+    for request in requests:
+        if request.path != path or request.start >= stop:
+            others.append(request)
+        elif request.stop <= stop:
+            among.append(request)
+        else:
+            first, second = _divided(request, stop)
+            among.append(first)
+            others.append(second)
+    return among, others
+
+
+def _divided(request: Request, at: int) -> tuple[Request, Request]:
+    """The same by two requests, before and behind a byte of the object that is within it."""
+    before: list[Part] = []
+    rest, left = deque(request.parts), at - request.start
+    while rest[0].nbytes <= left:
+        before.append(rest.popleft())
+        left -= before[-1].nbytes
+    if left:
+        part = rest.popleft()
+        middle = part.start + left
+        before.append(part._replace(stop=middle))
+        rest.appendleft(part._replace(start=middle))
+    path = request.path
+    return _without_padding(path, request.start, before), _without_padding(path, at, list(rest))
 
 
 def parts_of(index: int, tensor: Placed, *, chunk_bytes: int, request_bytes: int) -> Iterator[Part]:

@@ -20,10 +20,18 @@ from typing import Any
 
 import msgspec
 
+from upriver.coldstart.ahead import Ahead
 from upriver.coldstart.beside import Beside
 from upriver.coldstart.execution import NOTHING, Execution
 from upriver.coldstart.layout import CHUNK_BYTES, ENDING, Manifest, manifest_path, read
-from upriver.errors import AccessDenied, ConfigError, ObjectNotFound, ProgramError, StoreError
+from upriver.errors import (
+    AccessDenied,
+    ConfigError,
+    ObjectChanged,
+    ObjectNotFound,
+    ProgramError,
+    StoreError,
+)
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.fetch import get_at_most
 from upriver.program.weights import (
@@ -112,7 +120,15 @@ class Source:
         return sum(tensor.stop - tensor.start for tensor in self.tensors)
 
 
-def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Source:
+def object_at(path: str) -> str | None:
+    """The object with weights that :func:`find` looks at first; None where it looks at something else."""
+    path = path.removesuffix("/")
+    if path.endswith(INDEX_ENDING) or _has_pickled_name(path):
+        return None
+    return path if path.endswith(ENDING) else f"{path}{ENDING}"
+
+
+def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahead | None = None) -> Source:
     """Find a model's weights; none of them is read.
 
     Args:
@@ -121,6 +137,7 @@ def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Source:
             several such files; or ``NAME``, which stands for ``NAME.safetensors``,
             ``NAME/model.safetensors`` or ``NAME/model.safetensors.index.json``, whichever is there first.
         caps: What may be claimed, at most.
+        ahead: What has been asked for already, of :func:`object_at`.
 
     Raises:
         ConfigError: If the path cannot name an object.
@@ -135,20 +152,20 @@ def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Source:
     if path.endswith(INDEX_ENDING):
         found = _shards(store, path, get_at_most(store, path, caps.header_bytes), caps)
     elif path.endswith(ENDING):
-        found = _file(store, path, caps)
+        found = _file(store, path, caps, ahead)
     else:
-        found = _named(store, path, caps)
+        found = _named(store, path, caps, ahead)
     found = replace(found, path=path)
     return found if found.ordered else _as_kept(found, caps)
 
 
-def _named(store: Store, path: str, caps: GraphCaps) -> Source:
+def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> Source:
     """What lies under a name without an ending."""
     index = f"{path}/model{INDEX_ENDING}"
     files = (f"{path}{ENDING}", f"{path}/model{ENDING}")
     absent = _Absent()
     with absent:
-        return _file(store, files[0], caps)
+        return _file(store, files[0], caps, ahead)
     with absent:
         _refuse_object(store, path)
     with absent:
@@ -192,7 +209,7 @@ class _Absent:
 # -------------------------------------------------------------------------------------------- one file
 
 
-def _file(store: Store, path: str, caps: GraphCaps) -> Source:
+def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) -> Source:
     """One file, by its manifest or else by its header.
 
     Raises:
@@ -200,8 +217,8 @@ def _file(store: Store, path: str, caps: GraphCaps) -> Source:
     """
     absent = _Absent()
     with absent:  # the manifest, or both
-        return published(store, path, read(store, path, caps=caps))
-    info, tensors, ours = _foreign(store, path, caps)
+        return published(store, path, read(store, path, caps=caps, ahead=ahead))
+    info, tensors, ours = _foreign(store, path, caps, ahead)
     if ours and absent.refused:
         raise StoreError(
             f"{absent.refused}; {path} is laid out as published files are, and is not loaded without its "
@@ -261,15 +278,21 @@ def _unordered(store: Store, path: str, etags: Mapping[str, str], tensors: Itera
     )
 
 
-def _foreign(store: Store, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list[Placed], bool]:
+def _foreign(
+    store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None
+) -> tuple[ObjectInfo, list[Placed], bool]:
     """What the header of anyone's file says, tensors as they lie, and whether we would write it so."""
-    info = store.head(path)
+    info = (ahead or store).head(path)
     try:
-        head, entries = _header(store, info, caps)
+        head, entries = _header(ahead or store, info, caps)
         entries.sort(key=lambda entry: (entry.start, entry.stop))
         _check_apart(entries)
     except ProgramError as error:
         raise ProgramError(f"{path} in store {store.name!r}: {error}") from None
+    except ObjectChanged:
+        raise ObjectChanged(
+            f"object {path!r} in store {store.name!r} was replaced while its header was read; load again"
+        ) from None
     weights = [entry for entry in entries if not is_reserved(entry.name)]
     placed = [
         Placed(
@@ -287,7 +310,7 @@ def _foreign(store: Store, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list
     return info, placed, ours or len(weights) < len(entries)
 
 
-def _header(store: Store, info: ObjectInfo, caps: GraphCaps) -> tuple[bytes, list[Entry]]:
+def _header(store: Store | Ahead, info: ObjectInfo, caps: GraphCaps) -> tuple[bytes, list[Entry]]:
     """What a file begins with, up to its body, and its tensors, each of them within the body."""
     etag = info.etag or None
     first = store.get_range(info.path, 0, min(LENGTH_BYTES, info.size), etag=etag)

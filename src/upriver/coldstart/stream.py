@@ -17,28 +17,28 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import Context
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeVarTuple
+from typing import Literal, Protocol
 
 from crc32c import crc32c
 
+from upriver.coldstart.ahead import Ahead
 from upriver.coldstart.flow import Cap, Flow, Link
 from upriver.coldstart.heap import Heap
-from upriver.coldstart.requests import PADDING, Part, Request, chunk_of, cut, requests_for
+from upriver.coldstart.loop import Loop
+from upriver.coldstart.requests import PADDING, Part, Request, apart, chunk_of, cut, requests_for
 from upriver.coldstart.source import Source
 from upriver.coldstart.spinning import sleep_sooner
 from upriver.coldstart.timeline import check_link
 from upriver.errors import Cancelled, ConfigError, Damaged, ObjectChanged, StoreError, UpriverError, bare
 from upriver.program.weights import ALIGNMENT
+from upriver.store.places import Places
 from upriver.text import error_text
 from upriver.types import Limits
 
 log = logging.getLogger("upriver")
-
-Arguments = TypeVarTuple("Arguments")
 
 MIB = 1 << 20
 
@@ -128,7 +128,7 @@ class Event:
         kind: A request was sent, or is sent once more for a wrong checksum; its answer began; or a tensor is
             filled.
         tensors: Whose bytes these are: from the first to the last by their indices in the source.
-        at_s: Seconds since the start.
+        at_s: Seconds since the start; less than none if it was asked for before.
         nbytes: How many.
     """
 
@@ -155,6 +155,7 @@ class Stream:
         latency_s: float,
         bandwidth_bytes_per_s: float,
         joins_s: float = 0.0,
+        ahead: Ahead | None = None,
     ) -> None:
         """Plan the requests; nothing is asked for yet.
 
@@ -166,6 +167,7 @@ class Stream:
             latency_s: From a request to its first byte, as far as is known.
             bandwidth_bytes_per_s: Of the link, as far as is known.
             joins_s: What comes in so many seconds may be asked for at once, whatever its groups.
+            ahead: What was asked for before. A stream that is started ends it.
 
         Raises:
             ConfigError: If the groups have not all tensors once and in order, or a number cannot be.
@@ -175,15 +177,19 @@ class Stream:
         self.events: list[Event] = []
         self._source, self._sink, self._limits = source, sink, limits
         along_bytes = int(min(max(rate * REQUEST_S, ALIGNMENT), MOST_ALONG_BYTES))
-        self._waiting = deque(
-            requests_for(
-                source,
-                groups,
-                request_bytes=limits.request_bytes,
-                along_bytes=along_bytes,
-                join_bytes=int(min(rate * joins_s, limits.request_bytes)),
-            )
+        self._ahead = ahead
+        requests = requests_for(
+            source,
+            groups,
+            request_bytes=limits.request_bytes,
+            along_bytes=along_bytes,
+            join_bytes=int(min(rate * joins_s, limits.request_bytes)),
         )
+        there, others = (
+            ([], requests) if ahead is None else apart(requests, ahead.path, ahead.stop_of(source.etags))
+        )
+        self._there, self._news = set(there), asyncio.Event()
+        self._waiting = deque((*there, *others))
         self._urgent: deque[Request] = deque()
         self._bodies: set[_Body] = set()
         self._flow = Flow(
@@ -222,6 +228,8 @@ class Stream:
         """Begin. A stream is started once."""
         self._began_s = time.monotonic()
         self._thread.start()
+        if self._ahead is not None:
+            self._ahead.taken = True
 
     def hurry(self, index: int) -> None:
         """Somebody waits for this tensor: ask for it before all others that were not asked for yet."""
@@ -257,12 +265,14 @@ class Stream:
     def _work(self) -> None:
         try:
             sleep_sooner()
-            with asyncio.Runner(loop_factory=_Loop) as runner:
+            with asyncio.Runner(loop_factory=Loop) as runner:
                 runner.run(self._run())
         except BaseException as raised:
             self._fail(raised)
         finally:
             self._rooms.clear()
+            if self._ahead is not None:
+                self._ahead.close()
             del self._sink  # which holds this stream, as a rule
 
     def _fail(self, raised: BaseException) -> None:
@@ -285,6 +295,9 @@ class Stream:
         for index, nbytes in enumerate(self._missing):
             if not nbytes and self._broken is None:
                 self._fill(index)
+        if self._ahead is not None and self._there:
+            self._ahead.tell(partial(self._tell, self._more_is_there))
+        self._ahead_is_used()
         async with asyncio.TaskGroup() as fetching:
             while self._num_unfilled:
                 if self._broken is not None:
@@ -314,19 +327,27 @@ class Stream:
         if self._bodies and in_flight + queue[0].nbytes > self._limits.in_flight_bytes:
             return None
         hidden, wanted = self._flow.link.hidden_bytes, self._flow.wanted
-        coming = [body.coming for body in self._bodies if body.urgent or queue is self._waiting]
+        coming = [self._coming(body) for body in self._bodies if body.urgent or queue is self._waiting]
         if not coming or sum(coming) <= hidden:
             return queue
         if wanted > 1 and sum(wanted * nbytes > hidden for nbytes in coming) < wanted:
             return queue
         return None
 
+    def _coming(self, body: _Body) -> int:
+        """Bytes of a request that are on their way for certain."""
+        if self._ahead is not None and body.is_there:
+            return max(0, body.request.stop - self._ahead.come)
+        return body.coming
+
     def _open(self, request: Request, *, urgent: bool) -> _Body:
         """Make room for what a request will bring."""
         for index in sorted(request.tensors - self._rooms.keys()):
             self._rooms[index] = self._room(index)
-        self._note("request", request.span, request.nbytes)
-        body = _Body(request, self._piece_bytes(), urgent=urgent)
+        body = _Body(request, self._piece_bytes(), urgent=urgent, is_there=request in self._there)
+        if self._ahead is not None and body.is_there:
+            body.sent_s = self._ahead.sent_s
+        self._note("request", request.span, request.nbytes, body.sent_s)
         self._bodies.add(body)
         return body
 
@@ -355,6 +376,9 @@ class Stream:
                     deadline.reschedule(until_s)  # noqa: F821 - deleted when no more comes
                     await asyncio.sleep(pause_s)
 
+                if body.is_there:
+                    await self._take_over(body, came)
+                    return
                 await store.read_into_async(
                     request.path,
                     request.start,
@@ -377,9 +401,41 @@ class Stream:
         finally:
             del deadline  # which holds this task, and with it all that is on its stack
             self._bodies.remove(body)
-            if body.begun:
+            if body.begun and not body.is_there:
                 self._flow.ended(time.monotonic())
             self._changed.set()
+
+    async def _take_over(self, body: _Body, came: Callable[[int], Awaitable[None]]) -> None:
+        """Put what was asked for before in its place; what does not come of it is asked for again."""
+        ahead, request = self._ahead, body.request
+        places = Places([self._memory(part) for part in request.segments()])
+        while ahead is not None and places.left:
+            self._news.clear()
+            piece = ahead.at(request.stop - places.left)
+            if piece is None:
+                break
+            if not piece:
+                await self._news.wait()
+                continue
+            piece = piece[: min(places.left, MOST_PIECE_BYTES)]
+            if not body.begun:
+                await came(0)
+            places.take(piece)
+            await came(len(piece))
+        if rest := body.rest():
+            num_bytes = sum(part.nbytes for part in rest)
+            self._urgent.appendleft(Request.of(request.path, request.stop - num_bytes, rest))
+        self._there.remove(request)
+        self._ahead_is_used()
+
+    def _more_is_there(self) -> None:
+        self._news.set()
+        self._changed.set()
+
+    def _ahead_is_used(self) -> None:
+        """What nobody needs any more is let go of."""
+        if self._ahead is not None and not self._there:
+            self._ahead.cancel()
 
     def _memory(self, part: Part) -> memoryview:
         if part.tensor == PADDING:
@@ -390,12 +446,16 @@ class Stream:
         """An answer began, or bytes are in their place; the seconds for which no more may come."""
         now_s = time.monotonic()
         self._changed.set()
+        there = self._ahead if body.is_there else None
         if not body.begun:
             body.begun = True
-            self._flow.begun(now_s, now_s - body.sent_s)
-            self._note("first_byte", body.request.span, body.request.nbytes)
+            if there is None:
+                self._flow.begun(now_s, now_s - body.sent_s)
+            at_s = now_s if there is None else there.first_s
+            self._note("first_byte", body.request.span, body.request.nbytes, at_s)
         if num_bytes:
-            self._flow.came(now_s, num_bytes)
+            if there is None:
+                self._flow.came(now_s, num_bytes)
             self._heap.came(num_bytes)
             for part in body.came(num_bytes):
                 self._check(part)
@@ -446,23 +506,9 @@ class Stream:
         self._note("filled", range(index, index + 1), tensor.stop - tensor.start)
         self._sink.filled(index)
 
-    def _note(self, kind: Kind, tensors: range, nbytes: int) -> None:
-        at_s = time.monotonic() - self._began_s
+    def _note(self, kind: Kind, tensors: range, nbytes: int, at_s: float | None = None) -> None:
+        at_s = (time.monotonic() if at_s is None else at_s) - self._began_s
         self.events.append(Event(kind=kind, tensors=tensors, at_s=at_s, nbytes=nbytes))
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    """Answers to requests that were broken off may come to it when it is closed: nobody wants them."""
-
-    def call_soon_threadsafe(
-        self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
-    ) -> asyncio.Handle:
-        try:
-            return super().call_soon_threadsafe(callback, *args, context=context)
-        except RuntimeError:
-            if not self.is_closed():
-                raise
-            return asyncio.Handle(callback, args, self, context)
 
 
 class _Body:
@@ -472,13 +518,14 @@ class _Body:
         request: It.
         piece_bytes: Put in place at once, at least.
         urgent: Whether somebody waits for it.
+        is_there: Whether it was asked for before, and is taken from what has come of that.
         sent_s: When it was sent.
         begun: Whether its answer has begun.
         left: Bytes that are not in their place yet.
     """
 
-    def __init__(self, request: Request, piece_bytes: int, *, urgent: bool) -> None:
-        self.request, self.piece_bytes, self.urgent = request, piece_bytes, urgent
+    def __init__(self, request: Request, piece_bytes: int, *, urgent: bool, is_there: bool) -> None:
+        self.request, self.piece_bytes, self.urgent, self.is_there = request, piece_bytes, urgent, is_there
         self.sent_s = time.monotonic()
         self.begun = False
         self.left = request.nbytes
@@ -498,6 +545,10 @@ class _Body:
             part = self._parts.popleft()
             self._unclaimed -= part.nbytes
             yield part
+
+    def rest(self) -> list[Part]:
+        """The parts that are not complete."""
+        return list(self._parts)
 
 
 def _taken_apart(raised: BaseException) -> BaseException:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import replace
 
 from upriver.coldstart import kept, links
-from upriver.coldstart.grouping import is_whole
-from upriver.coldstart.source import Source
+from upriver.coldstart.ahead import MOST_BYTES, Ahead
+from upriver.coldstart.grouping import asks_ahead, is_whole
+from upriver.coldstart.source import Source, object_at
 from upriver.coldstart.stream import StreamLimits
+from upriver.store import Store
 from upriver.types import Link
 
 
 def way_to(
-    source: Source, near: str, policy: str, limits: StreamLimits, beside: Executor
+    source: Source,
+    near: str,
+    policy: str,
+    limits: StreamLimits,
+    beside: Executor,
+    ahead: Ahead | None = None,
 ) -> tuple[Link, Mapping[str, list[range]]]:
     """The link to some weights, and the groupings that are kept beside them.
 
@@ -25,6 +35,7 @@ def way_to(
         policy: That will group them.
         limits: Of the stream that will bring them.
         beside: Runs one question while the other waits for its answer.
+        ahead: What has been asked of that store already.
 
     Raises:
         StoreError: If the store cannot be read.
@@ -32,10 +43,42 @@ def way_to(
     if not source.tensors or is_one_request(source, policy, limits):
         return links.last_known(source.store), {}
     known = beside.submit(kept.kept, source)
-    link = links.link_to(source.store, near)
+    latency_s = None if ahead is None else ahead.latency_s
+    if latency_s is None:
+        link = links.link_to(source.store, near)
+    else:
+        link = replace(links.last_known(source.store), rtt_s=latency_s)
     return link, known.result()
 
 
 def is_one_request(source: Source, policy: str, limits: StreamLimits) -> bool:
     """Whether weights are asked for in one go, however the link is."""
     return len(source.etags) == 1 and is_whole(policy, source.nbytes, limits.request_bytes)
+
+
+@contextmanager
+def asked_ahead(store: Store, path: str, policy: str, limits: StreamLimits) -> Iterator[Ahead | None]:
+    """Begin to read what is most likely wanted of a store, before anything of it is known.
+
+    None where nothing can be gained, as a file is no latency away, or where it would not be what was asked
+    for: policies of papers ask as these say, and whoever bounds the bandwidth has it for something else. It
+    ends with what it is for, unless a stream has taken it over by then.
+
+    Args:
+        store: Where weights are to be looked for.
+        path: What they are called, see :func:`~upriver.coldstart.source.find`.
+        policy: That will group them.
+        limits: Of the stream that will bring them.
+    """
+    name = object_at(path)
+    if name is None or not asks_ahead(policy) or not store.is_far or limits.bandwidth_bytes_per_s < math.inf:
+        yield None
+        return
+    num_bytes = min(MOST_BYTES, limits.request_bytes)
+    ahead = Ahead(store, name, num_bytes, timeout_s=limits.timeout_s)
+    ahead.start()
+    try:
+        yield ahead
+    finally:
+        if not ahead.taken:
+            ahead.close()

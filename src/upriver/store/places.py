@@ -31,7 +31,7 @@ class Places:
         self._views = deque(_as_bytes(view) for view in views if view.nbytes)
         self.left = sum(len(view) for view in self._views)
 
-    def take(self, piece: bytes) -> None:
+    def take(self, piece: bytes | memoryview) -> None:
         """Copy what has arrived.
 
         Raises:

@@ -135,6 +135,11 @@ class Store:
     def __repr__(self) -> str:
         return f"Store(name={self.name!r}, uri={self.uri!r})"
 
+    @property
+    def is_far(self) -> bool:
+        """Whether it is over a network."""
+        return isinstance(self._backend, S3Store)
+
     def site(self) -> str:
         """What is the same for all stores at the end of one way: a bucket's folders, or those of a disk.
 
@@ -250,6 +255,33 @@ class Store:
         async with aclosing(self._filling_async(path, start, places, etag, piece_bytes)) as pieces:
             async for num_bytes in pieces:
                 await on_bytes(num_bytes)
+
+    async def read_first_async(
+        self,
+        path: str,
+        most_bytes: int,
+        *,
+        on_answer: Callable[[ObjectInfo], None] = _ignore,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> AsyncGenerator[bytes, None]:
+        """An object's first bytes as they arrive, for an event loop; fewer where it has no more.
+
+        Args:
+            path: The object.
+            most_bytes: That are wanted, one at least.
+            on_answer: Called with what the store says of the object, before any of it is read.
+            piece_bytes: Of each piece at least, but for the last.
+
+        Raises:
+            ObjectNotFound: If there is no such object.
+            StoreError: If it is empty, or the store cannot be read.
+        """
+        with self._errors("read", path):
+            options = _options(None, (0, most_bytes))
+            answer = await obstore.get_async(self._backend, self._checked(path), options=options)
+            on_answer(_info(path, answer.meta))
+            async for piece in answer.stream(min_chunk_size=piece_bytes):
+                yield piece
 
     def _filling(
         self, path: str, start: int, places: Places, etag: str | None, piece_bytes: int
