@@ -21,6 +21,7 @@ from tests.store.faulty_server import FaultyServer
 from upriver.coldstart import layout, way
 from upriver.coldstart import programs as cold_programs
 from upriver.coldstart.ahead import Ahead
+from upriver.coldstart.beside import Beside
 from upriver.coldstart.model_load import begin, loading
 from upriver.coldstart.requests import PADDING, Part, Request, apart
 from upriver.coldstart.source import Source, find, object_at
@@ -154,6 +155,21 @@ def test_what_is_known_of_another_object_is_asked_for(store: Store) -> None:
         ahead.get_range(PATH, 1, 4, etag='"of another"')
     ahead.close()
     assert ahead.get_range(PATH, 1, 4) == b"123"
+
+
+@pytest.mark.parametrize("limits", [LIMITS, StreamLimits()])
+def test_how_long_they_took_to_begin_is_the_latency(
+    limits: StreamLimits, server: FaultyServer, store: Store
+) -> None:
+    layout.publish(weights(), store, PATH, chunk_bytes=CHUNK_BYTES)
+    server.requests.clear()
+    ahead = begun(store, 5000)
+    source = find(store, PATH, ahead=ahead)
+    with Beside(1, name="test") as beside:
+        link, _ = way.way_to(source, PATH, "upriver", limits, beside, ahead)
+    assert link.rtt_s == ahead.first_s - ahead.sent_s > 0
+    assert reads(server) == [range(5000)]
+    ahead.close()
 
 
 @pytest.mark.parametrize("path", ["a/net", "a/net.safetensors", "a/net/"])

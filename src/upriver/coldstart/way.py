@@ -40,14 +40,14 @@ def way_to(
     Raises:
         StoreError: If the store cannot be read.
     """
+    link, latency_s = links.last_known(source.store), None if ahead is None else ahead.latency_s
+    if latency_s is not None:
+        link = replace(link, rtt_s=latency_s)
     if not source.tensors or is_one_request(source, policy, limits):
-        return links.last_known(source.store), {}
+        return link, {}
     known = beside.submit(kept.kept, source)
-    latency_s = None if ahead is None else ahead.latency_s
     if latency_s is None:
         link = links.link_to(source.store, near)
-    else:
-        link = replace(links.last_known(source.store), rtt_s=latency_s)
     return link, known.result()
 
 
