@@ -35,7 +35,7 @@ from .scripted import WAIT_S, Memory, published
 
 PATH = "models/net.safetensors"
 CHUNK_BYTES = 4096
-LIMITS = StreamLimits(request_bytes=20_000, in_flight_bytes=50_000, concurrency=3, timeout_s=0.5)
+LIMITS = StreamLimits(request_bytes=20_000, in_flight_bytes=50_000, concurrency=3, timeout_s=20)
 LINK = {"latency_s": 0.001, "bandwidth_bytes_per_s": 1e8}
 
 
@@ -57,7 +57,7 @@ def connected(server: FaultyServer) -> Store:
         "access_key_id": "KEY",
         "secret_access_key": "SECRET",
         "max_retries": "0",
-        "read_timeout_s": "0.2",
+        "read_timeout_s": "2",
     }
     return Store.open("s3://bucket/p", options=options)
 
