@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import nn
 
 from tests.store.s3_server import S3Server
-from upriver.coldstart import grouping, kept, model_load, publish_model
+from upriver.coldstart import grouping, kept, model_load, publish_model, way
 from upriver.coldstart import programs as cold_programs
 from upriver.coldstart.grouping import GROUPINGS, SMALL_BYTES, is_whole
 from upriver.coldstart.model_load import begin
@@ -22,6 +22,7 @@ from upriver.coldstart.source import Source, find
 from upriver.coldstart.stream import StreamLimits
 from upriver.program.capture import capture
 from upriver.store import Store
+from upriver.types import Link
 
 
 def build() -> nn.Module:
@@ -100,6 +101,23 @@ def test_a_larger_one_is_grouped_for_the_link(
         assert PROBE not in asked(server) and LOOK in asked(server)
         assert loads or ("PUT", "groupings.json") in asked(server)
     assert kept.kept(find(store, "net"))
+
+
+@pytest.mark.parametrize("grouping_name", GROUPINGS)
+def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
+    grouping_name: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wide() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300), nn.Linear(300, 1500), nn.Linear(1500, 4))
+
+    far = Link(bandwidth_bytes_per_s=1e8, rtt_s=0.01)  # 1 MB, which two layers have together, the second 1.8
+    monkeypatch.setattr(way.links, "link_to", lambda *_: far)
+    store, limits = connected(server), StreamLimits(request_bytes=64 << 10, in_flight_bytes=128 << 10)
+    publish_model(wide(), store, "net.safetensors", (X,))
+    model, handle = begin(wide, "net", store=store, grouping=grouping_name, limits=limits)
+    assert torch.equal(model(X), wide()(X))
+    assert handle.wait(60)
 
 
 def _each_alone(source: Source, *_: object) -> tuple[list[range], dict[str, list[range]]]:

@@ -176,7 +176,7 @@ can tell whether a second one would bring more (``flow.TRIAL_BUSY_S``)."""
 _JOINING = frozenset({"upriver"})
 """Policies that count on a stream's putting each weight in its place as it comes: they ask for small models
 in one request, for groups that follow each other together, and for the first bytes before they know what
-these are. The others are what a paper says."""
+these are, and make no group of more than may be in flight. The others are what a paper says."""
 
 
 def is_whole(policy: str, nbytes: int, request_bytes: int) -> bool:
@@ -203,6 +203,11 @@ def joins_s(policy: str) -> float:
         policy: Its name.
     """
     return JOIN_S if policy in _JOINING else 0.0
+
+
+def knows_cap(policy: str) -> bool:
+    """Whether it makes groups by what may be in flight; of others there may be larger ones."""
+    return policy in _JOINING
 
 
 def asks_ahead(policy: str) -> bool:

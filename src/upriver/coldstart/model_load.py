@@ -25,7 +25,7 @@ from upriver.coldstart.construct import construct
 from upriver.coldstart.execution import layer_seconds, pace_of
 from upriver.coldstart.filling import Match, held, match, memories, move
 from upriver.coldstart.given import check_store, checked
-from upriver.coldstart.grouping import choose, joins_s
+from upriver.coldstart.grouping import choose, joins_s, knows_cap
 from upriver.coldstart.guard import Guard
 from upriver.coldstart.handle import Groupings, Handle, under_way
 from upriver.coldstart.loading_code import check_loading_code
@@ -257,7 +257,7 @@ def grouped(
         The groups, and all that is to be kept from now on; nothing where that has not changed.
 
     Raises:
-        ConfigError: If there is no such policy, or it makes a group of more than may be in flight.
+        ConfigError: If there is no such policy.
     """
     if is_one_request(source, policy, limits):
         return [range(len(source.tensors))] if source.tensors else [], {}
@@ -278,8 +278,10 @@ def grouped(
         layer_seconds([placed.execution for placed in source.tensors], layers, pace),
         latency_s=link.rtt_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-        # A layer that is larger comes in parts.
-        memory_cap_bytes=max([float(limits.in_flight_bytes), *sizes]),
+        # What is larger comes in parts: a layer, or a group of a policy that knows no cap.
+        memory_cap_bytes=max(
+            [float(limits.in_flight_bytes), *(sizes if knows_cap(policy) else [sum(sizes)])]
+        ),
         one_core=True,
     )
     chosen = choose(policy, timeline)
