@@ -74,7 +74,7 @@ def expected(source: Source, store: Store) -> dict[int, bytes]:
 
 
 def begun(store: Store, num_bytes: int) -> Ahead:
-    """Asked for, and got by the store."""
+    """Asked for."""
     ahead = Ahead(store, PATH, num_bytes, timeout_s=LIMITS.timeout_s)
     ahead.start()
     return ahead

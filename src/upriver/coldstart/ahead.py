@@ -165,10 +165,12 @@ class Ahead:
     def at(self, start: int) -> memoryview | None:
         """What has come from that byte on, as far as it lies together; None if it will not come."""
         with self._changed:
-            if start < self.come and self._pieces:
+            if self._closed:  # a last piece may have come all the same, without those before it
+                return None
+            if start < self.come:
                 number = bisect_right(self._starts, start) - 1
                 return self._pieces[number][start - self._starts[number] :]
-            return None if self._over or self._closed else memoryview(b"")
+            return None if self._over else memoryview(b"")
 
     # --------------------------------------------------------------------------- in its own thread
 

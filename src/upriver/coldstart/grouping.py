@@ -205,13 +205,8 @@ def joins_s(policy: str) -> float:
     return JOIN_S if policy in _JOINING else 0.0
 
 
-def knows_cap(policy: str) -> bool:
-    """Whether it makes groups by what may be in flight; of others there may be larger ones."""
-    return policy in _JOINING
-
-
-def asks_ahead(policy: str) -> bool:
-    """Whether the first bytes may be asked for before there are groups."""
+def knows_stream(policy: str) -> bool:
+    """Whether it may ask for first bytes before it groups, and groups no more than may be in flight."""
     return policy in _JOINING
 
 

@@ -25,7 +25,7 @@ from upriver.coldstart.construct import construct
 from upriver.coldstart.execution import layer_seconds, pace_of
 from upriver.coldstart.filling import Match, held, match, memories, move
 from upriver.coldstart.given import check_store, checked
-from upriver.coldstart.grouping import choose, joins_s, knows_cap
+from upriver.coldstart.grouping import choose, joins_s, knows_stream
 from upriver.coldstart.guard import Guard
 from upriver.coldstart.handle import Groupings, Handle, under_way
 from upriver.coldstart.loading_code import check_loading_code
@@ -280,7 +280,7 @@ def grouped(
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         # What is larger comes in parts: a layer, or a group of a policy that knows no cap.
         memory_cap_bytes=max(
-            [float(limits.in_flight_bytes), *(sizes if knows_cap(policy) else [sum(sizes)])]
+            [float(limits.in_flight_bytes), *(sizes if knows_stream(policy) else [sum(sizes)])]
         ),
         one_core=True,
     )

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -200,11 +200,10 @@ def begin(
     graph = decode(_graph_bytes(place, graph_path(folder, name), name, caps), caps)
     if stop is not None and not 0 <= stop <= len(graph.stages):
         raise ProgramError(f"stop must lie in 0..{len(graph.stages)}, got {stop}")
-    with ExitStack() as asked:
-        ahead = None
-        if stop is None:  # else the first bytes may be of weights that no stage before it reads
-            weights = weights_path(folder, graph.weights_digest)
-            ahead = asked.enter_context(asked_ahead(place, weights, grouping, bounds))
+    weights = weights_path(folder, graph.weights_digest)
+    # The first bytes may be of weights that no stage before a cut reads.
+    asked = asked_ahead(place, weights, grouping, bounds) if stop is None else nullcontext()
+    with asked as ahead:
         with Beside(1, name="upriver-coldstart-find") as beside:
             found = find(
                 place,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from upriver.coldstart import kept, links
 from upriver.coldstart.ahead import MOST_BYTES, Ahead
-from upriver.coldstart.grouping import asks_ahead, is_whole
+from upriver.coldstart.grouping import is_whole, knows_stream
 from upriver.coldstart.source import Source, object_at
 from upriver.coldstart.stream import StreamLimits
 from upriver.store import Store
@@ -40,15 +40,13 @@ def way_to(
     Raises:
         StoreError: If the store cannot be read.
     """
-    link, latency_s = links.last_known(source.store), None if ahead is None else ahead.latency_s
-    if latency_s is not None:
-        link = replace(link, rtt_s=latency_s)
+    latency_s = None if ahead is None else ahead.latency_s
     if not source.tensors or is_one_request(source, policy, limits):
-        return link, {}
+        return replace(links.last_known(source.store), rtt_s=latency_s or 0.0), {}
     known = beside.submit(kept.kept, source)
     if latency_s is None:
-        link = links.link_to(source.store, near)
-    return link, known.result()
+        return links.link_to(source.store, near), known.result()
+    return replace(links.last_known(source.store), rtt_s=latency_s), known.result()
 
 
 def is_one_request(source: Source, policy: str, limits: StreamLimits) -> bool:
@@ -71,7 +69,12 @@ def asked_ahead(store: Store, path: str, policy: str, limits: StreamLimits) -> I
         limits: Of the stream that will bring them.
     """
     name = object_at(path)
-    if name is None or not asks_ahead(policy) or not store.is_far or limits.bandwidth_bytes_per_s < math.inf:
+    if (
+        name is None
+        or not knows_stream(policy)
+        or not store.is_far
+        or limits.bandwidth_bytes_per_s < math.inf
+    ):
         yield None
         return
     num_bytes = min(MOST_BYTES, limits.request_bytes)
