@@ -12,9 +12,7 @@ asked as if there had been nothing.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
-import os
 import threading
 import time
 import weakref
@@ -37,7 +35,7 @@ PIECE_BYTES = 512 * 1024
 """Handed on at once: each piece asks for the interpreter, which a constructor has for most of the time."""
 
 ENDING_S = 2.0
-"""How long whoever breaks one off waits for it."""
+"""How long whoever breaks something off waits for that, the end of a process for all of it."""
 
 
 def _nobody() -> None:
@@ -88,7 +86,7 @@ class Ahead:
         except RuntimeError:
             self._over = True
         else:
-            _reading.add(self)
+            reading.add(self)
 
     def cancel(self) -> None:
         """Read no more, and let go of what was read."""
@@ -101,8 +99,12 @@ class Ahead:
     def close(self) -> None:
         """:meth:`cancel`, and wait for the thread, but for a moment at most."""
         self.cancel()
+        self.join(ENDING_S)
+
+    def join(self, timeout_s: float | None) -> None:
+        """Wait for the thread, so long at most."""
         if self._thread.ident is not None:
-            self._thread.join(ENDING_S)
+            self._thread.join(timeout_s)
 
     def _let_go(self) -> None:
         self._pieces.clear()
@@ -212,14 +214,5 @@ class Ahead:
             self._changed.notify_all()
 
 
-_reading: weakref.WeakSet[Ahead] = weakref.WeakSet()
-
-
-@atexit.register
-def _end() -> None:
-    for ahead in list(_reading):
-        ahead.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reading.clear)
+reading: weakref.WeakSet[Ahead] = weakref.WeakSet()
+"""For the end of the process, which breaks them off with everything else."""

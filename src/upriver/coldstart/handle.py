@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from upriver.coldstart import kept, links
+from upriver.coldstart.ahead import ENDING_S, reading
 from upriver.coldstart.arrivals import Arrivals
 from upriver.coldstart.filling import Memory
 from upriver.coldstart.history import FILLED, Moment, moments
@@ -267,24 +268,29 @@ under_way: weakref.WeakKeyDictionary[object, Handle[Any]] = weakref.WeakKeyDicti
 _streaming: weakref.WeakSet[Stream] = weakref.WeakSet()
 _writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
-ENDING_S = 2.0
-"""How long the end of a process waits for streams that it breaks off, and for what is being written down: a
-load, an answer and an end may be all that a process is for, and the next one is to gain from it."""
-
 
 @atexit.register
 def _end() -> None:
-    """Break off what still loads, and wait: a thread that Python ends in an operator aborts the process."""
+    """Break off what still loads, and wait: a thread that Python ends in an operator aborts the process.
+
+    Also for what is being written down: a load, an answer and an end may be all that a process is for, and
+    the next one is to gain from it.
+    """
     for handle in list(under_way.values()):
         handle._stream.cancel()
+    for ahead in list(reading):
+        ahead.cancel()
     until_s = time.monotonic() + ENDING_S
     for stream in list(_streaming):
         stream.join(_left(until_s))
+    for ahead in list(reading):
+        ahead.join(_left(until_s))
     for thread in list(_writing):
         thread.join(_left(until_s))
 
 
 def _forked() -> None:
+    reading.clear()
     for handle in list(under_way.values()):
         handle.forked()
 
