@@ -230,7 +230,12 @@ def bare(error: _Error) -> _Error:
     """The error alone, at the end of its way.
 
     Who waited for it is in its frames, with all the memory of theirs, and often has it: they would stay until
-    Python collects garbage, which may be hours.
+    Python collects garbage, which may be hours. So would those of the errors that it was made from, which a
+    library may hold on to.
     """
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
+    chain: list[BaseException] = [error]
+    while chain:
+        each = chain.pop()
+        chain += [made_from for made_from in (each.__cause__, each.__context__) if made_from is not None]
+        each.__cause__ = each.__context__ = each.__traceback__ = None
+    return error

@@ -849,8 +849,15 @@ def without_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("end", ["all is there", "cancelled", "damaged", "timed out", "gone"])
 def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
-    end: str, server: FaultyServer, without_collector: None
+    end: str, server: FaultyServer, without_collector: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    raised, typed = [], Store._typed
+
+    def hold_on_to(self: Store, error: Exception, *told: str) -> StoreError:
+        raised.append(error)  # as obstore does now and then, until it is asked for something else
+        return typed(self, error, *told)
+
+    monkeypatch.setattr(Store, "_typed", hold_on_to)
     store = connect(server, read_timeout_s="1000", timeout_s="1000", max_retries="0")
     source = publish(store)
     if end == "damaged":
@@ -878,6 +885,7 @@ def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
         "gone": ObjectNotFound,
     }
     assert type(sink.error) is told[end]
+    assert bool(raised) == (end == "gone")
     rooms, found = sink.rooms, weakref.ref(sink)
     assert rooms
     del sink
