@@ -151,8 +151,7 @@ class Found:
         for run in self.turns:
             errors = [row["error"] for row in self.rows(run) if "error" in row]
             if errors:
-                lines = errors[0].splitlines()
-                said = " … ".join(dict.fromkeys((lines[0], lines[-1])))
+                said = " … ".join(errors[0].splitlines())
                 found.append(f"{self.setting.key}, {run}: {len(errors)} times {said}")
             for what, count in (
                 ("answers are not the model's", sum(row.get("equal") is False for row in self.rows(run))),

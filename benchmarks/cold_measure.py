@@ -309,7 +309,7 @@ class Measures:
         try:
             return self._ask(setting, do, run, choice)
         except Failed as error:
-            return {"error": str(error)}
+            return {"error": _what_of(error)}
 
     def _sweep(self, setting: Setting, way: str) -> dict[str, Any]:
         """A way's best knob on a link; tensors copied, or taken as they came where that can be."""
@@ -335,6 +335,12 @@ class Measures:
             errors = [row["error"] for tried in rows.values() for row in tried if "error" in row]
             found["error"] = errors[0] if errors else "no answer is the model's"
         return found
+
+
+def _what_of(error: Failed) -> str:
+    """Which process failed, and what it said last; what stands between names places of this machine."""
+    lines = str(error).splitlines()
+    return "\n".join(dict.fromkeys((lines[0], lines[-1])))
 
 
 def _shortest(rows: Sequence[Row]) -> float:

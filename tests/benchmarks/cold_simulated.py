@@ -63,7 +63,7 @@ class Simulated:
     def ask(self, do: str, run: str, *, way: Any, cores: int, link: str, **spec: Any) -> dict[str, Any]:
         self.asked.append((do, run, link, spec))
         if way_of(run) in self.failing:
-            raise Failed(f"{run} does not start\nand says why")
+            raise Failed(f"{run} does not start\n  at a place of this machine\nand says why")
         if do == "baseline":
             return {
                 "hwm_bytes": 450_000_000,

@@ -151,7 +151,8 @@ def test_an_answer_of_ours_that_is_wrong_fails_the_benchmark(what: str, tmp_path
     found = Found(SETTING, measured(tmp_path, wrong=(what,))[0])
     assert not found.goals["right"] and SETTING.key in wrong([found])[0]
     text = page([found], "page")
-    assert f"{GOALS['right']}: **missed**" in text and "Not run yet:" not in text
+    told = f"{GOALS['right']}: **missed**, met in 0 of 1 settings; not in {SETTING.key} ({found.wrong()[0]}"
+    assert told in text and "Not run yet:" not in text
 
 
 def test_the_share_of_the_bound_memory_and_calls_afterwards(tmp_path: Path) -> None:

@@ -342,7 +342,9 @@ def test_a_sweep_takes_the_best_that_answers_rightly(tmp_path: Path) -> None:
     assert sweeps["boto3-safetensors"]["choice"] == {"knob": 16, "assign": True}
     assert sweeps["boto3-torch"]["choice"] == {"knob": 16, "assign": False}
     assert [row["seconds"] for row in sweeps["tensorizer"]["tried"]] == [None] * len(WAYS["tensorizer"].knobs)
-    assert "does not start" in sweeps["tensorizer"]["error"] and sweeps["tensorizer"]["tries"] == 1
+    said = sweeps["tensorizer"]["error"]
+    assert "does not start" in said and "and says why" in said and "machine" not in said
+    assert sweeps["tensorizer"]["tries"] == 1
 
 
 def test_of_values_that_are_as_good_a_sweep_takes_the_lowest(
