@@ -74,7 +74,7 @@ def require_type(name: str, value: object, kind: type[_T], example: str) -> _T:
     Raises:
         ConfigError: If ``value`` is something else; the message names both.
     """
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigError(
             f"{name} must be a {kind.__name__} ({example}), got {printable(repr(value), 60)} of type "
             f"{type(value).__name__}"

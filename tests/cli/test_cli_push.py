@@ -259,6 +259,16 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / ".upriver").exists()
 
 
+def test_a_model_that_takes_no_such_image_is_told_what_asks_for_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", "push_models:sound", tmp_path.as_uri(), "--weights-to", "w"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: the order of weights cannot be recorded")
+    assert said.endswith("(called with float32 (1, 3, 224, 224); --input-shape asks for another image)")
+    assert not list(tmp_path.glob("w*"))
+
+
 def test_a_store_that_ends_with_the_process_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["push", "push_models:sound", "memory://gone", "--input-shape", "8"]) == 2
     captured = capsys.readouterr()

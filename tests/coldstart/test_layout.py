@@ -28,7 +28,7 @@ from upriver.coldstart.layout import (
     publish,
     read,
 )
-from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, ProgramError
+from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS
 from upriver.program.graph import DTYPES
 from upriver.program.weights import decode as decode_weights
@@ -188,6 +188,9 @@ def test_a_name_of_another_kind_of_file_is_refused(store: Store) -> None:
     for use in (lambda: publish({}, store, "net.bin"), lambda: read(store, "net.bin")):
         with pytest.raises(ConfigError, match=r"NAME\.safetensors, got 'net\.bin'"):
             use()
+    for path in (".safetensors", "models/.safetensors"):
+        with pytest.raises(ConfigError, match=r"NAME\.safetensors, got"):
+            publish({}, store, path)
 
 
 def test_what_is_not_there_is_named(store: Store) -> None:
@@ -206,6 +209,67 @@ def test_an_object_that_changed_is_a_typed_error(store: Store) -> None:
         read(store, PATH)
     with pytest.raises(ObjectChanged):
         check_head(store, PATH, manifest)
+
+
+def test_a_copy_is_as_good_where_its_bytes_are_checked(store: Store, tmp_path: Path) -> None:
+    _, manifest = published(store)
+    (tmp_path / "copy").mkdir()
+    other = Store.open((tmp_path / "copy").as_uri())
+    for path in (PATH, manifest_path(PATH)):
+        other.put(path, store.get(path))
+    found = read(other, PATH, copies=True)
+    assert found == msgspec.structs.replace(manifest, etag=other.head(PATH).etag) != manifest
+    with pytest.raises(ObjectChanged, match="not the one that its manifest was written for"):
+        read(other, PATH)
+
+
+def test_another_file_of_the_same_size_is_no_copy(store: Store) -> None:
+    publish({"a": torch.ones(4, 4), "b": torch.ones(16)}, store, PATH)
+    nbytes, stale = store.head(PATH).size, store.get(manifest_path(PATH))
+    publish({"b": torch.ones(4, 4), "a": torch.ones(16)}, store, PATH)
+    assert store.head(PATH).size == nbytes
+    store.put(manifest_path(PATH), stale)
+    with pytest.raises(ObjectChanged, match="not the one that its manifest was written for"):
+        read(store, PATH, copies=True)
+
+
+def test_who_reads_while_somebody_publishes_finds_the_new_manifest(store: Store) -> None:
+    publish({"a": torch.ones(100)}, store, PATH)
+    stale = store.get(manifest_path(PATH))
+    manifest = publish({"a": torch.zeros(100)}, store, PATH)
+
+    class Late(Store):
+        """Has the new manifest only when it is asked for again."""
+
+        asked = 0
+
+        def get(self, path: str, **arguments: Any) -> bytes:
+            self.asked += path == manifest_path(PATH)
+            return stale if self.asked == 1 else super().get(path, **arguments)
+
+    late = Late(store._backend, name=store.name, uri=store.uri, root=store._root)
+    assert read(late, PATH) == manifest and late.asked == 2
+
+
+@pytest.mark.parametrize("fails", ["head", "put"])
+@pytest.mark.parametrize("before", [False, True])
+def test_weights_whose_manifest_cannot_be_written_do_not_stay(
+    fails: str, before: bool, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if before:
+        published(store)
+
+    def broken(*_: object) -> None:
+        raise StoreError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, fails, broken)
+        patched.setattr(store, "exists", lambda _: before)
+        with pytest.raises(StoreError, match="no room"):
+            publish({"a": torch.ones(5)}, store, PATH)
+    assert store.exists(PATH) == before
+    publish({"a": torch.ones(5)}, store, PATH)
+    assert read(store, PATH, copies=True).etag == store.head(PATH).etag
 
 
 @pytest.mark.parametrize("bytes_more", [1, -1])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import shutil
 import threading
 import uuid
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +26,17 @@ from upriver.coldstart import grouping, kept
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart.layout import publish
 from upriver.coldstart.model_load import load, loading
+from upriver.coldstart.order import publish_model
 from upriver.coldstart.source import find, order_path
-from upriver.errors import ConfigError, ModelError, ObjectNotFound, StoreError, UpriverError
+from upriver.errors import (
+    ConfigError,
+    Damaged,
+    ModelError,
+    ObjectNotFound,
+    ProgramError,
+    StoreError,
+    UpriverError,
+)
 from upriver.store import Store
 
 
@@ -288,6 +299,58 @@ def test_what_is_missing_or_misshapen_is_told_before_the_download(monkeypatch: p
         "shift ([15] there, [16] here) is of another shape",
     ):
         assert part in str(raised.value)
+
+
+def test_a_copy_of_what_was_published_loads(tmp_path: Path) -> None:
+    reference, x = Bare(), torch.ones(2, 16)
+    (tmp_path / "one").mkdir()
+    publish(reference.state_dict(), Store.open((tmp_path / "one").as_uri()), "m.safetensors")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert torch.equal(load(Bare, (tmp_path / "two" / "m").as_uri())(x), reference(x))
+    copied = tmp_path / "two" / "m.safetensors"
+    copied.write_bytes(copied.read_bytes()[:-1] + b"\xff")
+    model = load(Bare, (tmp_path / "two" / "m").as_uri())
+    with pytest.raises(Damaged, match=r"another checksum than was published.*; publish it again"):
+        model(x)
+
+
+def test_a_model_that_was_constructed_without_memory_is_named() -> None:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Linear(3, 4)
+
+    store = Store.open(f"memory://meta-{uuid.uuid4().hex}")
+    publish(nn.Linear(3, 4).state_dict(), store, "m.safetensors")
+    with pytest.raises(ModelError, match=r"Linear: 'weight' is on the meta device .* init_empty_weights"):
+        load(build, "m", store=store)
+
+
+def test_a_sparse_buffer_is_named_by_who_publishes_and_who_loads() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("few", torch.eye(4).to_sparse())
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.few @ self.inner(x)
+
+    store = Store.open(f"memory://sparse-{uuid.uuid4().hex}")
+    with pytest.raises(ProgramError, match=r"weight 'few' is of layout torch\.sparse_coo"):
+        publish_model(Sparse(), store, "m.safetensors", (torch.ones(4, 4),))
+    publish({**Sparse().inner.state_dict(prefix="inner."), "few": torch.eye(4)}, store, "m.safetensors")
+    with pytest.raises(ModelError, match=r"Sparse: 'few' is of layout torch\.sparse_coo"):
+        load(Sparse, "m", store=store)
+
+
+def test_what_is_no_module_yet_is_named() -> None:
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            pass
+
+    store = published(Bare(), "early")
+    with pytest.raises(ModelError, match=r"Early is no module yet: it does not call super\(\)\.__init__"):
+        load(Early, "model", store=store)
 
 
 def test_a_weight_without_a_shape_is_named() -> None:

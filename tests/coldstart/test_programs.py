@@ -482,8 +482,17 @@ def test_a_manifest_of_other_forms_is_refused_before_the_download(monkeypatch: p
     with pytest.raises(ProgramError, match=r"the weights file has no 'stem\.0\.bias'"):
         under_test.open(store=store, digest=program.digest)
     store.put(manifest_path(weights_of(program)), b"{}")
-    with pytest.raises(ProgramError, match="manifest"):
+    with pytest.raises(ProgramError, match=r"manifest\.json in store .* cannot be read"):
         under_test.open(store=store, digest=program.digest)
+
+
+def test_arguments_that_name_no_program() -> None:
+    store, program, _ = published("small")
+    uri = f"file:///somewhere/programs/{program.digest}"
+    with pytest.raises(ConfigError, match=r"prefix goes with a store and a digest; 'file:///somewhere"):
+        under_test.open(uri, prefix="other")
+    with pytest.raises(ConfigError, match="stop must be a int"):
+        under_test.open(store=store, digest=program.digest, stop=True)
 
 
 def forged(program: Program, store: Store) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -207,6 +208,26 @@ def test_a_folder_is_looked_into_where_the_bucket_may_not_be_listed(
     else:
         save_sharded(store, tensors)
     assert_holds(find(store, "models/net"), tensors)
+
+
+def test_anybodys_file_that_looks_like_ours_loads_there_too(
+    unlisted: tuple[Store, S3Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, _ = unlisted
+    tensors = nn.Linear(16, 16).state_dict()
+    store.put(PATH, encode(tensors))  # not a byte of padding says whose it is
+    assert_holds(find(store, PATH), tensors)
+    assert f"there is no {manifest_path(PATH)}: it is loaded without checksums" in caplog.text
+
+
+@pytest.mark.parametrize("data", [b"{", b"x", b"{}", None], ids=["cut", "garbage", "empty", "respelt"])
+def test_a_manifest_that_cannot_be_read_is_named(data: bytes | None, store: Store) -> None:
+    publish(some_tensors(), store, PATH)
+    beside = manifest_path(PATH)
+    store.put(beside, data or store.get(beside) + b" ")
+    problem = rf"^{re.escape(beside)} in store 'default' cannot be read: .*; publish {re.escape(PATH)} again$"
+    with pytest.raises(ProgramError, match=problem):
+        find(store, PATH)
 
 
 @pytest.mark.parametrize("path", [PATH, "models/net"])

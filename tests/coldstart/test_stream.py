@@ -857,9 +857,9 @@ def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
         raised.append(error)  # as obstore does now and then, until it is asked for something else
         return typed(self, error, *told)
 
-    monkeypatch.setattr(Store, "_typed", hold_on_to)
     store = connect(server, read_timeout_s="1000", timeout_s="1000", max_retries="0")
     source = publish(store)
+    monkeypatch.setattr(Store, "_typed", hold_on_to)
     if end == "damaged":
         source = replace(
             source, tensors=tuple(replace(t, crc32c=tuple(1 for _ in t.crc32c)) for t in source.tensors)

@@ -215,6 +215,23 @@ def test_outputs_before_which_nothing_runs_are_refused() -> None:
         capture(nn.Linear(6, 6), torch.randn(2, 6), outputs=[Source(path=None)])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((None, 0, 1), "tensors must be a sequence .* got None of type NoneType"),
+        (("x", 0, 1), "tensors must be a sequence .* got 'x' of type str"),
+        ((torch.ones(1, 2, 6), 0, 1), r"as in run\(\[x\], 0, stop\); got .* of type Tensor"),
+        (([torch.ones(2, 6, device="meta")], 0, 1), "a sequence of tensors with values"),
+        (([torch.ones(2, 6)], None, 1), "start must be a int"),
+        (([torch.ones(2, 6)], 0, 1.0), "stop must be a int"),
+    ],
+)
+def test_a_run_of_something_else_is_refused(arguments: tuple[object, ...], problem: str) -> None:
+    program = capture(nn.Sequential(nn.Linear(6, 6)), torch.randn(2, 6))
+    with pytest.raises(ConfigError, match=problem):
+        program.run(*arguments)
+
+
 def test_flops_and_parameters_are_counted_by_stage() -> None:
     program = capture(nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.randn(3, 6),))
     assert [stage.flops for stage in program.stages] == [2 * 6 * 4, 0, 2 * 4 * 2]

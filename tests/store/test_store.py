@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.client.children import ended, fork
 from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, ProgramError, StoreError
 from upriver.program.fetch import get_at_most
 from upriver.store import ObjectInfo, Store
@@ -227,6 +228,53 @@ def test_listing_knows_what_is_there_and_agrees_with_head(store: Store) -> None:
     assert [info.path for info in store.list("x/1")] == ["x/1"]
     assert list(store.list("nothing")) == []
     assert all(info == store.head(info.path) for info in store.list())
+
+
+def test_a_fork_of_a_process_that_has_used_stores_is_told_and_waits_for_nothing(store: Store) -> None:
+    store.put("a", b"abc")
+
+    async def written() -> None:
+        await store.put_async("b", b"c")
+
+    def works() -> bool:
+        return store.get("a") == b"abc" and [found.path for found in store.list()] == ["a"]
+
+    def is_told() -> bool:
+        uses: list[Callable[[], object]] = [
+            lambda: store.get("a"),
+            lambda: store.head("a"),
+            lambda: store.exists("a"),
+            lambda: store.get_range("a", 0, 1),
+            lambda: store.put("b", b"c"),
+            lambda: store.put_stream("b", [b"c"]),
+            lambda: store.delete("a"),
+            lambda: asyncio.run(written()),
+        ]
+        if store.is_far:  # files are listed, and read into memory, by nobody but the process itself
+            uses += [lambda: list(store.list()), lambda: store.read_into("a", 0, memoryview(bytearray(3)))]
+        for use in uses:
+            with pytest.raises(StoreError, match=r"'here' .*was forked from one that has used stores"):
+                use()
+        return True
+
+    assert ended(fork(works if store.uri.startswith("memory") else is_told)) == 0
+    assert works(), "it was read and written by nobody else"
+
+
+def test_a_fork_may_be_the_first_to_use_stores(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    code = """if True:
+        import os, sys
+        from upriver.store import Store
+        store = Store.open(sys.argv[1])
+        for _ in range(2):
+            child = os.fork()
+            if not child:
+                os._exit(store.get("a") != b"abc")
+            assert os.waitpid(child, 0)[1] == 0
+        assert store.get("a") == b"abc"
+    """
+    subprocess.run([sys.executable, "-c", code, tmp_path.as_uri()], check=True, timeout=60)
 
 
 def test_deleting(store: Store) -> None:

@@ -24,7 +24,7 @@ from upriver.cli.options import (
     parse_shape,
     store_options,
 )
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from upriver.program.inputs import ModelInputs
@@ -157,7 +157,12 @@ def _push_weights(
     call = Example.of(inputs.example(1))
     _note_random(model, weights)
     with working("publishing the weights"):
-        manifest = publish_model(network, store, path, call.args, call.kwargs)
+        try:
+            manifest = publish_model(network, store, path, call.args, call.kwargs)
+        except ModelError as error:
+            raise ModelError(
+                f"{error} (called with {call.describe()}; --input-shape asks for another image)"
+            ) from None
     there = f"{uri.rstrip('/')}/{path}"
     shape = () if input_shape is None else ("--input-shape", input_shape)
     return {

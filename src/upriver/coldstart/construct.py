@@ -62,7 +62,11 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
         try:
             model = _named(build) if isinstance(build, str) else build()
             if not isinstance(model, nn.Module):
-                raise ModelError(f"build must return a torch module, got {type(model).__name__}")
+                raise ModelError(f"build_model must return a torch module, got {type(model).__name__}")
+            if "_modules" not in vars(model):
+                raise ModelError(
+                    f"{type(model).__name__} is no module yet: it does not call super().__init__()"
+                )
             state = model.state_dict()
         except BaseException:
             with watch.aside():

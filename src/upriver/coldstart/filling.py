@@ -42,7 +42,16 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
 
     Returns:
         The same model.
+
+    Raises:
+        ModelError: If it was constructed without memory.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ModelError(
+                f"{type(model).__name__}: {name!r} is on the meta device and has no memory; construct the "
+                'model without torch.device("meta") and init_empty_weights: a load fills nothing in anyway'
+            )
     state = [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)]
     to_come = {tensor.untyped_storage()._cdata for tensor in state if _is_dense(tensor)}
     there: dict[int, torch.UntypedStorage] = {}
@@ -139,6 +148,11 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
                 f"{kind}: {name!r} in its state dict is no tensor but {type(value).__name__}; only tensors "
                 "can arrive while the model runs: load it with load_state_dict"
             )
+        if value.layout is not torch.strided:
+            raise ModelError(
+                f"{kind}: {name!r} is of layout {value.layout}; only dense tensors can arrive while the "
+                "model runs: load it with load_state_dict"
+            )
         if not _is_dense(value) or value.untyped_storage()._cdata not in own:
             raise ModelError(
                 f"{kind}: {name!r} in its state dict is made anew each time, not a parameter or buffer; load "
@@ -214,7 +228,9 @@ class Memory:
         """
         source = self._targets[0] if self._staged is None else self._staged
         if source.dtype is torch.bool and source.numel() and int(source.view(torch.uint8).max()) > 1:
-            raise ProgramError(f"weight {self._placed.name!r}: a bool holds 0 or 1 only")
+            raise ProgramError(
+                f"weight {self._placed.name!r} of object {self._placed.path!r}: a bool holds 0 or 1 only"
+            )
         with torch.inference_mode():  # what was made in it can be written in no other
             for target in self._targets:
                 if target is not source:

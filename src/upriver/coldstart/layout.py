@@ -15,8 +15,10 @@ it must be, byte for byte. Nothing of the size that a manifest claims is allocat
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -25,12 +27,14 @@ from crc32c import crc32c
 
 from upriver.coldstart.ahead import Ahead
 from upriver.coldstart.execution import NOTHING, Execution
-from upriver.errors import ConfigError, ObjectChanged, ProgramError
+from upriver.errors import ConfigError, ObjectChanged, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.fetch import get_at_most
 from upriver.program.graph import DTYPES, Count
 from upriver.program.weights import ALIGNMENT, LENGTH_BYTES, Entry, head_of, is_reserved, raw_bytes
 from upriver.store import Store
+
+log = logging.getLogger(__name__)
 
 SCHEMA = "upriver.weights/1"
 
@@ -105,7 +109,7 @@ def manifest_path(path: str) -> str:
     Raises:
         ConfigError: If that is no name of a weights file.
     """
-    if not path.endswith(ENDING):
+    if not path.removesuffix(ENDING).rpartition("/")[2] or not path.endswith(ENDING):
         raise ConfigError(f"a weights file is called NAME{ENDING}, got {path[:200]!r}")
     return f"{path.removesuffix(ENDING)}.manifest.json"
 
@@ -143,7 +147,8 @@ def publish(
         ConfigError: If the path is no name of a weights file.
         ProgramError: If something in it cannot stand in such a file, or is more than the caps allow.
         ObjectChanged: If somebody else was seen to write the same object meanwhile; publish again then.
-        StoreError: If the store refuses. No manifest is left then that says otherwise of the object.
+        StoreError: If the store refuses. No manifest is left then that says otherwise of the object, and no
+            object without one where there was none before.
     """
     beside = manifest_path(path)
     stored, ties = _untied(tensors, tied=tied)
@@ -153,17 +158,43 @@ def publish(
         planned = msgspec.structs.replace(planned, execution=_executions(planned, execution))
     _check(planned, caps)
     sums: list[list[int]] = []
+    is_new = _is_new(store, path)
     store.put_stream(path, _pieces(planned, stored, sums))
-    info = store.head(path)
-    manifest = msgspec.structs.replace(_summed(planned, sums), etag=info.etag)
-    if info.size == planned.nbytes:
-        store.put(beside, manifest.encode())
+    try:
+        info = store.head(path)
+        manifest = msgspec.structs.replace(_summed(planned, sums), etag=info.etag)
+        if info.size == planned.nbytes:
+            store.put(beside, manifest.encode())
+    except BaseException:
+        if is_new:
+            with suppress(StoreError):
+                store.delete(path)
+        raise
     if info.size != planned.nbytes or store.head(path).etag != info.etag:
         raise ObjectChanged(
             f"object {path!r} in store {store.name!r} is not the one that was written: somebody else wrote "
             "it; publish again"
         )
     return manifest
+
+
+def _is_new(store: Store, path: str) -> bool:
+    """Whether the store says that there is no such object; it may not say so to everybody."""
+    try:
+        return not store.exists(path)
+    except StoreError:
+        return False
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that has no elements in rows and columns that could be written.
+
+    Raises:
+        ProgramError: If it has none.
+    """
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        kind = "is on the meta device" if tensor.is_meta else f"is of layout {tensor.layout}"
+        raise ProgramError(f"weight {name!r} {kind}: it has no dense elements to write")
 
 
 def describe(
@@ -206,15 +237,13 @@ def _untied(
     """What is stored, and the other names that it has.
 
     Raises:
-        ProgramError: If one has no elements in rows and columns that could be written.
+        ProgramError: See `check_dense`.
     """
     stored: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            kind = "is on the meta device" if tensor.is_meta else f"is of layout {tensor.layout}"
-            raise ProgramError(f"weight {name!r} {kind}: it has no dense elements to write")
+        check_dense(name, tensor)
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tied and tensor.numel() and first.setdefault(place, name) != name:
             ties[name] = first[place]
@@ -303,16 +332,29 @@ def decode(data: bytes | memoryview, caps: GraphCaps = DEFAULT_CAPS) -> Manifest
     return manifest
 
 
-def read(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahead | None = None) -> Manifest:
+def read(
+    store: Store,
+    path: str,
+    *,
+    caps: GraphCaps = DEFAULT_CAPS,
+    ahead: Ahead | None = None,
+    copies: bool = False,
+) -> Manifest:
     """The manifest of a published weights file, held against the object's size and ETag.
 
-    Nothing of the object is read. Later reads take the manifest's ETag along, so they are of the same object.
+    Nothing of the object is read, but for the header of a copy. Later reads take the manifest's ETag along,
+    so they are of the same object.
 
     Args:
         store: Where it is.
         path: The name of the weights file.
         caps: What it may take, at most.
         ahead: What has been asked for already.
+        copies: Whether an object with another ETag will do that has the manifest's size and header, as a copy
+            of the file has: what else it holds is for the checksums to say.
+
+    Returns:
+        It, with the ETag that the object has.
 
     Raises:
         ConfigError: If the path is no name of a weights file.
@@ -321,10 +363,17 @@ def read(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahea
         ProgramError: If the manifest is not what it should be, or its object larger or smaller than it says.
         StoreError: If the store cannot be read.
     """
-    manifest = decode(get_at_most(store, manifest_path(path), caps.header_bytes), caps)
+    manifest = _beside(store, path, caps)
     info = (ahead or store).head(path)
-    if ahead is not None and (info.etag, info.size) != (manifest.etag or info.etag, manifest.nbytes):
-        info = store.head(path)  # it may have been published again since
+    if (info.etag, info.size) != (manifest.etag or info.etag, manifest.nbytes):
+        # Both may have been published again since; the weights are first then, the manifest follows.
+        info, manifest = store.head(path), _beside(store, path, caps)
+    if copies and info.etag != manifest.etag and info.size == manifest.nbytes:
+        copied = msgspec.structs.replace(manifest, etag=info.etag)
+        with suppress(ProgramError, ObjectChanged):
+            check_head(store, path, copied)
+            log.info("%s in store %r has another ETag than when it was published", path, store.name)
+            return copied
     if manifest.etag and info.etag != manifest.etag:
         raise ObjectChanged(
             f"object {path!r} in store {store.name!r} is not the one that its manifest was written for (ETag "
@@ -335,10 +384,22 @@ def read(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahea
     return manifest
 
 
-def check_head(store: Store, path: str, manifest: Manifest) -> None:
-    """Hold the object's own header against the manifest, for readers that go by it.
+def _beside(store: Store, path: str, caps: GraphCaps) -> Manifest:
+    """The manifest of a weights file, whatever that file is."""
+    beside = manifest_path(path)
+    data = get_at_most(store, beside, caps.header_bytes)
+    try:
+        return decode(data, caps)
+    except ProgramError as error:
+        raise ProgramError(
+            f"{beside} in store {store.name!r} cannot be read: {error}; publish {path} again"
+        ) from None
 
-    A loader that goes by the manifest need not wait for this.
+
+def check_head(store: Store, path: str, manifest: Manifest) -> None:
+    """Hold the object's own header against the manifest.
+
+    A loader that goes by the manifest need not wait for this where their ETags say the same.
 
     Raises:
         ObjectChanged: If the object is no longer the one that the manifest was written for.

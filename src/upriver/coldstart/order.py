@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.coldstart.execution import NOTHING, Execution
-from upriver.coldstart.layout import Manifest, publish
+from upriver.coldstart.layout import Manifest, check_dense, publish
 from upriver.errors import ModelError, ProgramError
 from upriver.pipeline.seeding import generators_kept
 from upriver.program.check import flops_of_call, silent
@@ -140,6 +140,7 @@ def publish_model(
             raise ProgramError(
                 f"{name!r} in the state dict is a {type(value).__name__}; only tensors can be published"
             )
+        check_dense(name, value)
     execution = counted(model, args, kwargs)
     return publish({name: state[name] for name in execution}, store, path, execution=execution)
 

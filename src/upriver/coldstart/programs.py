@@ -341,6 +341,8 @@ def _named(
     require_type("uri", uri, str, "STORE/PREFIX/programs/DIGEST")
     if store is not None or digest is not None:
         raise ConfigError(f"a program is named by its URI or by a store and a digest, got both: {uri!r}")
+    if prefix != DEFAULT_PREFIX:
+        raise ConfigError(f"prefix goes with a store and a digest; {uri!r} says itself where its program is")
     root, prefix, digest = program_at(uri)
     return Store.open(root, options=options), prefix, digest
 

@@ -11,12 +11,11 @@ is a hint, and one that does not fit is not used.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -217,16 +216,16 @@ def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) 
     """
     absent = _Absent()
     with absent:  # the manifest, or both
-        return published(store, path, read(store, path, caps=caps, ahead=ahead))
+        return published(store, path, read(store, path, caps=caps, ahead=ahead, copies=True))
     info, tensors, ours = _foreign(store, path, caps, ahead)
-    if ours and absent.refused:
+    if ours == "certainly" and absent.refused:
         raise StoreError(
             f"{absent.refused}; {path} is laid out as published files are, and is not loaded without its "
             "manifest. That may be missing: allow these credentials to list the bucket, and the store says so"
         )
-    if ours:
-        with contextlib.suppress(ObjectNotFound):
-            return published(store, path, read(store, path, caps=caps))
+    if ours != "no":
+        with _Absent():
+            return published(store, path, read(store, path, caps=caps, copies=True))
         log.warning(
             "%s in store %r is laid out as published files are, but there is no %s: it is loaded without "
             "checksums",
@@ -280,8 +279,8 @@ def _unordered(store: Store, path: str, etags: Mapping[str, str], tensors: Itera
 
 def _foreign(
     store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None
-) -> tuple[ObjectInfo, list[Placed], bool]:
-    """What the header of anyone's file says, tensors as they lie, and whether we would write it so."""
+) -> tuple[ObjectInfo, list[Placed], Literal["no", "perhaps", "certainly"]]:
+    """What the header of anyone's file says, tensors as they lie, and whether it was published here."""
     info = (ahead or store).head(path)
     try:
         head, entries = _header(ahead or store, info, caps)
@@ -305,9 +304,10 @@ def _foreign(
         )
         for entry in weights
     ]
-    # Padding alone would be enough, where there is some: a bit may be wrong in what was read here.
-    ours = head == head_of((entry.name, entry.dtype, entry.shape) for entry in weights)[0]
-    return info, placed, ours or len(weights) < len(entries)
+    if len(weights) < len(entries):  # nobody else pads so; and a bit may be wrong in what was read here
+        return info, placed, "certainly"
+    alike = head == head_of((entry.name, entry.dtype, entry.shape) for entry in weights)[0]
+    return info, placed, "perhaps" if alike else "no"
 
 
 def _header(store: Store | Ahead, info: ObjectInfo, caps: GraphCaps) -> tuple[bytes, list[Entry]]:

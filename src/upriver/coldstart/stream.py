@@ -327,26 +327,19 @@ class Stream:
         if self._bodies and in_flight + queue[0].nbytes > self._limits.in_flight_bytes:
             return None
         hidden, wanted = self._flow.link.hidden_bytes, self._flow.wanted
-        coming = [self._coming(body) for body in self._bodies if body.urgent or queue is self._waiting]
+        coming = [body.coming for body in self._bodies if body.urgent or queue is self._waiting]
         if not coming or sum(coming) <= hidden:
             return queue
         if wanted > 1 and sum(wanted * nbytes > hidden for nbytes in coming) < wanted:
             return queue
         return None
 
-    def _coming(self, body: _Body) -> int:
-        """Bytes of a request that are on their way for certain."""
-        if self._ahead is not None and body.is_there:
-            return max(0, body.request.stop - self._ahead.come)
-        return body.coming
-
     def _open(self, request: Request, *, urgent: bool) -> _Body:
         """Make room for what a request will bring."""
         for index in sorted(request.tensors - self._rooms.keys()):
             self._rooms[index] = self._room(index)
-        body = _Body(request, self._piece_bytes(), urgent=urgent, is_there=request in self._there)
-        if self._ahead is not None and body.is_there:
-            body.sent_s = self._ahead.sent_s
+        ahead = self._ahead if request in self._there else None
+        body = _Body(request, self._piece_bytes(), urgent=urgent, ahead=ahead)
         self._note("request", request.span, request.nbytes, body.sent_s)
         self._bodies.add(body)
         return body
@@ -376,8 +369,8 @@ class Stream:
                     deadline.reschedule(until_s)  # noqa: F821 - deleted when no more comes
                     await asyncio.sleep(pause_s)
 
-                if body.is_there:
-                    await self._take_over(body, came)
+                if body.ahead is not None:
+                    await self._take_over(body, body.ahead, came)
                     return
                 await store.read_into_async(
                     request.path,
@@ -401,15 +394,15 @@ class Stream:
         finally:
             del deadline  # which holds this task, and with it all that is on its stack
             self._bodies.remove(body)
-            if body.begun and not body.is_there:
+            if body.begun and body.ahead is None:
                 self._flow.ended(time.monotonic())
             self._changed.set()
 
-    async def _take_over(self, body: _Body, came: Callable[[int], Awaitable[None]]) -> None:
+    async def _take_over(self, body: _Body, ahead: Ahead, came: Callable[[int], Awaitable[None]]) -> None:
         """Put what was asked for before in its place; what does not come of it is asked for again."""
-        ahead, request = self._ahead, body.request
+        request = body.request
         places = Places([self._memory(part) for part in request.segments()])
-        while ahead is not None and places.left:
+        while places.left:
             self._news.clear()
             piece = ahead.at(request.stop - places.left)
             if piece is None:
@@ -446,15 +439,15 @@ class Stream:
         """An answer began, or bytes are in their place; the seconds for which no more may come."""
         now_s = time.monotonic()
         self._changed.set()
-        there = self._ahead if body.is_there else None
+        ahead = body.ahead  # whose bytes say nothing of the link
         if not body.begun:
             body.begun = True
-            if there is None:
+            if ahead is None:
                 self._flow.begun(now_s, now_s - body.sent_s)
-            at_s = now_s if there is None else there.first_s
+            at_s = now_s if ahead is None else ahead.first_s
             self._note("first_byte", body.request.span, body.request.nbytes, at_s)
         if num_bytes:
-            if there is None:
+            if ahead is None:
                 self._flow.came(now_s, num_bytes)
             self._heap.came(num_bytes)
             for part in body.came(num_bytes):
@@ -518,15 +511,15 @@ class _Body:
         request: It.
         piece_bytes: Put in place at once, at least.
         urgent: Whether somebody waits for it.
-        is_there: Whether it was asked for before, and is taken from what has come of that.
+        ahead: What it is taken from, where it was asked for before.
         sent_s: When it was sent.
         begun: Whether its answer has begun.
         left: Bytes that are not in their place yet.
     """
 
-    def __init__(self, request: Request, piece_bytes: int, *, urgent: bool, is_there: bool) -> None:
-        self.request, self.piece_bytes, self.urgent, self.is_there = request, piece_bytes, urgent, is_there
-        self.sent_s = time.monotonic()
+    def __init__(self, request: Request, piece_bytes: int, *, urgent: bool, ahead: Ahead | None) -> None:
+        self.request, self.piece_bytes, self.urgent, self.ahead = request, piece_bytes, urgent, ahead
+        self.sent_s = time.monotonic() if ahead is None else ahead.sent_s
         self.begun = False
         self.left = request.nbytes
         self._parts = deque(request.parts)
@@ -535,6 +528,8 @@ class _Body:
     @property
     def coming(self) -> int:
         """Bytes that are on their way for certain: a piece may have arrived that is not complete yet."""
+        if self.ahead is not None:
+            return max(0, self.request.stop - self.ahead.come)
         return max(0, self.left - self.piece_bytes) if self.begun else self.left
 
     def came(self, num_bytes: int) -> Iterator[Part]:

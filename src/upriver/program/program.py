@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from upriver.errors import ProgramError
+from upriver.errors import ConfigError, ProgramError
 from upriver.program import weights as weights_file
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.check import check
@@ -22,6 +22,8 @@ from upriver.program.reuse import overwritable
 from upriver.program.steps import Step, Values, bind, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path
 from upriver.program.weights import FileInMemory, Stored
+from upriver.text import printable
+from upriver.types import require_type
 
 BeforeStage: TypeAlias = Callable[[int, frozenset[str]], object]
 """Called before a stage runs, with its number, counted from 1, and the keys of weights that it is the first
@@ -173,8 +175,11 @@ class Program:
             What is live at ``stop``.
 
         Raises:
+            ConfigError: If an argument is of another type.
             ProgramError: If the stretch or the tensors are not the program's.
         """
+        require_type("start", start, int, "a cut's position")
+        require_type("stop", stop, int, "a cut's position")
         if not 0 <= start <= stop <= self.num_stages:
             raise ProgramError(f"stages [{start}, {stop}) lie outside 0..{self.num_stages}")
         values = self._take(tensors, start)
@@ -199,6 +204,13 @@ class Program:
 
     def _take(self, tensors: Sequence[torch.Tensor], start: int) -> Values:
         live = self.live(start)
+        for one in tensors if isinstance(tensors, Sequence) else (None,):
+            if not isinstance(one, torch.Tensor) or one.is_meta:
+                raise ConfigError(
+                    "tensors must be a sequence of tensors with values, one for each that crosses the cut, "
+                    f"as in run([x], 0, stop); got {printable(repr(tensors), 60)} of type "
+                    f"{type(tensors).__name__}"
+                )
         if len(tensors) != len(live):
             raise ProgramError(f"cut {start} is crossed by {len(live)} tensors, got {len(tensors)}")
         for value, tensor in zip(live, tensors, strict=True):

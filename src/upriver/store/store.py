@@ -44,6 +44,9 @@ _NO_CREDENTIALS = re.compile(
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
+_asked_in: int | None = None
+"""The process that asked obstore for something first: its threads are of that one, and a fork has none."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectInfo:
@@ -386,6 +389,7 @@ class Store:
                 for name, status in local.walk(self._root, prefix):
                     yield ObjectInfo(path=name, size=status.st_size, etag=local.etag_of(status))
                 return
+            self._check_process()
             found = False
             for chunk in obstore.list(self._backend, prefix or None, chunk_size=1000):
                 for meta in chunk:
@@ -448,10 +452,30 @@ class Store:
     # ------------------------------------------------------------------------------------ checking
 
     def _checked(self, path: str) -> str:
+        """What is about to be asked for, if it may be."""
+        self._check_process()
         check_name(path)
         if self._root is not None:
             local.inside(self._root, path)
         return path
+
+    def _check_process(self) -> None:
+        """In a fork of a process that has used stores a request would wait for threads that are not there.
+
+        Raises:
+            StoreError: If this is one.
+        """
+        global _asked_in
+        if isinstance(self._backend, MemoryStore):
+            return
+        if _asked_in is None:
+            _asked_in = os.getpid()
+        if _asked_in != os.getpid():
+            raise StoreError(
+                f"store {self.name!r} ({self.uri}) cannot be used in this process: it was forked from one "
+                "that has used stores, whose threads it does not have; start processes by spawn or "
+                "forkserver, or fork before the first use"
+            )
 
     def _whole(self, data: bytes, path: str, start: int, stop: int) -> bytes:
         if len(data) != stop - start:
