@@ -265,7 +265,7 @@ def test_a_model_that_takes_no_such_image_is_told_what_asks_for_another(
     assert main(["push", "push_models:sound", tmp_path.as_uri(), "--weights-to", "w"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: the order of weights cannot be recorded")
-    assert said.endswith("(called with float32 (1, 3, 224, 224); --input-shape asks for another image)")
+    assert said.endswith("(called with float32 (1, 3, 224, 224); --input-shape asks for another shape)")
     assert not list(tmp_path.glob("w*"))
 
 

@@ -251,23 +251,26 @@ def test_who_reads_while_somebody_publishes_finds_the_new_manifest(store: Store)
     assert read(late, PATH) == manifest and late.asked == 2
 
 
-@pytest.mark.parametrize("fails", ["head", "put"])
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("there", ["nothing", "another", "another since", "the same since"])
 def test_weights_whose_manifest_cannot_be_written_do_not_stay(
-    fails: str, before: bool, store: Store, monkeypatch: pytest.MonkeyPatch
+    there: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if before:
+    if there == "another":
         published(store)
+    put = store.put
 
     def broken(*_: object) -> None:
+        if there == "another since":
+            put(PATH, b"another")
+        if there == "the same since":
+            put(manifest_path(PATH), b"another's")
         raise StoreError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, fails, broken)
-        patched.setattr(store, "exists", lambda _: before)
+        patched.setattr(store, "put", broken)
         with pytest.raises(StoreError, match="no room"):
             publish({"a": torch.ones(5)}, store, PATH)
-    assert store.exists(PATH) == before
+    assert store.exists(PATH) == (there != "nothing")
     publish({"a": torch.ones(5)}, store, PATH)
     assert read(store, PATH, copies=True).etag == store.head(PATH).etag
 

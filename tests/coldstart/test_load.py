@@ -27,6 +27,7 @@ from upriver.coldstart import model_load as under_test
 from upriver.coldstart.layout import publish
 from upriver.coldstart.model_load import load, loading
 from upriver.coldstart.order import publish_model
+from upriver.coldstart.plain import load_plainly
 from upriver.coldstart.source import find, order_path
 from upriver.errors import (
     ConfigError,
@@ -312,6 +313,8 @@ def test_a_copy_of_what_was_published_loads(tmp_path: Path) -> None:
     model = load(Bare, (tmp_path / "two" / "m").as_uri())
     with pytest.raises(Damaged, match=r"another checksum than was published.*; publish it again"):
         model(x)
+    with pytest.raises(Damaged, match=r"another checksum than was published.*; publish it again"):
+        load_plainly(Bare, (tmp_path / "two" / "m").as_uri())
 
 
 def test_a_model_that_was_constructed_without_memory_is_named() -> None:

@@ -217,7 +217,25 @@ def test_anybodys_file_that_looks_like_ours_loads_there_too(
     tensors = nn.Linear(16, 16).state_dict()
     store.put(PATH, encode(tensors))  # not a byte of padding says whose it is
     assert_holds(find(store, PATH), tensors)
-    assert f"there is no {manifest_path(PATH)}: it is loaded without checksums" in caplog.text
+    assert f"the store refuses {manifest_path(PATH)}: it is loaded without checksums" in caplog.text
+
+
+def test_what_is_refused_when_it_is_asked_for_again_was_refused(store: Store) -> None:
+    publish(some_tensors(), store, PATH)
+
+    class Erring(Store):
+        """Says at first that there is no manifest, and then that it may not be read."""
+
+        asked = 0
+
+        def get(self, path: str, **arguments: Any) -> bytes:
+            if path != manifest_path(PATH):
+                return super().get(path, **arguments)
+            self.asked += 1
+            raise ObjectNotFound("not there") if self.asked == 1 else AccessDenied("refused")
+
+    with pytest.raises(StoreError, match=r"refused; models/net\.safetensors is laid out as published files"):
+        find(Erring(store._backend, name=store.name, uri=store.uri, root=store._root), PATH)
 
 
 @pytest.mark.parametrize("data", [b"{", b"x", b"{}", None], ids=["cut", "garbage", "empty", "respelt"])

@@ -222,8 +222,8 @@ def test_outputs_before_which_nothing_runs_are_refused() -> None:
         (("x", 0, 1), "tensors must be a sequence .* got 'x' of type str"),
         ((torch.ones(1, 2, 6), 0, 1), r"as in run\(\[x\], 0, stop\); got .* of type Tensor"),
         (([torch.ones(2, 6, device="meta")], 0, 1), "a sequence of tensors with values"),
-        (([torch.ones(2, 6)], None, 1), "start must be a int"),
-        (([torch.ones(2, 6)], 0, 1.0), "stop must be a int"),
+        (([torch.ones(2, 6)], None, 1), "start must be a whole number, a cut's position, got None"),
+        (([torch.ones(2, 6)], 0, 1.0), "stop must be a whole number, a cut's position, got 1.0"),
     ],
 )
 def test_a_run_of_something_else_is_refused(arguments: tuple[object, ...], problem: str) -> None:

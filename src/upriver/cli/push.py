@@ -160,8 +160,10 @@ def _push_weights(
         try:
             manifest = publish_model(network, store, path, call.args, call.kwargs)
         except ModelError as error:
+            if error.__cause__ is None or inputs.given is not None:
+                raise  # it was not called, or has an example of its own
             raise ModelError(
-                f"{error} (called with {call.describe()}; --input-shape asks for another image)"
+                f"{error} (called with {call.describe()}; --input-shape asks for another shape)"
             ) from None
     there = f"{uri.rstrip('/')}/{path}"
     shape = () if input_shape is None else ("--input-shape", input_shape)

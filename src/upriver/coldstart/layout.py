@@ -19,7 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 import torch
@@ -147,8 +147,8 @@ def publish(
         ConfigError: If the path is no name of a weights file.
         ProgramError: If something in it cannot stand in such a file, or is more than the caps allow.
         ObjectChanged: If somebody else was seen to write the same object meanwhile; publish again then.
-        StoreError: If the store refuses. No manifest is left then that says otherwise of the object, and no
-            object without one where there was none before.
+        StoreError: If the store refuses. No manifest is left then that says otherwise of the object. Where
+            there was no object before, none is left that has no manifest, as far as the store says so.
     """
     beside = manifest_path(path)
     stored, ties = _untied(tensors, tied=tied)
@@ -160,14 +160,14 @@ def publish(
     sums: list[list[int]] = []
     is_new = _is_new(store, path)
     store.put_stream(path, _pieces(planned, stored, sums))
+    info = store.head(path)
+    manifest = msgspec.structs.replace(_summed(planned, sums), etag=info.etag)
     try:
-        info = store.head(path)
-        manifest = msgspec.structs.replace(_summed(planned, sums), etag=info.etag)
         if info.size == planned.nbytes:
             store.put(beside, manifest.encode())
     except BaseException:
-        if is_new:
-            with suppress(StoreError):
+        with suppress(StoreError):  # somebody else may have published it meanwhile
+            if is_new and store.head(path).etag == info.etag and not store.exists(beside):
                 store.delete(path)
         raise
     if info.size != planned.nbytes or store.head(path).etag != info.etag:
@@ -411,8 +411,28 @@ def check_head(store: Store, path: str, manifest: Manifest) -> None:
         raise ProgramError(f"{path} does not begin with the header that its manifest's tensors have")
 
 
-def damaged(tensor: StoredTensor, data: bytes | memoryview, *, chunk_bytes: int) -> list[range]:
-    """Which bytes of a tensor, counted from its first, are to be fetched again: chunks with another checksum.
+class Summed(Protocol):
+    """A tensor with a checksum for each of its chunks: `StoredTensor`, or what was made of it."""
+
+    @property
+    def name(self) -> str:
+        """As in the model's state dict."""
+
+    @property
+    def start(self) -> int:
+        """Its first byte, counted from the object's."""
+
+    @property
+    def stop(self) -> int:
+        """The byte behind its last one."""
+
+    @property
+    def crc32c(self) -> Sequence[int]:
+        """Of each chunk, counted from ``start``."""
+
+
+def damaged(tensor: Summed, data: bytes | memoryview, *, chunk_bytes: int) -> list[range]:
+    """Which bytes of a tensor, counted from its first, are others than were published, by their checksums.
 
     Args:
         tensor: Of a manifest.

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from upriver.coldstart import layout
 from upriver.coldstart.filling import match, memories
-from upriver.coldstart.source import find
+from upriver.coldstart.source import damaged, find
 from upriver.coldstart.uris import opened
 from upriver.store import Store
 
@@ -30,6 +31,7 @@ def load_plainly(
     Raises:
         ModelError: If the weights are not those of such a model.
         ProgramError: If the file is not what it should be.
+        Damaged: If a weight has another checksum than was published.
         StoreError: If the store cannot be read.
     """
     where, path = (store, uri) if store is not None else opened(uri, store_options)
@@ -39,6 +41,9 @@ def load_plainly(
     for placed, memory in zip(
         matched.source.tensors, memories(matched.source.tensors, matched.targets), strict=True
     ):
-        memory.room()[:] = files[placed.path][placed.start : placed.stop]
+        found = files[placed.path][placed.start : placed.stop]
+        if placed.crc32c and (wrong := layout.damaged(placed, found, chunk_bytes=source.chunk_bytes)):
+            raise damaged(source, placed, wrong[0])
+        memory.room()[:] = found
         memory.settle()
     return model

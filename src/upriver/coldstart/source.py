@@ -26,6 +26,7 @@ from upriver.coldstart.layout import CHUNK_BYTES, ENDING, Manifest, manifest_pat
 from upriver.errors import (
     AccessDenied,
     ConfigError,
+    Damaged,
     ObjectChanged,
     ObjectNotFound,
     ProgramError,
@@ -218,22 +219,39 @@ def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) 
     with absent:  # the manifest, or both
         return published(store, path, read(store, path, caps=caps, ahead=ahead, copies=True))
     info, tensors, ours = _foreign(store, path, caps, ahead)
+    if ours != "no" and not absent.refused:
+        with absent:  # a store may err once
+            return published(store, path, read(store, path, caps=caps, copies=True))
     if ours == "certainly" and absent.refused:
         raise StoreError(
             f"{absent.refused}; {path} is laid out as published files are, and is not loaded without its "
             "manifest. That may be missing: allow these credentials to list the bucket, and the store says so"
         )
     if ours != "no":
-        with _Absent():
-            return published(store, path, read(store, path, caps=caps, copies=True))
         log.warning(
-            "%s in store %r is laid out as published files are, but there is no %s: it is loaded without "
-            "checksums",
+            "%s in store %r is laid out as published files are, but %s %s: it is loaded without checksums",
             path,
             store.name,
+            "the store refuses" if absent.refused else "there is no",
             manifest_path(path),
         )
     return _unordered(store, path, {path: info.etag}, tensors)
+
+
+def damaged(source: Source, tensor: Placed, found: range) -> Damaged:
+    """The error of bytes that are others than were published.
+
+    Args:
+        source: Where they were read.
+        tensor: Whose they are.
+        found: Which of it, counted from its first.
+    """
+    start, stop = tensor.start + found.start, tensor.start + found.stop
+    return Damaged(
+        f"weight {tensor.name!r}: bytes {start} to {stop} of object {tensor.path!r} in store "
+        f"{source.store.name!r} have another checksum than was published; publish it again, a program with "
+        "upriver push --rewrite"
+    )
 
 
 def published(store: Store, path: str, manifest: Manifest) -> Source:

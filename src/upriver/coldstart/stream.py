@@ -29,10 +29,10 @@ from upriver.coldstart.flow import Cap, Flow, Link
 from upriver.coldstart.heap import Heap
 from upriver.coldstart.loop import Loop
 from upriver.coldstart.requests import PADDING, Part, Request, apart, chunk_of, cut, requests_for
-from upriver.coldstart.source import Source
+from upriver.coldstart.source import Source, damaged
 from upriver.coldstart.spinning import sleep_sooner
 from upriver.coldstart.timeline import check_link
-from upriver.errors import Cancelled, ConfigError, Damaged, ObjectChanged, StoreError, UpriverError, bare
+from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
 from upriver.program.weights import ALIGNMENT
 from upriver.store.places import Places
 from upriver.text import error_text
@@ -477,12 +477,7 @@ class Stream:
                 Request.of(tensor.path, tensor.start + each.start, [each]) for each in pieces
             )
         else:
-            start, stop = tensor.start + chunk.start, tensor.start + chunk.stop
-            raise Damaged(
-                f"weight {tensor.name!r}: bytes {start} to {stop} of object {tensor.path!r} in store "
-                f"{self._source.store.name!r} have another checksum than was published, when read again too; "
-                "publish it again, a program with upriver push --rewrite"
-            )
+            raise damaged(self._source, tensor, range(chunk.start, chunk.stop))
 
     def _right(self, part: Part) -> None:
         """These bytes of a tensor are there, and are what they should be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -23,7 +24,6 @@ from upriver.program.steps import Step, Values, bind, mark_last_uses, schedule
 from upriver.program.trace import no_fast_path
 from upriver.program.weights import FileInMemory, Stored
 from upriver.text import printable
-from upriver.types import require_type
 
 BeforeStage: TypeAlias = Callable[[int, frozenset[str]], object]
 """Called before a stage runs, with its number, counted from 1, and the keys of weights that it is the first
@@ -178,8 +178,7 @@ class Program:
             ConfigError: If an argument is of another type.
             ProgramError: If the stretch or the tensors are not the program's.
         """
-        require_type("start", start, int, "a cut's position")
-        require_type("stop", stop, int, "a cut's position")
+        start, stop = _position("start", start), _position("stop", stop)
         if not 0 <= start <= stop <= self.num_stages:
             raise ProgramError(f"stages [{start}, {stop}) lie outside 0..{self.num_stages}")
         values = self._take(tensors, start)
@@ -324,3 +323,11 @@ def live_values(graph: Graph) -> list[list[Value]]:
     made = {output.name: output for node in graph.nodes for output in node.outputs if output is not None}
     made |= {value.name: value for value in graph.inputs}
     return [list(graph.inputs), *([made[name] for name in stage.live] for stage in graph.stages)]
+
+
+def _position(name: str, value: object) -> int:
+    """A whole number, NumPy's, too."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{name} must be a whole number, a cut's position, got {value!r}") from None

@@ -389,7 +389,7 @@ class Store:
                 for name, status in local.walk(self._root, prefix):
                     yield ObjectInfo(path=name, size=status.st_size, etag=local.etag_of(status))
                 return
-            self._check_process()
+            _check_process(self)
             found = False
             for chunk in obstore.list(self._backend, prefix or None, chunk_size=1000):
                 for meta in chunk:
@@ -453,29 +453,11 @@ class Store:
 
     def _checked(self, path: str) -> str:
         """What is about to be asked for, if it may be."""
-        self._check_process()
         check_name(path)
         if self._root is not None:
             local.inside(self._root, path)
+        _check_process(self)
         return path
-
-    def _check_process(self) -> None:
-        """In a fork of a process that has used stores a request would wait for threads that are not there.
-
-        Raises:
-            StoreError: If this is one.
-        """
-        global _asked_in
-        if isinstance(self._backend, MemoryStore):
-            return
-        if _asked_in is None:
-            _asked_in = os.getpid()
-        if _asked_in != os.getpid():
-            raise StoreError(
-                f"store {self.name!r} ({self.uri}) cannot be used in this process: it was forked from one "
-                "that has used stores, whose threads it does not have; start processes by spawn or "
-                "forkserver, or fork before the first use"
-            )
 
     def _whole(self, data: bytes, path: str, start: int, stop: int) -> bytes:
         if len(data) != stop - start:
@@ -539,6 +521,23 @@ class Store:
         for secret in self._secrets:
             reason = reason.replace(secret, "***")
         return StoreError(f"{what}: {reason}")
+
+
+def _check_process(store: Store) -> None:
+    """In a fork of a process that has used stores, a request may wait for threads that are not there.
+
+    Raises:
+        StoreError: If this is one.
+    """
+    global _asked_in
+    if _asked_in is None:
+        _asked_in = os.getpid()
+    if _asked_in != os.getpid():
+        raise StoreError(
+            f"store {store.name!r} ({store.uri}) cannot be used in this process: it was forked from one that "
+            "has used stores, whose threads it does not have; start processes by spawn or forkserver, or "
+            "fork before the first use"
+        )
 
 
 def _file_root(uri: str) -> Path:
