@@ -133,8 +133,8 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
     text += f"met in {len(judged) - len(missed)} of {len(judged)} settings"
     if missed:
         text += f"; not in {', '.join(missed)}"
-    if missed and goal == "right":
-        text += f" ({'; '.join(line for each in found for line in each.wrong())})"
+        if goal == "right":
+            text += f" ({'; '.join(line for each in found for line in each.wrong())})"
     out = [f"{run} in {each.setting.key}" for each in found for run in each.out]
     if out and goal.startswith("fastest"):
         text += f"; not compared, as they failed or were wrong: {', '.join(out)}"

@@ -46,12 +46,6 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         ModelError: If it was constructed without memory.
     """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ModelError(
-                f"{type(model).__name__}: {name!r} is on the meta device and has no memory; construct the "
-                'model without torch.device("meta") and init_empty_weights: a load fills nothing in anyway'
-            )
     state = [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)]
     to_come = {tensor.untyped_storage()._cdata for tensor in state if _is_dense(tensor)}
     there: dict[int, torch.UntypedStorage] = {}
@@ -59,6 +53,8 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == device.type and device.index in (None, tensor.device.index):
             return tensor
+        if tensor.is_meta:
+            raise _without_memory(model)
         if not _is_dense(tensor) or (here := tensor.untyped_storage())._cdata not in to_come:
             return tensor.to(device)
         if here._cdata not in there:
@@ -70,6 +66,15 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
 
     model._apply(moved)  # type: ignore[no-untyped-call]
     return model
+
+
+def _without_memory(model: nn.Module) -> ModelError:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    name = next(name for name, tensor in tensors if tensor.is_meta)
+    return ModelError(
+        f"{type(model).__name__}: {name!r} is on the meta device and has no memory; construct the model "
+        'without torch.device("meta") and init_empty_weights: a load fills nothing in anyway'
+    )
 
 
 def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:

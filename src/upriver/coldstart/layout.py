@@ -19,7 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import torch
@@ -33,6 +33,9 @@ from upriver.program.fetch import get_at_most
 from upriver.program.graph import DTYPES, Count
 from upriver.program.weights import ALIGNMENT, LENGTH_BYTES, Entry, head_of, is_reserved, raw_bytes
 from upriver.store import Store
+
+if TYPE_CHECKING:
+    from upriver.coldstart.source import Placed
 
 log = logging.getLogger(__name__)
 
@@ -411,31 +414,11 @@ def check_head(store: Store, path: str, manifest: Manifest) -> None:
         raise ProgramError(f"{path} does not begin with the header that its manifest's tensors have")
 
 
-class Summed(Protocol):
-    """A tensor with a checksum for each of its chunks: `StoredTensor`, or what was made of it."""
-
-    @property
-    def name(self) -> str:
-        """As in the model's state dict."""
-
-    @property
-    def start(self) -> int:
-        """Its first byte, counted from the object's."""
-
-    @property
-    def stop(self) -> int:
-        """The byte behind its last one."""
-
-    @property
-    def crc32c(self) -> Sequence[int]:
-        """Of each chunk, counted from ``start``."""
-
-
-def damaged(tensor: Summed, data: bytes | memoryview, *, chunk_bytes: int) -> list[range]:
+def damaged(tensor: StoredTensor | Placed, data: bytes | memoryview, *, chunk_bytes: int) -> list[range]:
     """Which bytes of a tensor, counted from its first, are others than were published, by their checksums.
 
     Args:
-        tensor: Of a manifest.
+        tensor: Of a manifest, or what was made of it.
         data: All its bytes.
         chunk_bytes: The manifest's.
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from upriver.coldstart import layout
 from upriver.coldstart.filling import match, memories
-from upriver.coldstart.source import damaged, find
+from upriver.coldstart.layout import damaged
+from upriver.coldstart.source import damaged_error, find
 from upriver.coldstart.uris import opened
 from upriver.store import Store
 
@@ -42,8 +42,8 @@ def load_plainly(
         matched.source.tensors, memories(matched.source.tensors, matched.targets), strict=True
     ):
         found = files[placed.path][placed.start : placed.stop]
-        if placed.crc32c and (wrong := layout.damaged(placed, found, chunk_bytes=source.chunk_bytes)):
-            raise damaged(source, placed, wrong[0])
+        if placed.crc32c and (wrong := damaged(placed, found, chunk_bytes=source.chunk_bytes)):
+            raise damaged_error(source, placed, wrong[0])
         memory.room()[:] = found
         memory.settle()
     return model

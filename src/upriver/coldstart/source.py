@@ -238,7 +238,7 @@ def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) 
     return _unordered(store, path, {path: info.etag}, tensors)
 
 
-def damaged(source: Source, tensor: Placed, found: range) -> Damaged:
+def damaged_error(source: Source, tensor: Placed, found: range) -> Damaged:
     """The error of bytes that are others than were published.
 
     Args:

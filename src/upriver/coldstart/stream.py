@@ -29,7 +29,7 @@ from upriver.coldstart.flow import Cap, Flow, Link
 from upriver.coldstart.heap import Heap
 from upriver.coldstart.loop import Loop
 from upriver.coldstart.requests import PADDING, Part, Request, apart, chunk_of, cut, requests_for
-from upriver.coldstart.source import Source, damaged
+from upriver.coldstart.source import Source, damaged_error
 from upriver.coldstart.spinning import sleep_sooner
 from upriver.coldstart.timeline import check_link
 from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
@@ -477,7 +477,7 @@ class Stream:
                 Request.of(tensor.path, tensor.start + each.start, [each]) for each in pieces
             )
         else:
-            raise damaged(self._source, tensor, range(chunk.start, chunk.stop))
+            raise damaged_error(self._source, tensor, range(chunk.start, chunk.stop))
 
     def _right(self, part: Part) -> None:
         """These bytes of a tensor are there, and are what they should be."""
