@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
+
+from scipy.stats import quantile_test
 
 from _common import Spread
 from _planned import Records
@@ -19,6 +22,9 @@ from cold_settings import OURS, PARTS, PLAIN, STREAMED, WAYS, Setting, way_of
 NEAR_BEST, LEAST_SHARE, MOST_MEMORY, MOST_AFTER = 0.03, 0.85, 1.1, 0.01
 MOST_FAILED = 0.2
 """Of a way's turns; one that fails or answers wrongly more often is out of the comparison."""
+
+SURE = 0.95
+"""With which an interval holds the median that any number of turns would have."""
 
 JUDGED_GBIT = 1.0
 """The link whose bound is a goal."""
@@ -132,12 +138,26 @@ class Found:
             clock: Which.
             ending: As for `best_other`; upriver is without its construction where the others are.
         """
-        ours = OURS + (ending or "")
-        best = self.best_other(clock, ending)
-        if best is None or not self.usable(ours):
-            return None
-        ratios = [one[clock] / other[clock] for one, other in self.pairs(ours, best)]
+        ratios = self._ratios(clock, ending)
         return statistics.median(ratios) - 1 if ratios else None
+
+    def behind_between(self, clock: str, ending: str | None = None) -> tuple[float, float] | None:
+        """Where `behind` lies if turns are alike, but for what comes at `SURE` by chance.
+
+        Ranks alone decide, whatever way times are spread. None where there are too few turns to say.
+        """
+        ratios = self._ratios(clock, ending)
+        if not ratios:
+            return None
+        low, high = quantile_test(ratios).confidence_interval(SURE)
+        return (float(low) - 1, float(high) - 1) if math.isfinite(low) and math.isfinite(high) else None
+
+    def _ratios(self, clock: str, ending: str | None) -> list[float]:
+        """Of each turn in which both answered rightly: upriver's time over the best other's."""
+        best, ours = self.best_other(clock, ending), OURS + (ending or "")
+        if best is None or not self.usable(ours):
+            return []
+        return [one[clock] / other[clock] for one, other in self.pairs(ours, best)]
 
     @property
     def apart(self) -> int:

@@ -38,7 +38,8 @@ is not compared. Of {turns} turns of upriver's, {apart} were run in another star
 the best other's, which stay when upriver's code has changed. The best other is whoever has the lowest
 median; its name ends in ` plain` where its model was constructed as ever. In the first columns upriver
 is held against everybody, those too that use its construction; in the last ones nobody does. Within
-{near_best:.0%} counts as even.
+{near_best:.0%} counts as even. In brackets, from six turns on: where that median lies with a certainty of
+{sure:.0%}, by the ranks of the turns alone. The best other is the best of many, by chance, too.
 
 ## Imports, and CPU time
 

@@ -17,6 +17,7 @@ from cold_found import (
     MOST_MEMORY,
     NEAR_BEST,
     STARTED,
+    SURE,
     Found,
 )
 from cold_measure import AFTER_REPEATS, BASELINES, has_memory
@@ -114,6 +115,7 @@ def page(found: Sequence[Found], name: str, *, hint: str = "") -> str:
         seed=SEED,
         name=name,
         near_best=NEAR_BEST,
+        sure=SURE,
         code=_code_text(begun),
         loads=_loads_text(begun),
         machine=machine(),
@@ -162,7 +164,9 @@ def behind_table(found: Sequence[Found]) -> str:
         cells = [each.setting.key, str(len(each.rows(OURS)))]
         for clock, ending in ((STARTED, None), (IMPORTED, None), (STARTED, PLAIN), (IMPORTED, PLAIN)):
             best, behind = each.best_other(clock, ending), each.behind(clock, ending)
-            cells += ["", ""] if best is None or behind is None else [best, f"{behind:+.1%}"]
+            between = each.behind_between(clock, ending)
+            text = "" if between is None else f" ({between[0]:+.1%} to {between[1]:+.1%})"
+            cells += ["", ""] if best is None or behind is None else [best, f"{behind:+.1%}{text}"]
         rows.append(cells)
     header = ["setting", "turns"]
     for clock in ("from start", "after imports", "from start, plain", "after imports, plain"):

@@ -20,7 +20,7 @@ from cold_measure import (
     narrowed,
     turn_key,
 )
-from cold_report import GOALS, page, verdict, write
+from cold_report import GOALS, behind_table, page, verdict, write
 from cold_settings import (
     OURS,
     PLAIN,
@@ -111,6 +111,21 @@ def test_who_is_ahead_is_told_by_turns(tmp_path: Path) -> None:
     slower = Found(SETTING, measured(tmp_path / "slower", seconds={OURS: 1.5, "pisel": 1.0})[0])
     assert slower.behind(IMPORTED) == pytest.approx(0.5 / 1.0625)
     assert not slower.goals["fastest after imports"]
+
+
+def test_where_the_median_lies_is_told_by_ranks(tmp_path: Path) -> None:
+    setting = Setting(model="gpt2", repeats=10)
+    records, _ = measured(tmp_path, setting, seconds={OURS: 2.0, "pisel": 1.0})
+    for number in range(10):
+        records.rows[turn_key(setting, number, OURS)]["total_s"] = 1.0 + number / 10
+        records.rows[turn_key(setting, number, "pisel")]["total_s"] = 0.5
+    found = Found(setting, records)
+    assert found.behind(STARTED) == pytest.approx(1.9)
+    # Of ten coins at most one shows heads, or at most one tails, with a chance of 22 in 1,024.
+    assert found.behind_between(STARTED) == pytest.approx((1.2, 2.6))
+    assert "+190.0% (+120.0% to +260.0%)" in behind_table([found])
+    few = Found(SETTING, measured(tmp_path / "few")[0])
+    assert few.behind(STARTED) is not None and few.behind_between(STARTED) is None
 
 
 def test_a_way_that_answers_wrongly_is_no_competitor(tmp_path: Path) -> None:
