@@ -24,7 +24,7 @@ MOST_FAILED = 0.2
 """Of a way's turns; one that fails or answers wrongly more often is out of the comparison."""
 
 SURE = 0.95
-"""With which an interval holds the median that any number of turns would have."""
+"""Of the interval that is told with a median; see `Found.behind_between`."""
 
 JUDGED_GBIT = 1.0
 """The link whose bound is a goal."""
@@ -142,9 +142,9 @@ class Found:
         return statistics.median(ratios) - 1 if ratios else None
 
     def behind_between(self, clock: str, ending: str | None = None) -> tuple[float, float] | None:
-        """Where `behind` lies if turns are alike, but for what comes at `SURE` by chance.
+        """Between what `behind` would lie after any number of such turns, with a certainty of `SURE`.
 
-        Ranks alone decide, whatever way times are spread. None where there are too few turns to say.
+        Ranks alone decide, however times are spread. None where there are too few turns to say.
         """
         ratios = self._ratios(clock, ending)
         if not ratios:
