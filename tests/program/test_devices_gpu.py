@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from upriver.program.capture import capture
-from upriver.program.devices import PIECE_BYTES, moved
+from upriver.program.devices import PIECE_BYTES, copy_beside, moved
 from upriver.program.program import Program
 
 pytestmark = [
@@ -74,3 +79,58 @@ def test_stages_are_told_in_order_whether_weights_are_still_coming_or_not() -> N
         there.before_stage = None
     assert [position for position, _ in told] == [*range(1, there.num_stages + 1)] * 2
     assert all(seconds > 0 for _, seconds in told)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+def test_values_get_into_memory_of_any_form(dtype: torch.dtype) -> None:
+    tensor = torch.randint(-9, 9, (70, 50)).to(dtype)
+    whole = torch.zeros(100, 100, dtype=dtype, device=DEVICE)
+    for there in (whole.t()[:70, :50], whole[5:75, :50], torch.zeros(70, 50, dtype=dtype, device=DEVICE)):
+        copy_beside(tensor, there)
+        assert torch.equal(there.cpu(), tensor)
+    other = torch.zeros(70, 50, dtype=torch.complex128, device=DEVICE)
+    copy_beside(tensor.t().contiguous().t(), other)
+    assert torch.equal(other.cpu(), tensor.to(torch.complex128))
+
+
+def test_memory_that_is_still_in_use_is_not_written() -> None:
+    tensor = torch.randn(PIECE_BYTES)
+    there = torch.empty_like(tensor, device=DEVICE)
+    torch.cuda._sleep(10**9)
+    there.fill_(1.0)
+    copy_beside(tensor, there, after=torch.cuda.current_stream().record_event())
+    torch.cuda.synchronize()
+    assert torch.equal(there.cpu(), tensor)
+
+
+def test_where_no_memory_may_be_locked_it_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refused(*size: int, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refused)
+    tensor = torch.randn(1000)
+    assert torch.equal(moved(tensor, DEVICE).cpu(), tensor)
+
+
+def test_many_threads_copy_at_once() -> None:
+    tensors = [torch.randn(PIECE_BYTES // 2 + number) for number in range(8)]
+    with ThreadPoolExecutor(len(tensors)) as pool:
+        found = list(pool.map(lambda tensor: moved(tensor, DEVICE).cpu(), tensors))
+    assert all(map(torch.equal, found, tensors))
+
+
+def test_a_fresh_process_has_its_accelerator_ready_beside_the_rest() -> None:
+    code = (
+        "import threading, torch\n"
+        "from upriver.program.devices import make_ready, moved\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "thread = threading.Thread(target=make_ready, args=(torch.device('cuda'),))\n"
+        "thread.start(); there = moved(torch.arange(9), torch.device('cuda')); thread.join()\n"
+        "assert torch.equal(there.cpu(), torch.arange(9)) and torch.cuda.is_initialized()\n"
+        "make_ready(torch.device('cuda')); make_ready(torch.device('cpu'))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from upriver.coldstart.source import Placed, Source
 from upriver.errors import ModelError, ProgramError
-from upriver.program.devices import copying
+from upriver.program.devices import copy_beside
 from upriver.program.graph import DTYPES
 
 Queued = Mapping[torch.device, "torch.cuda.Event"]
@@ -215,15 +215,22 @@ class Memory:
 
     def __init__(self, placed: Placed, targets: Sequence[torch.Tensor], after: Queued) -> None:
         self._placed, self._targets, self._after = placed, targets, after
+        dtype = DTYPES[placed.dtype]
+        self._own = next(
+            (
+                target
+                for target in targets
+                if target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu"
+            ),
+            None,
+        )
         self._staged: torch.Tensor | None = None
 
     def room(self) -> memoryview:
         """For its bytes."""
-        first, dtype = self._targets[0], DTYPES[self._placed.dtype]
-        if first.dtype != dtype or not first.is_contiguous() or first.device.type != "cpu":
-            pinned = first.device.type == "cuda"
-            self._staged = torch.empty(self._placed.shape, dtype=dtype, pin_memory=pinned)
-        return _bytes_of(first if self._staged is None else self._staged)
+        if self._own is None:
+            self._staged = torch.empty(self._placed.shape, dtype=DTYPES[self._placed.dtype])
+        return _bytes_of(self._source())
 
     def settle(self) -> None:
         """All its bytes are there.
@@ -231,27 +238,25 @@ class Memory:
         Raises:
             ProgramError: If they are no values of its type.
         """
-        source = self._targets[0] if self._staged is None else self._staged
+        source = self._source()
         if source.dtype is torch.bool and source.numel() and int(source.view(torch.uint8).max()) > 1:
             raise ProgramError(
                 f"weight {self._placed.name!r} of object {self._placed.path!r}: a bool holds 0 or 1 only"
             )
         with torch.inference_mode():  # what was made in it can be written in no other
             for target in self._targets:
-                if target is not source:
-                    self._copy(source, target)
+                if target is source:
+                    continue
+                if target.device.type == "cuda":
+                    copy_beside(source, target, after=self._after[target.device])
+                else:
+                    target.copy_(source)
         self._staged = None
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        if target.device.type != "cuda":
-            target.copy_(source)
-            return
-        # Beside whatever computes with the weights before these.
-        stream = copying(target.device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(self._after[target.device])
-            target.copy_(source, non_blocking=True)
-        stream.synchronize()
+    def _source(self) -> torch.Tensor:
+        """What its bytes are written to; without any there was made no room, and nothing is copied of it."""
+        found = self._own if self._staged is None else self._staged
+        return self._targets[0] if found is None else found
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -35,6 +35,7 @@ from upriver.coldstart.timeline import Timeline
 from upriver.coldstart.uris import opened
 from upriver.coldstart.way import asked_ahead, is_one_request, way_to
 from upriver.errors import ConfigError, StoreError
+from upriver.program.devices import make_ready
 from upriver.store import Store
 from upriver.types import Link, require_type
 
@@ -183,8 +184,10 @@ def begin(
     place, limits = checked(device, grouping, limits)
     where, path = (store, uri) if store is not None else opened(uri, store_options)
     with asked_ahead(where, path, grouping, limits) as ahead:
-        with Beside(2, name="upriver-coldstart-find") as beside:
+        with Beside(3, name="upriver-coldstart-find") as beside:
             found = beside.submit(_found, where, path, grouping, limits, beside, ahead)
+            if place.type == "cuda":
+                beside.submit(make_ready, place)
             model = construct(build_model)
             steps["constructed"] = time.monotonic()
             source, link, known, steps["found"] = found.result()

@@ -49,6 +49,7 @@ from upriver.program import files
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.check import check
 from upriver.program.constants import keys_read
+from upriver.program.devices import make_ready
 from upriver.program.fetch import get_at_most
 from upriver.program.files import graph_path, weights_path
 from upriver.program.graph import DTYPES, Graph, digest_of
@@ -204,7 +205,9 @@ def begin(
     # The first bytes may be of weights that no stage before a cut reads.
     asked = asked_ahead(place, weights, grouping, bounds) if stop is None else nullcontext()
     with asked as ahead:
-        with Beside(1, name="upriver-coldstart-find") as beside:
+        with Beside(2, name="upriver-coldstart-find") as beside:
+            if where.type == "cuda":
+                beside.submit(make_ready, where)
             found = find(
                 place,
                 folder,
