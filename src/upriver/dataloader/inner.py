@@ -6,7 +6,6 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -85,7 +84,9 @@ def begin(worker_init_fn: Callable[[int], object] | None, base_seed: int, number
         os.nice(MAKES_WAY)
     info = _info()
     tasks, seed = info.dataset, base_seed + number
-    worker._worker_info = replace(info, dataset=tasks.dataset, seed=seed)
+    worker._worker_info = type(info)(
+        id=info.id, num_workers=info.num_workers, seed=seed, dataset=tasks.dataset
+    )  # as PyTorch makes it, a dataclass or not
     random.seed(seed)
     torch.manual_seed(seed)
     np.random.seed(worker._generate_state(base_seed, number))  # type: ignore[no-untyped-call]
