@@ -97,7 +97,8 @@ class Gate:
         # Autocast makes what it caches under a lock that all models share: nobody should wait in there. With
         # gradients it goes on, since those of a weight that is cast once are added up in the lower type.
         torch.set_autocast_cache_enabled(caches and torch.is_grad_enabled())
-        _push_mode(_Waits(self))
+        mode = _Waits(self)  # until it is popped: some versions of torch pop what nobody holds
+        _push_mode(mode)
         _tell_compiled_code(True)  # it reads weights past operators, and is not run where it sees a mode
         try:
             yield
