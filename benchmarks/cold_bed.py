@@ -255,7 +255,7 @@ class Jobs:
             env = {**paths(self._code), "OMP_NUM_THREADS": str(cores)}
             env["UPRIVER_CACHE"] = str(cache or os.devnull)
             if peer:
-                env |= _for_amazon(self._place.options)
+                env |= for_amazon(self._place.options)
             errors = stack.enter_context(tempfile.TemporaryFile())
             group = stack.enter_context(memory_group("cold", NO_LIMIT_BYTES))
             spawned = time.monotonic()
@@ -313,7 +313,7 @@ def _peak(group: Path) -> dict[str, Any]:
     return {}
 
 
-def _for_amazon(options: Mapping[str, str]) -> dict[str, str]:
+def for_amazon(options: Mapping[str, str]) -> dict[str, str]:
     """The environment in which Amazon's libraries, and those built on them, find the store."""
     return {
         "AWS_ENDPOINT_URL": options["endpoint"],

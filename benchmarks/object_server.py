@@ -118,6 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         """The file, or the range asked for, without a copy through this process."""
         status = os.fstat(file.fileno())
         headers = {"ETag": etag_of(status), "Last-Modified": formatdate(status.st_mtime, usegmt=True)}
+        headers["Accept-Ranges"] = "bytes"
         if self.headers.get("If-Match", "*") not in ("*", headers["ETag"]):
             return self._answer(412)
         code, start, stop = 200, 0, status.st_size

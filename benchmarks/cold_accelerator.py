@@ -1,0 +1,428 @@
+"""With an accelerator: how soon does a fresh process answer there, whose model lies in an object store?
+
+The claim: from the end of its imports to the first right answer, the accelerator's own start included,
+upriver is fastest, or within 3 % of whoever is, with weights that come into the accelerator's memory beside
+what computes there; and every answer is ``torch.equal`` to that of the whole model there.
+
+The store is on the same host, behind loopback and without a limit: what a link takes is `cold_start.py`'s
+matter. Every way constructs the model as upriver does, without filling weights that are about to come, and
+has its own number of requests, the best of those tried.
+
+Run ``python benchmarks/cold_accelerator.py``; ``--minutes 8`` ends it before the next turn, and what there is
+then is written to ``results/cold_accelerator.md`` all the same. Every run is a fork of a process that has
+imported PyTorch and the models, and has not asked for an accelerator. Other systems take part where they are
+installed beside upriver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+import cold_ways
+from _common import RESULTS, Spread, commit, machine, table, versions
+from cold_bed import Local, for_amazon
+from cold_models import MODELS, answer, made_up
+from cold_settings import OURS, STREAMED, WAYS
+from input_bed import Failed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Do = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+RUNS = RESULTS / "cold_accelerator.json"
+CHOSEN = ("resnet50", "vgg19", "gpt2", "bert")
+KNOBS, REPEATS, BATCH = (4, 16), 5, 1
+LIMIT_S, END_S = 120.0, 10.0
+WITHIN = 1.03
+
+
+@dataclass
+class Found:
+    """All runs.
+
+    Attributes:
+        runs: What each was, and what it took.
+        nbytes: Of each model's weights.
+        failed: What could not be run.
+        where: Of what code, on what machine.
+    """
+
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    where: str = ""
+
+    @property
+    def turns(self) -> int:
+        """How many turns count: the first one found the numbers of requests."""
+        return max((each["turn"] for each in self.runs), default=0)
+
+    def best(self, model: str, way: str) -> int:
+        """The number of requests by which it was fastest in the first turn."""
+        seconds = {
+            knob: min(
+                (
+                    each["answered_s"]
+                    for each in self.runs
+                    if (each["turn"], each["model"], each["run"], each["knob"]) == (0, model, way, knob)
+                    and not each["started"]
+                ),
+                default=float("inf"),
+            )
+            for knob in KNOBS
+        }
+        return min(seconds, key=lambda knob: seconds[knob])
+
+    def seconds(self, model: str, way: str, started: bool) -> Spread | None:
+        """To the first answer."""
+        values = [
+            each["answered_s"]
+            for each in self.runs
+            if each["turn"] and (each["model"], each["run"], each["started"]) == (model, way, started)
+        ]
+        return Spread.of(values) if values else None
+
+
+class Streamed(cold_ways.Streamed):
+    """upriver's own."""
+
+    def __call__(self) -> nn.Module:
+        """The model; its weights come to the accelerator while it is called."""
+        self._network = self._module.load(
+            self._build,
+            f"s3://{self._task['bucket']}/{self._key('upriver.safetensors')}",
+            store_options=self._options,
+            device=self._task["device"],
+            grouping=self.grouping,
+            limits=self._module.StreamLimits(concurrency=self._knob),
+        )
+        return self._network.eval()
+
+
+class Pisel(Streamed):
+    """The same with PISeL's groups."""
+
+    grouping = "pisel"
+
+
+class Layers(Streamed):
+    """The same with a group for each layer."""
+
+    grouping = "layer_by_layer"
+
+
+class _Moved:
+    """Ways whose weights are on the host first: the model is moved when it is whole."""
+
+    def __call__(self) -> nn.Module:
+        """The model with all its weights, on the accelerator."""
+        network: nn.Module = super().__call__()  # type: ignore[misc]
+        return network.to(self._task["device"])
+
+
+class Sequential(_Moved, cold_ways.Sequential):
+    """One stage after the other."""
+
+
+class Boto3Torch(_Moved, cold_ways.Boto3Torch):
+    """torch.load maps the file into memory, from where it is copied."""
+
+
+class Boto3Safetensors(cold_ways.Boto3Safetensors):
+    """safetensors reads the file to the accelerator."""
+
+    def __call__(self) -> nn.Module:
+        """The model with all its weights, on the accelerator."""
+        network = self._built()
+        return self._put(
+            network, self._load(self._file("plain.safetensors"), device=self._task["device"])
+        ).to(self._task["device"])
+
+
+class Runai(cold_ways.Runai):
+    """runai-model-streamer yields tensors on the accelerator."""
+
+    def __call__(self) -> nn.Module:
+        """The model with all its weights, on the accelerator."""
+        import torch
+
+        network = self._built().to(self._task["device"])
+        targets = network.state_dict()
+        with torch.no_grad(), self._streamer() as streamer:
+            path = f"s3://{self._task['bucket']}/{self._key('plain.safetensors')}"
+            streamer.stream_file(path, device=self._task["device"])
+            for name, tensor in streamer.get_tensors():
+                targets[name].copy_(tensor)
+        return network
+
+
+class Tensorizer(cold_ways.Tensorizer):
+    """tensorizer copies each tensor to the accelerator as it comes."""
+
+    def __call__(self) -> nn.Module:
+        """The model with all its weights, on the accelerator."""
+        network = self._built()
+        where = {"Bucket": self._task["bucket"], "Key": self._key("model.tensors")}
+        url = self._client.generate_presigned_url("get_object", Params=where, ExpiresIn=cold_ways.PRESIGNED_S)
+        with (
+            self._open(url) as stream,
+            self._deserializer(stream, device=self._task["device"], num_readers=self._knob) as found,
+        ):
+            found.load_into_module(network)
+        return network.eval().to(self._task["device"])
+
+
+LOADERS: Mapping[str, Callable[..., cold_ways.Loader]] = {
+    OURS: Streamed,
+    "pisel": Pisel,
+    "layers": Layers,
+    "sequential": Sequential,
+    "boto3-safetensors": Boto3Safetensors,
+    "boto3-torch": Boto3Torch,
+    "runai": Runai,
+    "tensorizer": Tensorizer,
+}
+"""The ways of `cold_ways`, to an accelerator."""
+
+
+# ------------------------------------------------------------------------------------------ in the process
+
+
+def publish(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A model into the store, in every form, and the answer that is right there."""
+    import torch
+    from safetensors.torch import save_file, save_model
+
+    from upriver.coldstart.order import publish_model
+    from upriver.store import Store
+
+    model = MODELS[spec["model"]]
+    model.prepare()
+    network, inputs = made_up(model), model.inputs(BATCH)
+    store, folder = Store.open(spec["writing"]), Path(spec["root"]) / spec["model"]
+    publish_model(network, store, f"{spec['model']}/upriver.safetensors", (), inputs)
+    save_model(network, str(folder / "plain.safetensors"))
+    torch.save(network.state_dict(), folder / "model.pt")
+    if "tensorizer" in spec["ways"]:
+        cold_ways.serialized(network, folder / "model.tensors")
+    nbytes = sum(value.nbytes for value in {v.data_ptr(): v for v in network.state_dict().values()}.values())
+    right = answer(network.to(spec["device"]), _there(spec, inputs))
+    save_file({"right": right.cpu().contiguous()}, spec["reference"])
+    return {"nbytes": nbytes}
+
+
+def run(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A first answer, and what it took from the end of imports on."""
+    import torch
+    from safetensors.torch import load_file
+
+    model = MODELS[spec["model"]]
+    model.prepare()
+    loader, inputs = LOADERS[spec["run"]](spec, model.build), model.inputs(BATCH)
+    if spec["started"]:
+        layer = torch.nn.Linear(8, 8, device=spec["device"])
+        answer(layer, {"input": torch.ones(8, 8, device=spec["device"])}).cpu()
+    began = time.perf_counter()
+    network = loader()
+    callable_at = time.perf_counter()
+    found = answer(network, _there(spec, inputs)).cpu()
+    answered = time.perf_counter()
+    loader.finish()
+    whole = time.perf_counter()
+    right = load_file(spec["reference"])["right"]
+    return {
+        "callable_s": callable_at - began,
+        "answered_s": answered - began,
+        "whole_s": whole - began,
+        "device_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
+        "equal": found.dtype == right.dtype and torch.equal(found, right),
+    }
+
+
+def _there(spec: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(spec["device"]) for name, value in inputs.items()}
+
+
+# ------------------------------------------------------------------------------------------- beside it
+
+
+def can_run() -> list[str]:
+    """Names of the ways whose packages are here."""
+    needs = {name: [package.replace("-", "_") for package in WAYS[name].needs] for name in LOADERS}
+    return [name for name in LOADERS if all(map(importlib.util.find_spec, needs[name]))]
+
+
+def child(do: Do, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Have something done in a fork of this process, which has imported models and not asked for a device.
+
+    Raises:
+        Failed: If it cannot be done.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        process = context.Process(target=_forked, args=(do, {**spec, "scratch": scratch}, theirs))
+        process.start()
+        theirs.close()
+        try:
+            found: dict[str, Any] = ours.recv() if ours.poll(LIMIT_S) else {"failed": "no answer"}
+        except EOFError:
+            found = {"failed": "it ended"}
+        finally:
+            process.join(END_S)
+            process.kill()
+            process.join()
+    if "failed" in found:
+        raise Failed(found["failed"])
+    return found
+
+
+def _forked(do: Do, spec: Mapping[str, Any], answers: Connection) -> None:
+    os.environ["UPRIVER_CACHE"] = spec["cache"]
+    os.environ.update(for_amazon(spec["options"]))
+    try:
+        answers.send(do(spec))
+    except Exception as error:
+        answers.send({"failed": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+
+def measure(
+    models: Sequence[str], ways: Sequence[str], *, device: str, repeats: int, minutes: float
+) -> Found:
+    """A turn of every model in which each way finds its number of requests, then as many as are asked for."""
+    ends_s, console = time.monotonic() + 60 * minutes, Console(stderr=True)
+    found = Found()
+    for model in models:
+        MODELS[model].prepare()
+    with Local() as place, tempfile.TemporaryDirectory() as scratch:
+        uri = place.writing[0]
+        specs = {
+            model: {
+                "model": model,
+                "folder": model,
+                "reference": f"{scratch}/{model}.right",
+                "cache": f"{scratch}/{model}",
+                "bucket": place.bucket,
+                "options": dict(place.options),
+                "writing": uri,
+                "root": uri.removeprefix("file://"),
+                "ways": list(ways),
+                "assign": True,
+                "device": device,
+            }
+            for model in models
+        }
+        for model, spec in specs.items():
+            found.nbytes[model] = child(publish, spec)["nbytes"]
+        for turn, model in itertools.product(range(repeats + 1), models):
+            if time.monotonic() > ends_s:
+                break
+            knobs = {way: KNOBS if turn == 0 else (found.best(model, way),) for way in ways}
+            tasks = [(way, knob, started) for way in ways for knob in knobs[way] for started in (False, True)]
+            random.Random(f"{turn} {model}").shuffle(tasks)
+            for way, knob, started in tasks:
+                task = {"run": way, "knob": knob, "started": started}
+                task["cache"] = f"{scratch}/{model}-{way}-{knob}"
+                try:
+                    got = child(run, specs[model] | task)
+                except Failed as error:
+                    found.failed.append(f"{model}, {way}: {error}")
+                    console.print(found.failed[-1], style="red", markup=False)
+                    continue
+                found.runs.append({"turn": turn, "model": model} | task | got)
+                told = f"{turn} {model} {way} {knob}{' started' if started else ''}"
+                console.print(f"{told}: {got['answered_s']:.3f} s", markup=False)
+    return found
+
+
+def text(found: Found, ways: Sequence[str]) -> str:
+    """The report."""
+    _, claim, place, *_ = __doc__.split("\n\n")
+    lines = ["# Cold start on an accelerator", ""]
+    lines += [claim.replace("The claim: from", "**Claim.** From").replace("``", "`"), "", place, ""]
+    for started in (False, True):
+        lines += [f"## {'An accelerator that computed before' if started else 'A fresh process'}", ""]
+        header = ["model", "MB", *(WAYS[way].title for way in ways), "upriver / best other"]
+        rows, met = [], []
+        for model, nbytes in found.nbytes.items():
+            spreads = [found.seconds(model, way, started) for way in ways]
+            medians = {way: each.median for way, each in zip(ways, spreads, strict=True) if each is not None}
+            others = [median for way, median in medians.items() if way not in STREAMED]
+            ratio = medians[OURS] / min(others) if OURS in medians and others else float("nan")
+            met.append(ratio <= WITHIN)
+            cells = ["" if each is None else each.text(2) for each in spreads]
+            rows.append([MODELS[model].title, f"{nbytes / 1e6:.0f}", *cells, f"{ratio:.2f}"])
+        lines += [f"First, or within 3 % of who is: {sum(met)} of {len(met)}.", "", table(header, rows), ""]
+    knobs = " and ".join(map(str, KNOBS))
+    turns = f"{found.turns} {'turn' if found.turns == 1 else 'turns'}"
+    lines += [
+        f"Seconds to the first answer: median (least to most) of {turns} of all ways in an order drawn for "
+        f"each, batch {BATCH}. Requests at once: the better of {knobs} in a turn before.",
+        "",
+    ]
+    wrong = Counter((each["model"], each["run"]) for each in found.runs if not each["equal"])
+    right = len(found.runs) - wrong.total()
+    lines += [
+        f"{right} of {len(found.runs)} answers were `torch.equal` to those of the whole model there.",
+        "",
+    ]
+    lines += [
+        f"- not equal: {MODELS[model].title} by {WAYS[way].title}, {number} times"
+        for (model, way), number in wrong.items()
+    ]
+    lines += [f"- failed: {each}" for each in sorted(set(found.failed))]
+    return "\n".join([*lines, *([""] if wrong or found.failed else []), found.where, ""])
+
+
+def where() -> str:
+    """Of what, and on what."""
+    import torch
+
+    there = torch.cuda.get_device_name() if torch.cuda.is_available() else "no accelerator"
+    return f"Upriver at {commit()}; {there}; {machine()}; {versions('torch', 'obstore')}."
+
+
+def main() -> None:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="no further turn begins after so many")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--models", default=",".join(CHOSEN))
+    parser.add_argument("--device", default="cuda", help="cpu shows without an accelerator that it works")
+    parser.add_argument("--ways", default=",".join(can_run()))
+    parser.add_argument(
+        "--runs", type=Path, default=RUNS, help="file for all runs, with the report beside it"
+    )
+    parser.add_argument("--write", action="store_true", help="only write the report, from that file")
+    chosen = parser.parse_args()
+    ways = chosen.ways.split(",")
+    if chosen.write:
+        found = Found(**json.loads(chosen.runs.read_text(encoding="utf-8")))
+    else:
+        models, device = chosen.models.split(","), chosen.device
+        found = measure(models, ways, device=device, repeats=chosen.repeats, minutes=chosen.minutes)
+        found.where = where()
+        chosen.runs.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
+    (chosen.runs.with_suffix(".md")).write_text(text(found, ways), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
