@@ -33,7 +33,7 @@ from cold_settings import (
 from cold_versions import Versions
 from input_bed import Failed
 
-AFTER_REPEATS = 3
+AFTER_REPEATS = 10
 """Processes in which the forward pass of a loaded model is held against a plain one's."""
 
 BASELINES = 3

@@ -191,7 +191,7 @@ def test_the_share_of_the_bound_memory_and_calls_afterwards(tmp_path: Path) -> N
 
 def test_calls_afterwards_are_not_judged_where_plain_ones_differ(tmp_path: Path) -> None:
     records, _ = measured(tmp_path)
-    for number in range(AFTER_REPEATS):
+    for number in range(min(AFTER_REPEATS, SETTING.repeats)):
         records.rows[after_key(SETTING, number)]["seconds"]["control"] = [0.21, 0.21]
     found = Found(SETTING, records)
     assert "after" not in found.goals and found.after_is_even() is None

@@ -133,7 +133,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     expected = {sweep_key(SETTING, way) for way in WAYS}
     expected |= {baseline_key(SETTING, number, way) for number in range(BASELINES) for way in WAYS}
     expected |= {turn_key(SETTING, number, run) for number in range(3) for run in SETTING.turn(number)}
-    expected |= {after_key(SETTING, number) for number in range(AFTER_REPEATS)}
+    expected |= {after_key(SETTING, number) for number in range(min(AFTER_REPEATS, SETTING.repeats))}
     first = keys_of(SETTING, Records(tmp_path / "none.jsonl"))
     assert set(first) == expected and len(first) == len(expected)
     records, jobs = measured(tmp_path)
@@ -141,7 +141,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     assert len(jobs.published) == 1
     more = Setting(model="gpt2", repeats=5)
     left = keys_of(more, records)
-    assert {key.split("|")[1] for key in left} == {"turn3", "turn4"}
+    assert {key.split("|")[1] for key in left} == {"turn3", "turn4", "after3", "after4"}
     key = turn_key(SETTING, 1, "runai")
     records.add(key, {**records.rows[key], "version": "old"})
     assert keys_of(SETTING, records) == [key]
