@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import uuid
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from upriver.coldstart.layout import publish
-from upriver.coldstart.source import Source
+from upriver.coldstart.source import Source, find
 from upriver.errors import StoreError, UpriverError
 from upriver.store import Store
 from upriver.types import Link
@@ -138,3 +139,11 @@ class Hesitant(Ordered):
             self._come.add(index)
             for missing in self._missing.values():
                 missing.discard(index)
+
+
+def hesitating(model: nn.Module, name: str, shuffle: int, *, num_callers: int) -> tuple[Store, Hesitant]:
+    """A store with the weights of a model, and what brings them in an order that a number decides."""
+    store = published(model, name)
+    count = len(find(store, "model").tensors)
+    order = random.Random(shuffle).sample(range(count), count)
+    return store, Hesitant(order, num_callers=num_callers)

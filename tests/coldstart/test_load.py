@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 import shutil
 import threading
 import uuid
@@ -20,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, answer
-from tests.coldstart.ordered import Hesitant, Ordered, published
+from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, all_made_up, answer
+from tests.coldstart.ordered import Ordered, hesitating, published
 from upriver.coldstart import grouping, kept
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart.layout import publish
@@ -43,14 +42,7 @@ from upriver.store import Store
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, nn.Module]:
-    """Each model with weights of its own, none of them what a constructor would give again."""
-    torch.manual_seed(29)
-    found = {name: build() for name, (build, _) in NETWORKS.items()}
-    for model in found.values():
-        for value in model.state_dict().values():
-            if value.is_floating_point():
-                value.copy_(torch.rand_like(value) * 0.1 + 0.01)
-    return {name: model.eval() for name, model in found.items()}
+    return all_made_up(29)
 
 
 def is_left_alone(model: nn.Module, kind: type[nn.Module]) -> bool:
@@ -90,9 +82,7 @@ def test_whatever_order_weights_come_in(
     name: str, whole: dict[str, nn.Module], monkeypatch: pytest.MonkeyPatch, shuffle: int
 ) -> None:
     build, arguments = NETWORKS[name]
-    store = published(whole[name], name)
-    count = len(find(store, "model").tensors)
-    stream = Hesitant(random.Random(shuffle).sample(range(count), count), num_callers=2)
+    store, stream = hesitating(whole[name], name, shuffle, num_callers=2)
     monkeypatch.setattr(under_test, "Stream", stream.of)
     model = load(build, "model", store=store).eval()
     answers: dict[Any, list[torch.Tensor]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.coldstart.networks import NETWORKS, Tied, answer
-from tests.coldstart.ordered import Hesitant, Ordered, published
+from tests.coldstart.networks import NETWORKS, Tied, all_made_up, answer
+from tests.coldstart.ordered import Ordered, hesitating, published
 from tests.program.nets import Small
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart import programs
 from upriver.coldstart.model_load import load, loading
-from upriver.coldstart.source import find
 from upriver.errors import StoreError
 from upriver.program.capture import capture
 from upriver.store import Store
@@ -33,14 +31,7 @@ DEVICE = torch.device("cuda")
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, nn.Module]:
-    """Each model with weights of its own, here."""
-    torch.manual_seed(31)
-    found = {name: build().eval() for name, (build, _) in NETWORKS.items()}
-    for model in found.values():
-        for value in model.state_dict().values():
-            if value.is_floating_point():
-                value.copy_(torch.rand_like(value) * 0.1 + 0.01)
-    return found
+    return all_made_up(31)
 
 
 def there(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -91,9 +82,7 @@ def test_whatever_order_weights_come_in(
     name: str, shuffle: int, whole: dict[str, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, arguments = NETWORKS[name]
-    store = published(whole[name], name)
-    count = len(find(store, "model").tensors)
-    stream = Hesitant(random.Random(shuffle).sample(range(count), count), num_callers=2)
+    store, stream = hesitating(whole[name], name, shuffle, num_callers=2)
     monkeypatch.setattr(under_test, "Stream", stream.of)
     model = load(build, "model", store=store, device=DEVICE).eval()
     answers: dict[int, list[torch.Tensor]] = {}
