@@ -12,13 +12,12 @@ import psutil
 import pytest
 import torch
 
-from tests.pipeline.making import encoded, npy, pixels, write
+from tests.pipeline.making import npy, write
 from tests.server.conftest import make_program, make_world
 from tests.server.enclosed import inner
-from tests.server.running import answering, ask, body_of, changed, messages, run, running, wait_for
+from tests.server.running import answering, ask, body_of, messages, run, running, wait_for
 from tests.server.test_http import same, upload
-from upriver.errors import WorkerCrashed
-from upriver.pipeline import Decode, LoadTensor, Resize, index
+from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, End, RunRequest, decode_info, read_frame
 from upriver.types import MicroBatch
 
@@ -50,30 +49,6 @@ def test_a_killed_worker_is_replaced_and_its_micro_batch_done_again(world):
             same(batch, world.here(batch.ids, 0))
         wait_for(lambda: server.metric("upriver_worker_restarts_total") == 1)
         assert server.wait_workers() != [worker]
-
-
-def test_a_micro_batch_that_kills_two_workers_is_given_up(tmp_path):
-    """Decoding 64 times 4 megapixels leaves the time to kill whoever is at it."""
-    dataset = index(write(tmp_path, {"a/0.jpg": encoded(pixels(2000, 2000))}), stages=[Decode(), Resize(8)])
-    dataset.publish()
-    request = RunRequest(
-        micro_batches=((0,) * 64,),
-        start=-2,
-        stop=0,
-        micro_batch=64,
-        dataset=DatasetRef(store="default", digest=dataset.digest),
-    )
-    with running(dataset.store.uri) as server:
-        server.wait_ready()
-        with answering(server, request) as response:
-            for number in range(2):
-                (worker,) = server.wait_workers()
-                os.kill(worker, signal.SIGKILL)
-                wait_for(lambda: server.metric("upriver_worker_restarts_total") == number + 1)  # noqa: B023
-            found = messages(response)
-        assert [type(message) for message in found] == [WorkerCrashed]
-        assert server.metric("upriver_errors_total", 'code="worker_crashed"') == 1
-        assert len(run(server, changed(request, micro_batches=((0,),)))) == 1
 
 
 def test_workers_that_die_idle_are_replaced_before_anyone_asks(world):

@@ -120,6 +120,7 @@ def test_a_job_that_takes_two_workers_with_it_is_refused_with_its_reason(busy):
             (refusal,) = messages(response)
         assert isinstance(refusal, WorkerCrashed)
         assert "was ended by SIGKILL" in str(refusal)
+        assert server.metric("upriver_errors_total", 'code="worker_crashed"') == 1
         server.wait_ready()
         assert len(run(server, changed(request, micro_batches=((0,) * 2,)))) == 1
         assert server.metric("upriver_worker_restarts_total") == 2
