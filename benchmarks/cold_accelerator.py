@@ -45,7 +45,6 @@ from input_bed import Failed
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 Do = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -95,108 +94,6 @@ class Found:
         return Spread.of(values) if values else None
 
 
-class Streamed(cold_ways.Streamed):
-    """upriver's own."""
-
-    def __call__(self) -> nn.Module:
-        """The model; its weights come to the accelerator while it is called."""
-        self._network = self._module.load(
-            self._build,
-            f"s3://{self._task['bucket']}/{self._key('upriver.safetensors')}",
-            store_options=self._options,
-            device=self._task["device"],
-            grouping=self.grouping,
-            limits=self._module.StreamLimits(concurrency=self._knob),
-        )
-        return self._network.eval()
-
-
-class Pisel(Streamed):
-    """The same with PISeL's groups."""
-
-    grouping = "pisel"
-
-
-class Layers(Streamed):
-    """The same with a group for each layer."""
-
-    grouping = "layer_by_layer"
-
-
-class _Moved:
-    """Ways whose weights are on the host first: the model is moved when it is whole."""
-
-    def __call__(self) -> nn.Module:
-        """The model with all its weights, on the accelerator."""
-        network: nn.Module = super().__call__()  # type: ignore[misc]
-        return network.to(self._task["device"])
-
-
-class Sequential(_Moved, cold_ways.Sequential):
-    """One stage after the other."""
-
-
-class Boto3Torch(_Moved, cold_ways.Boto3Torch):
-    """torch.load maps the file into memory, from where it is copied."""
-
-
-class Boto3Safetensors(cold_ways.Boto3Safetensors):
-    """safetensors reads the file to the accelerator."""
-
-    def __call__(self) -> nn.Module:
-        """The model with all its weights, on the accelerator."""
-        network = self._built()
-        return self._put(
-            network, self._load(self._file("plain.safetensors"), device=self._task["device"])
-        ).to(self._task["device"])
-
-
-class Runai(cold_ways.Runai):
-    """runai-model-streamer yields tensors on the accelerator."""
-
-    def __call__(self) -> nn.Module:
-        """The model with all its weights, on the accelerator."""
-        import torch
-
-        network = self._built().to(self._task["device"])
-        targets = network.state_dict()
-        with torch.no_grad(), self._streamer() as streamer:
-            path = f"s3://{self._task['bucket']}/{self._key('plain.safetensors')}"
-            streamer.stream_file(path, device=self._task["device"])
-            for name, tensor in streamer.get_tensors():
-                targets[name].copy_(tensor)
-        return network
-
-
-class Tensorizer(cold_ways.Tensorizer):
-    """tensorizer copies each tensor to the accelerator as it comes."""
-
-    def __call__(self) -> nn.Module:
-        """The model with all its weights, on the accelerator."""
-        network = self._built()
-        where = {"Bucket": self._task["bucket"], "Key": self._key("model.tensors")}
-        url = self._client.generate_presigned_url("get_object", Params=where, ExpiresIn=cold_ways.PRESIGNED_S)
-        with (
-            self._open(url) as stream,
-            self._deserializer(stream, device=self._task["device"], num_readers=self._knob) as found,
-        ):
-            found.load_into_module(network)
-        return network.eval().to(self._task["device"])
-
-
-LOADERS: Mapping[str, Callable[..., cold_ways.Loader]] = {
-    OURS: Streamed,
-    "pisel": Pisel,
-    "layers": Layers,
-    "sequential": Sequential,
-    "boto3-safetensors": Boto3Safetensors,
-    "boto3-torch": Boto3Torch,
-    "runai": Runai,
-    "tensorizer": Tensorizer,
-}
-"""The ways of `cold_ways`, to an accelerator."""
-
-
 # ------------------------------------------------------------------------------------------ in the process
 
 
@@ -231,7 +128,7 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
 
     model = MODELS[spec["model"]]
     model.prepare()
-    loader, inputs = LOADERS[spec["run"]](spec, model.build), model.inputs(BATCH)
+    loader, inputs = cold_ways.loader_of(spec, model.build), model.inputs(BATCH)
     if spec["started"]:
         layer = torch.nn.Linear(8, 8, device=spec["device"])
         answer(layer, {"input": torch.ones(8, 8, device=spec["device"])}).cpu()
@@ -261,8 +158,8 @@ def _there(spec: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> dict[
 
 def can_run() -> list[str]:
     """Names of the ways whose packages are here."""
-    needs = {name: [package.replace("-", "_") for package in WAYS[name].needs] for name in LOADERS}
-    return [name for name in LOADERS if all(map(importlib.util.find_spec, needs[name]))]
+    needs = {name: [package.replace("-", "_") for package in way.needs] for name, way in WAYS.items()}
+    return [name for name in WAYS if all(map(importlib.util.find_spec, needs[name]))]
 
 
 def child(do: Do, spec: Mapping[str, Any]) -> dict[str, Any]:

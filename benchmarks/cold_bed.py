@@ -115,16 +115,21 @@ class Namespaces:
 
 
 class Local(Hosts):
-    """This host alone, with a directory as a bucket."""
+    """This host alone, with a directory as a bucket.
 
-    def __init__(self) -> None:
+    Args:
+        told: More arguments of `object_server.py`.
+    """
+
+    def __init__(self, *told: object) -> None:
         super().__init__({}, {}, "")
+        self._told = told
 
     def __enter__(self) -> Local:
         with ExitStack() as stack:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="upriver-cold-")))
             stack.callback(self.end_all)
-            argv = [sys.executable, _here / "object_server.py", root, "--bucket", BUCKET]
+            argv = [sys.executable, _here / "object_server.py", root, "--bucket", BUCKET, *self._told]
             server = self.popen_at(argv, cores=2, near=True, stdout=subprocess.PIPE, env=paths())
             said = Lines(server).line(READY_LIMIT_S)
             self.bucket = BUCKET

@@ -47,7 +47,8 @@ class _Loads:
 
     Args:
         task: ``run`` (which way), ``knob``, ``assign``, ``folder`` of the model in the store, ``bucket``,
-            ``options`` of the store, ``scratch`` (an empty folder on disk).
+            ``options`` of the store, ``scratch`` (an empty folder on disk), ``device`` (where the model is to
+            run; the processor without it).
         build: The model's constructor.
     """
 
@@ -55,6 +56,7 @@ class _Loads:
         self._task, self._build = task, build
         self._constructs = not task["run"].endswith(PLAIN)
         self._knob: int = task["knob"]
+        self._device: str = task.get("device", "cpu")
         self._options: Mapping[str, str] = task["options"]
         self._prepare()
         if self._constructs:
@@ -70,7 +72,7 @@ class _Loads:
         return f"{self._task['folder']}/{form}"
 
     def _put(self, network: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
-        """Weights into a model: copied, or taken as they are.
+        """Weights into a model, copied or taken as they are, and the model to where it is to run.
 
         Raises:
             ValueError: If some are not the model's.
@@ -81,7 +83,10 @@ class _Loads:
             raise ValueError(f"weights that the model does not have: {', '.join(unexpected[:5])}")
         if assign and hasattr(network, "tie_weights"):
             network.tie_weights()
-        return network.eval()
+        return self._moved(network.eval())
+
+    def _moved(self, network: nn.Module) -> nn.Module:
+        return network if self._device == "cpu" else network.to(self._device)
 
     def finish(self) -> None:
         """Until everything is there."""
@@ -118,6 +123,7 @@ class Streamed(_Loads):
             self._build,
             f"s3://{self._task['bucket']}/{self._key('upriver.safetensors')}",
             store_options=self._options,
+            device=self._device,
             grouping=self.grouping,
             limits=self._module.StreamLimits(concurrency=self._knob),
         )
@@ -230,7 +236,7 @@ class Boto3Safetensors(_Boto3):
     def __call__(self) -> nn.Module:
         """The model with all its weights."""
         network = self._built()
-        return self._put(network, self._load(self._file("plain.safetensors")))
+        return self._put(network, self._load(self._file("plain.safetensors"), device=self._device))
 
 
 class Boto3Torch(_Boto3):
@@ -258,10 +264,11 @@ class Runai(_Loads):
         """The model with all its weights."""
         import torch
 
-        network = self._built()
+        network = self._moved(self._built())
         targets = network.state_dict()
         with torch.no_grad(), self._streamer() as streamer:
-            streamer.stream_file(f"s3://{self._task['bucket']}/{self._key('plain.safetensors')}")
+            path = f"s3://{self._task['bucket']}/{self._key('plain.safetensors')}"
+            streamer.stream_file(path, device=self._device)
             for name, tensor in streamer.get_tensors():
                 targets[name].copy_(tensor)  # it may be overwritten by the next one
         return network
@@ -284,10 +291,10 @@ class Tensorizer(_Boto3):
         url = self._client.generate_presigned_url("get_object", Params=where, ExpiresIn=PRESIGNED_S)
         with (
             self._open(url) as stream,
-            self._deserializer(stream, device="cpu", num_readers=self._knob) as found,
+            self._deserializer(stream, device=self._device, num_readers=self._knob) as found,
         ):
             found.load_into_module(network)
-        return network.eval()
+        return self._moved(network.eval())
 
 
 class S3TorchConnector(_Loads):

@@ -3,7 +3,8 @@
 As much of S3 as upriver's store asks for: ranges, If-Match, listings, whole puts (of up to 64 MB: no
 multipart) and deletes. ETags are those of a ``file://`` store over the same directory, so a dataset indexed
 through one is the same dataset through the other. Anybody who reaches it may read and write: it is for a
-testbed's namespace, not for a network.
+testbed's namespace, not for a network. It answers as far away and as slow a connection as it is told to, as
+object stores do, who give more to many connections.
 
 Run with ``python benchmarks/object_server.py DIRECTORY --bucket store --port 9000``.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
+import time
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,6 +34,9 @@ _LISTED = "<Contents><Key>{}</Key><Size>{}</Size><LastModified>{}</LastModified>
 _LONG_AGO = "2026-01-01T00:00:00.000Z"
 """Listings must hold a time; nothing reads it."""
 
+PART_S = 0.005
+"""A connection that is held to a rate sends at once what it may in so many seconds."""
+
 
 class ObjectServer(ThreadingHTTPServer):
     """One directory as one bucket; a thread for each connection."""
@@ -38,8 +44,18 @@ class ObjectServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, root: Path, *, bucket: str, host: str, port: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        bucket: str,
+        host: str,
+        port: int,
+        latency_s: float = 0.0,
+        connection_bytes_per_s: float = math.inf,
+    ) -> None:
         self.root, self.bucket = root.resolve(), bucket
+        self.latency_s, self.connection_bytes_per_s = latency_s, connection_bytes_per_s
         self.store = Store.open(self.root.as_uri())
         super().__init__((host, port), _Handler)
 
@@ -116,6 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_object(self, file: BinaryIO) -> None:
         """The file, or the range asked for, without a copy through this process."""
+        time.sleep(self.server.latency_s)
         status = os.fstat(file.fileno())
         headers = {"ETag": etag_of(status), "Last-Modified": formatdate(status.st_mtime, usegmt=True)}
         headers["Accept-Ranges"] = "bytes"
@@ -130,7 +147,18 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{status.st_size}"
         self._head(code, stop - start, headers)
         if self.command == "GET" and stop > start:
-            self.connection.sendfile(file, start, stop - start)
+            self._send_bytes(file, start, stop)
+
+    def _send_bytes(self, file: BinaryIO, start: int, stop: int) -> None:
+        rate, free_at_s = self.server.connection_bytes_per_s, 0.0
+        part = stop - start if rate == math.inf else math.ceil(rate * PART_S)
+        while start < stop:
+            time.sleep(max(0.0, free_at_s - time.monotonic()))
+            free_at_s = max(free_at_s, time.monotonic()) + part / rate
+            sent = self.connection.sendfile(file, start, min(part, stop - start))
+            if not sent:
+                raise ConnectionError("the object became shorter")
+            start += sent
 
     def _listing(self, prefix: str) -> bytes:
         """All keys that begin with a prefix, in one page."""
@@ -163,9 +191,11 @@ def main() -> None:
     parser.add_argument("--bucket", default="store")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    chosen = parser.parse_args()
+    parser.add_argument("--latency-s", type=float, default=0.0, help="before an object is sent")
+    parser.add_argument("--connection-bytes-per-s", type=float, default=math.inf, help="no limit without")
+    told = vars(parser.parse_args())
     try:
-        server = ObjectServer(chosen.directory, bucket=chosen.bucket, host=chosen.host, port=chosen.port)
+        server = ObjectServer(told.pop("directory"), **told)
     except (StoreError, OSError) as error:
         sys.exit(f"error: {error}")
     with server:

@@ -61,7 +61,3 @@ def test_the_report_names_what_was_wrong_or_failed_and_counts_who_was_first() ->
     assert "not equal: GPT-2 by sequential, 1 times" in told and "failed: gpt2, runai: it ended" in told
     found.runs[0]["answered_s"] = 1.04
     assert "First, or within 3 % of who is: 0 of 1." in text(found, ways)
-
-
-def test_ways_are_those_of_the_other_benchmark() -> None:
-    assert set(cold_accelerator.LOADERS) <= set(cold_accelerator.WAYS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,9 +18,9 @@ from upriver.pipeline import index
 from upriver.store import Store
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ObjectServer]:
-    with ObjectServer(tmp_path, bucket="store", host="127.0.0.1", port=0) as running:
+@contextmanager
+def serving(root: Path, **slow: float) -> Iterator[ObjectServer]:
+    with ObjectServer(root, bucket="store", host="127.0.0.1", port=0, **slow) as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield running
@@ -27,9 +28,19 @@ def server(tmp_path: Path) -> Iterator[ObjectServer]:
         thread.join()
 
 
+def behind(server: ObjectServer) -> Store:
+    return Store.open("s3://store", options={"endpoint": server.url, "region": "none", "anonymous": "true"})
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ObjectServer]:
+    with serving(tmp_path) as running:
+        yield running
+
+
 @pytest.fixture
 def far(server: ObjectServer) -> Store:
-    return Store.open("s3://store", options={"endpoint": server.url, "region": "none", "anonymous": "true"})
+    return behind(server)
 
 
 @pytest.fixture
@@ -102,3 +113,11 @@ def test_many_reads_go_over_one_connection(server: ObjectServer, near: Store) ->
 def test_a_dataset_is_the_same_dataset_both_ways(tmp_path: Path, far: Store) -> None:
     near = images(tmp_path, 12)
     assert index(far, "photos", stages=STAGES).digest == index(near, "photos", stages=STAGES).digest
+
+
+def test_a_connection_that_is_held_to_a_rate_gets_the_same_bytes(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 1000
+    with serving(tmp_path, latency_s=0.001, connection_bytes_per_s=1e7) as server:
+        server.store.put("a", content)
+        assert behind(server).get("a") == content
+        assert behind(server).get_range("a", 7, 200_001) == content[7:200_001]

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from upriver.coldstart.flow import Link
 from upriver.coldstart.layout import publish
 from upriver.coldstart.source import Source, find
 from upriver.errors import StoreError, UpriverError
 from upriver.store import Store
-from upriver.types import Link
 
 
 def published(model: nn.Module, name: str) -> Store:
@@ -33,7 +33,7 @@ class Ordered:
         error: Comes in the place of the last ones, after so many.
     """
 
-    measured, bounded = Link(bandwidth_bytes_per_s=1e9), False
+    measured, bounded = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9), False
 
     def __init__(
         self,

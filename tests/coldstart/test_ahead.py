@@ -22,6 +22,7 @@ from upriver.coldstart import layout, way
 from upriver.coldstart import programs as cold_programs
 from upriver.coldstart.ahead import Ahead
 from upriver.coldstart.beside import Beside
+from upriver.coldstart.flow import Link
 from upriver.coldstart.model_load import begin, loading
 from upriver.coldstart.requests import PADDING, Part, Request, apart
 from upriver.coldstart.source import Source, find, object_at
@@ -36,7 +37,7 @@ from .scripted import WAIT_S, Memory, published
 PATH = "models/net.safetensors"
 CHUNK_BYTES = 4096
 LIMITS = StreamLimits(request_bytes=20_000, in_flight_bytes=50_000, concurrency=3, timeout_s=20)
-LINK = {"latency_s": 0.001, "bandwidth_bytes_per_s": 1e8}
+LINK = Link(latency_s=0.001, bandwidth_bytes_per_s=1e8)
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def begun(store: Store, num_bytes: int) -> Ahead:
 def run(source: Source, ahead: Ahead, groups: list[range] | None = None) -> Memory:
     sink = Memory(source)
     every = [range(len(source.tensors))]
-    stream = Stream(source, groups or every, sink, limits=LIMITS, joins_s=0.1, ahead=ahead, **LINK)
+    stream = Stream(source, groups or every, sink, limits=LIMITS, joins_s=0.1, ahead=ahead, link=LINK)
     stream.start()
     stream.join()
     return sink
@@ -167,7 +168,7 @@ def test_how_long_they_took_to_begin_is_the_latency(
     source = find(store, PATH, ahead=ahead)
     with Beside(1, name="test") as beside:
         link, _ = way.way_to(source, PATH, "upriver", limits, beside, ahead)
-    assert link.rtt_s == ahead.first_s - ahead.sent_s > 0
+    assert link.latency_s == ahead.first_s - ahead.sent_s > 0
     assert reads(server) == [range(5000)]
     ahead.close()
 
@@ -403,7 +404,7 @@ def test_a_load_that_is_cancelled_ends_it(server: FaultyServer, store: Store) ->
     server.faults.clear()
     source = published(held, PATH)
     sink = Memory(source)
-    stream = Stream(source, [range(len(source.tensors))], sink, ahead=ahead, **LINK)
+    stream = Stream(source, [range(len(source.tensors))], sink, ahead=ahead, link=LINK)
     stream.start()
     stream.cancel()
     stream.join(WAIT_S)

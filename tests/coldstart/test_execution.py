@@ -25,6 +25,7 @@ from upriver.coldstart.execution import (
     layer_seconds,
     pace_of,
 )
+from upriver.coldstart.flow import Link
 from upriver.coldstart.order import counted, publish_model
 from upriver.coldstart.programs import publish
 from upriver.coldstart.source import Placed, Source, find
@@ -34,7 +35,6 @@ from upriver.coldstart.timeline import Timeline
 from upriver.program.capture import capture
 from upriver.program.files import weights_path
 from upriver.store import DEFAULT_PREFIX, Store
-from upriver.types import Link
 
 CPU = torch.device("cpu")
 
@@ -245,7 +245,7 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch)
 
 MIB = 1 << 20
 
-LINK = Link(bandwidth_bytes_per_s=125e6, rtt_s=0.05)
+LINK = Link(bandwidth_bytes_per_s=125e6, latency_s=0.05)
 
 
 def layers_of(executions: list[Execution]) -> Source:
@@ -288,7 +288,7 @@ def test_groups_are_made_for_what_executing_takes(monkeypatch: pytest.MonkeyPatc
         [float(MIB)] * 40,
         [MIB / model_load.LOAD_BYTES_PER_S] * 40,
         [pace.seconds(each) for each in busy],
-        latency_s=LINK.rtt_s,
+        latency_s=LINK.latency_s,
         bandwidth_bytes_per_s=LINK.bandwidth_bytes_per_s,
         one_core=True,
     )
@@ -314,5 +314,5 @@ def test_pisels_groups_do_not_ask_what_executing_takes(monkeypatch: pytest.Monke
     groups, _ = model_load.grouped(source, LINK, "pisel", StreamLimits(), CPU, {})
     sizes = [math.prod(placed.shape) for placed in source.tensors]
     assert len({len(group) for group in groups[:-1]}) == 1
-    assert len(groups[0]) == pytest.approx(LINK.rtt_s * LINK.bandwidth_bytes_per_s / MIB, rel=0.5)
+    assert len(groups[0]) == pytest.approx(LINK.latency_s * LINK.bandwidth_bytes_per_s / MIB, rel=0.5)
     assert sum(len(group) for group in groups) == len(sizes)

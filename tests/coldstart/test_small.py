@@ -16,13 +16,13 @@ from torch import nn
 from tests.store.s3_server import S3Server
 from upriver.coldstart import grouping, kept, model_load, publish_model, way
 from upriver.coldstart import programs as cold_programs
+from upriver.coldstart.flow import Link
 from upriver.coldstart.grouping import GROUPINGS, SMALL_BYTES, is_whole
 from upriver.coldstart.model_load import begin
 from upriver.coldstart.source import Source, find
 from upriver.coldstart.stream import StreamLimits
 from upriver.program.capture import capture
 from upriver.store import Store
-from upriver.types import Link
 
 
 def build() -> nn.Module:
@@ -111,7 +111,8 @@ def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
         torch.manual_seed(4)
         return nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300), nn.Linear(300, 1500), nn.Linear(1500, 4))
 
-    far = Link(bandwidth_bytes_per_s=1e8, rtt_s=0.01)  # 1 MB, which two layers have together, the second 1.8
+    # 1 MB comes meanwhile, which two layers have together, the second 1.8.
+    far = Link(latency_s=0.01, bandwidth_bytes_per_s=1e8)
     monkeypatch.setattr(way.links, "link_to", lambda *_: far)
     store, limits = connected(server), StreamLimits(request_bytes=64 << 10, in_flight_bytes=128 << 10)
     publish_model(wide(), store, "net.safetensors", (X,))

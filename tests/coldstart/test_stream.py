@@ -53,7 +53,8 @@ from .scripted import WAIT_S, Memory, ScriptedStore, lying, published
 PATH = "models/net.safetensors"
 CHUNK_BYTES = 4096
 SMALL = StreamLimits(request_bytes=10_000, in_flight_bytes=50_000, concurrency=3)
-LINK = {"latency_s": 0.001, "bandwidth_bytes_per_s": 1e8}
+LINK = Link(latency_s=0.001, bandwidth_bytes_per_s=1e8)
+FAST = Link(latency_s=0.01, bandwidth_bytes_per_s=1e12)
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -93,7 +94,7 @@ def run(
 ) -> tuple[Memory, Stream]:
     """A stream from its start to its end."""
     sink = sink or Memory(source)
-    stream = Stream(source, groups or grouped(len(source.tensors), 4), sink, limits=limits, **LINK)
+    stream = Stream(source, groups or grouped(len(source.tensors), 4), sink, limits=limits, link=LINK)
     stream.start()
     stream.join()
     return sink, stream
@@ -278,7 +279,7 @@ def test_a_stream_joins_what_comes_in_so_many_seconds(store: Store) -> None:
     for joins_s in (0.0, 1e-9, 1.0):
         sink = Memory(source)
         groups = [range(n, n + 1) for n in range(len(source.tensors))]
-        stream = Stream(source, groups, sink, joins_s=joins_s, **LINK)
+        stream = Stream(source, groups, sink, joins_s=joins_s, link=LINK)
         stream.start()
         stream.join()
         assert sink.got == expected(source)
@@ -384,8 +385,7 @@ class Scripted:
             grouped(NUM, 1),
             self.sink,
             limits=StreamLimits(**chosen),
-            latency_s=1.0,
-            bandwidth_bytes_per_s=hidden,
+            link=Link(latency_s=1.0, bandwidth_bytes_per_s=hidden),
         )
 
     def __enter__(self) -> Scripted:
@@ -516,8 +516,8 @@ def test_several_are_under_way_where_one_does_not_fill_the_link(
         assert run.tensors == [0, 1, 2, 3]
 
 
-def said(bandwidth: float, *, most: int = 8, bound: float = math.inf) -> Flow:
-    link = Link(latency_s=0.03, bandwidth_bytes_per_s=bandwidth)
+def said(bandwidth: float, *, requests: int = 1, most: int = 8, bound: float = math.inf) -> Flow:
+    link = Link(latency_s=0.03, bandwidth_bytes_per_s=bandwidth, requests=requests)
     return Flow(link, most=most, bound_bytes_per_s=bound)
 
 
@@ -552,6 +552,33 @@ def test_requests_are_added_as_long_as_that_brings_more(fills: int, wanted: int)
     flow = said(1e9)
     feed(flow, lambda under_way: 5e7 * min(under_way, fills), seconds=2)
     assert flow.wanted == wanted
+
+
+@pytest.mark.parametrize(("requests", "begins"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (100, 5)])
+def test_a_load_begins_with_half_of_those_that_the_last_one_ended_with(requests: int, begins: int) -> None:
+    assert said(1e8, requests=requests, most=5).wanted == begins
+
+
+def test_what_takes_several_is_found_sooner_each_time_and_forgotten_when_it_is_over() -> None:
+    def loads(fills: int, requests: int) -> tuple[int, int]:
+        """What a load of 0.25 s begins with and ends with, on a link that so many requests fill."""
+        flow = said(1e9, requests=requests)
+        begins = flow.wanted
+        feed(flow, lambda under_way: 5e7 * min(under_way, fills), seconds=0.25)
+        assert flow.link.requests == flow.wanted
+        return begins, flow.wanted
+
+    found = [(0, 1)]
+    for fills in (8, 8, 8, 8, 1, 1, 1, 1):
+        found.append(loads(fills, found[-1][1]))
+    assert found[1:] == [(1, 4), (2, 8), (4, 8), (4, 8), (4, 4), (2, 2), (1, 1), (1, 1)]
+
+
+def test_a_load_that_tries_nothing_keeps_what_the_last_one_found() -> None:
+    flow = said(1e9, requests=8)
+    feed(flow, lambda _: 1e9, seconds=0.05)
+    assert (flow.wanted, flow.link.requests) == (4, 8)
+    assert flow.known
 
 
 @pytest.mark.parametrize("bandwidth", [1e8, 9.5e7, 1e6])
@@ -646,7 +673,7 @@ def test_limits_are_checked(limits: dict[str, Any], problem: str) -> None:
 def test_a_link_that_cannot_be_is_refused(link: dict[str, float]) -> None:
     source = lying(None, [("a", 0, 1)])
     with pytest.raises(ConfigError, match=next(iter(link))):
-        Stream(source, [range(1)], Memory(source), **LINK | link)
+        Stream(source, [range(1)], Memory(source), link=replace(LINK, **link))
 
 
 # --------------------------------------------------------------------------------- ends before the end
@@ -763,7 +790,7 @@ def test_a_sink_may_cancel_and_join(tmp_path: Path) -> None:
             self.stream.join()
 
     sink = Enough(source)
-    sink.stream = Stream(source, grouped(len(source.tensors), 1), sink, limits=SMALL, **LINK)
+    sink.stream = Stream(source, grouped(len(source.tensors), 1), sink, limits=SMALL, link=LINK)
     sink.stream.start()
     sink.stream.join()
     assert isinstance(sink.error, Cancelled)
@@ -870,7 +897,7 @@ def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
         server.faults = ["stalled"] * 100
     limits = replace(SMALL, timeout_s=0.2) if end == "timed out" else SMALL
     sink = Holding(source)
-    sink.stream = stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=limits, **LINK)
+    sink.stream = stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=limits, link=LINK)
     stream.hurry(2)
     stream.start()
     if end == "cancelled":
@@ -1017,7 +1044,7 @@ def test_a_stall_does_not_hold_up_a_cancel(server: FaultyServer, fault: str) -> 
     server.requests.clear()
     server.faults = [fault] * 100
     sink = Memory(source)
-    stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, **LINK)
+    stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, link=LINK)
     stream.start()
     until(lambda: bool(server.reads))
     stream.cancel()
@@ -1048,7 +1075,7 @@ def test_a_slow_link_is_no_stall(server: FaultyServer) -> None:
 
 def test_pieces_are_small_until_the_link_has_shown_itself() -> None:
     source = lying(None, [("a", 0, 1)])
-    stream = Stream(source, [range(1)], Memory(source), latency_s=0.01, bandwidth_bytes_per_s=1e12)
+    stream = Stream(source, [range(1)], Memory(source), link=FAST)
     assert stream._piece_bytes() == FIRST_PIECE_BYTES
     feed(stream._flow, lambda _: 2e7, seconds=1)
     assert stream._piece_bytes() == pytest.approx(2e7 * PIECE_S, rel=0.01)
@@ -1058,7 +1085,7 @@ def test_pieces_are_small_until_the_link_has_shown_itself() -> None:
 
 def test_several_requests_at_once_share_what_one_has_in_pieces() -> None:
     source = lying(None, [("a", 0, 1)])
-    stream = Stream(source, [range(1)], Memory(source), latency_s=0.01, bandwidth_bytes_per_s=1e12)
+    stream = Stream(source, [range(1)], Memory(source), link=FAST)
     feed(stream._flow, lambda _: 1e12, seconds=3)
     found = []
     for stream._flow.wanted in (1, 2, 8):
@@ -1087,7 +1114,7 @@ def test_whatever_happens_the_bytes_are_right_or_there_is_one_error(server: Faul
         sink = Memory(mine)
         groups = grouped(len(mine.tensors), *chance.choices(range(1, 8), k=3))
         limits = replace(SMALL, request_bytes=40_000, in_flight_bytes=100_000)
-        stream = Stream(mine, groups, sink, limits=limits, **LINK)
+        stream = Stream(mine, groups, sink, limits=limits, link=LINK)
         faults = chance.choices(FAULTS, k=chance.randint(0, 3))
         with server.lock:
             server.faults += [fault for fault in faults if fault != "cancel"]
@@ -1122,7 +1149,7 @@ def test_no_descriptor_is_left() -> None:
             for _ in range(5):
                 server.faults = ["stalled"] * 3
                 sink = Memory(source)
-                stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, **LINK)
+                stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, link=LINK)
                 stream.start()
                 stream.cancel()
                 stream.join()

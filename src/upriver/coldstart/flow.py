@@ -3,15 +3,16 @@
 One request after the other, each sent when latency x bandwidth is left of those before, is what PISeL does
 (Jafari et al., CIKM 2024, section 3.2, "Partition Downloader"): the link never idles, and what is needed
 first comes first. Where one connection does not fill the link, several must be under way. How many is found
-by trying, in each load: twice as many as long as more comes through. What an earlier load saw is no reason to
-stop, as it may have been all that its connections gave.
+by trying, in each load: twice as many as long as more comes through. A load begins with half of those that
+the last one ended with. What that one saw is no reason to stop, as it may have been all that its connections
+gave, nor to go on with as many, as the link may have become another.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FEWEST_BUSY_S = 0.05
 FEWEST_BYTES = 256 * 1024
@@ -47,10 +48,12 @@ class Link:
     Attributes:
         latency_s: From a request to its first byte.
         bandwidth_bytes_per_s: Of all requests together.
+        requests: How many at once it takes to have that.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
+    requests: int = 1
 
     @property
     def hidden_bytes(self) -> float:
@@ -76,7 +79,7 @@ class Flow:
             bound_bytes_per_s: An operator's, see :class:`Cap`.
         """
         self.link, self.known = link, False
-        self.wanted = 1
+        self.wanted = min(max(1, link.requests // 2), most)
         self._said, self._most, self._bound_bytes_per_s = link, most, bound_bytes_per_s
         self._bodies, self._at_s = 0, 0.0
         self._busy_s, self._nbytes = 0.0, 0
@@ -129,7 +132,7 @@ class Flow:
         busy_s, nbytes = self._busy_s - since_s, self._nbytes - before
         self.known = (busy_s >= FEWEST_BUSY_S and nbytes >= FEWEST_BYTES) or nbytes >= SURE_BYTES
         bandwidth = nbytes / busy_s if self.known else self._said.bandwidth_bytes_per_s
-        self.link = Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
+        self.link = Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, requests=self.link.requests)
 
     def _judge(self, rate: float) -> None:
         """Look at what as many requests as are wanted now bring."""
@@ -141,6 +144,7 @@ class Flow:
         else:
             self._before = self.wanted, rate
             self.wanted = min(2 * self.wanted, self._most)
+        self.link = replace(self.link, requests=self.wanted)
 
 
 class Cap:

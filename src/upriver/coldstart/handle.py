@@ -253,7 +253,7 @@ def remember(source: Source, stream: Stream, groupings: Groupings) -> None:
     """
     nbytes = sum(placed.stop - placed.start for placed in source.tensors)
     if not stream.bounded:
-        links.keep(source.store, nbytes=nbytes, bandwidth_bytes_per_s=stream.measured.bandwidth_bytes_per_s)
+        links.keep(source.store, stream.measured, nbytes=nbytes)
     if groupings:
         try:
             kept.keep(source, groupings)

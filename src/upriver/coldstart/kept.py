@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from upriver.coldstart.execution import Pace
+from upriver.coldstart.flow import Link
 from upriver.coldstart.source import Source, order_path
 from upriver.errors import ObjectNotFound, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.fetch import get_at_most
-from upriver.types import Link
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +64,12 @@ def bucket(policy: str, link: Link, in_flight_bytes: int, pace: Pace) -> tuple[s
         in_flight_bytes: That a load may have asked for at once.
         pace: Of the machine.
     """
-    latency = _bucket_of(max(LEAST_LATENCY_S, link.rtt_s))
+    latency = _bucket_of(max(LEAST_LATENCY_S, link.latency_s))
     bandwidth = _bucket_of(link.bandwidth_bytes_per_s)
     flops, moved = _bucket_of(pace.flops_per_s), _bucket_of(pace.moved_bytes_per_s)
     return (
         f"{policy} {latency} {bandwidth} {in_flight_bytes} {flops} {moved}",
-        Link(bandwidth_bytes_per_s=_middle(bandwidth), rtt_s=_middle(latency)),
+        Link(bandwidth_bytes_per_s=_middle(bandwidth), latency_s=_middle(latency)),
         Pace(flops_per_s=_middle(flops), moved_bytes_per_s=_middle(moved)),
     )
 

@@ -1,7 +1,8 @@
 """What is known of the way to a store: how long a request takes to begin, and how fast bytes come then.
 
 RL and BW of PISeL (CIKM 2024, section 3.1). RL is measured each time, by a read of one byte; BW is what came
-of the last load, one small file a bucket or disk under ``$UPRIVER_CACHE`` or the user's cache folder.
+of the last load, and with it how many requests at once it took, one small file a bucket or disk under
+``$UPRIVER_CACHE`` or the user's cache folder.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeGuard
 
+from upriver.coldstart.flow import Link
 from upriver.program.cache import cache_folder, write_whole
 from upriver.store import Store
-from upriver.types import BANDWIDTH, Link
+from upriver.types import BANDWIDTH
 
-SCHEMA = "upriver.store-link/1"
+SCHEMA = "upriver.store-link/2"
 
-UNKNOWN_BYTES_PER_S = 100e6
+UNKNOWN = Link(latency_s=0.0, bandwidth_bytes_per_s=100e6)
 """Before anything has come from a store: about what an object store gives one connection."""
 
 SETTLED_BYTES = 4 << 20
@@ -41,35 +44,42 @@ def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_c
     """
     began = clock()
     store.get_range(path, 0, 1)
-    return replace(last_known(store), rtt_s=clock() - began)
+    return replace(last_known(store), latency_s=clock() - began)
 
 
 def last_known(store: Store) -> Link:
     """The way to a store as the last load has found it, without a latency; nothing is read of it."""
-    return Link(bandwidth_bytes_per_s=_kept(store) or UNKNOWN_BYTES_PER_S)
+    return _kept(store) or UNKNOWN
 
 
-def keep(store: Store, *, nbytes: int, bandwidth_bytes_per_s: float) -> None:
-    """What came of a load, for the next one. A cache that cannot be written is no error."""
-    if nbytes < SETTLED_BYTES or not _is_bandwidth(bandwidth_bytes_per_s):
+def keep(store: Store, link: Link, *, nbytes: int) -> None:
+    """What a load of so many bytes found, for the next one. A cache that cannot be written is no error."""
+    if nbytes < SETTLED_BYTES or not _is_bandwidth(link.bandwidth_bytes_per_s):
         return
-    text = json.dumps({"schema": SCHEMA, "bandwidth_bytes_per_s": bandwidth_bytes_per_s}) + "\n"
+    found = {
+        "schema": SCHEMA,
+        "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+        "requests": link.requests,
+    }
+    text = json.dumps(found) + "\n"
     with contextlib.suppress(OSError):
         write_whole(_path(store), text)
 
 
-def _kept(store: Store) -> float | None:
+def _kept(store: Store) -> Link | None:
     try:
         found = json.loads(_path(store).read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         return None
-    bandwidth = found.get("bandwidth_bytes_per_s")
-    return bandwidth if _is_bandwidth(bandwidth) else None
+    bandwidth, requests = found.get("bandwidth_bytes_per_s"), found.get("requests")
+    if not _is_bandwidth(bandwidth) or type(requests) is not int or requests < 1:
+        return None
+    return replace(UNKNOWN, bandwidth_bytes_per_s=bandwidth, requests=requests)
 
 
-def _is_bandwidth(value: object) -> bool:
+def _is_bandwidth(value: object) -> TypeGuard[float]:
     return isinstance(value, float) and math.isfinite(value) and 0 < value <= BANDWIDTH.most
 
 

@@ -24,6 +24,7 @@ from upriver.coldstart.beside import Beside
 from upriver.coldstart.construct import construct
 from upriver.coldstart.execution import layer_seconds, pace_of
 from upriver.coldstart.filling import Match, held, match, memories, move
+from upriver.coldstart.flow import Link
 from upriver.coldstart.given import check_store, checked
 from upriver.coldstart.grouping import choose, joins_s, knows_stream
 from upriver.coldstart.guard import Guard
@@ -37,7 +38,7 @@ from upriver.coldstart.way import asked_ahead, is_one_request, way_to
 from upriver.errors import ConfigError, StoreError
 from upriver.program.devices import make_ready
 from upriver.store import Store
-from upriver.types import Link, require_type
+from upriver.types import require_type
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +204,7 @@ def begin(
                 groups,
                 sink,
                 limits=limits,
-                latency_s=link.rtt_s,
-                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+                link=link,
                 joins_s=joins_s(grouping),
                 ahead=ahead,
             ),
@@ -279,7 +279,7 @@ def grouped(
         sizes,
         [size / LOAD_BYTES_PER_S for size in sizes],
         layer_seconds([placed.execution for placed in source.tensors], layers, pace),
-        latency_s=link.rtt_s,
+        latency_s=link.latency_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         # What is larger comes in parts: a layer, or a group of a policy that knows no cap.
         memory_cap_bytes=max(

@@ -25,6 +25,7 @@ import torch
 from upriver.coldstart import layout
 from upriver.coldstart.ahead import Ahead
 from upriver.coldstart.beside import Beside
+from upriver.coldstart.flow import Link
 from upriver.coldstart.given import check_store, checked
 from upriver.coldstart.grouping import joins_s
 from upriver.coldstart.handle import Groupings
@@ -57,7 +58,7 @@ from upriver.program.program import Program
 from upriver.program.reading import check_weight, decode
 from upriver.program.weights import WeightsFile
 from upriver.store import DEFAULT_PREFIX, Store
-from upriver.types import Link, require_type
+from upriver.types import require_type
 
 __all__ = ["Arriving", "arriving", "begin", "open", "publish"]
 
@@ -235,8 +236,7 @@ def begin(
                 groups,
                 sink,
                 limits=bounds,
-                latency_s=link.rtt_s,
-                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+                link=link,
                 joins_s=joins_s(grouping),
                 ahead=ahead,
             ),

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -152,8 +152,7 @@ class Stream:
         sink: Sink,
         *,
         limits: StreamLimits = DEFAULT_LIMITS,
-        latency_s: float,
-        bandwidth_bytes_per_s: float,
+        link: Link,
         joins_s: float = 0.0,
         ahead: Ahead | None = None,
     ) -> None:
@@ -164,16 +163,15 @@ class Stream:
             groups: Ranges over its tensors, in the order in which these are asked for.
             sink: Takes them.
             limits: What may be taken of link and memory.
-            latency_s: From a request to its first byte, as far as is known.
-            bandwidth_bytes_per_s: Of the link, as far as is known.
+            link: As far as it is known.
             joins_s: What comes in so many seconds may be asked for at once, whatever its groups.
             ahead: What was asked for before. A stream that is started ends it.
 
         Raises:
             ConfigError: If the groups have not all tensors once and in order, or a number cannot be.
         """
-        check_link(latency_s, bandwidth_bytes_per_s)
-        rate = min(bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
+        check_link(link.latency_s, link.bandwidth_bytes_per_s)
+        rate = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
         self.events: list[Event] = []
         self._source, self._sink, self._limits = source, sink, limits
         along_bytes = int(min(max(rate * REQUEST_S, ALIGNMENT), MOST_ALONG_BYTES))
@@ -193,7 +191,7 @@ class Stream:
         self._urgent: deque[Request] = deque()
         self._bodies: set[_Body] = set()
         self._flow = Flow(
-            Link(latency_s=latency_s, bandwidth_bytes_per_s=rate),
+            replace(link, bandwidth_bytes_per_s=rate),
             most=limits.concurrency,
             bound_bytes_per_s=limits.bandwidth_bytes_per_s,
         )

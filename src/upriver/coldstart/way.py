@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from upriver.coldstart import kept, links
 from upriver.coldstart.ahead import MOST_BYTES, Ahead
+from upriver.coldstart.flow import Link
 from upriver.coldstart.grouping import is_whole, knows_stream
 from upriver.coldstart.source import Source, object_at
 from upriver.coldstart.stream import StreamLimits
 from upriver.store import Store
-from upriver.types import Link
 
 
 def way_to(
@@ -42,11 +42,11 @@ def way_to(
     """
     latency_s = None if ahead is None else ahead.latency_s
     if not source.tensors or is_one_request(source, policy, limits):
-        return replace(links.last_known(source.store), rtt_s=latency_s or 0.0), {}
+        return replace(links.last_known(source.store), latency_s=latency_s or 0.0), {}
     known = beside.submit(kept.kept, source)
     if latency_s is None:
         return links.link_to(source.store, near), known.result()
-    return replace(links.last_known(source.store), rtt_s=latency_s), known.result()
+    return replace(links.last_known(source.store), latency_s=latency_s), known.result()
 
 
 def is_one_request(source: Source, policy: str, limits: StreamLimits) -> bool:

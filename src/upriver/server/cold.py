@@ -247,8 +247,7 @@ class ColdFile:
             groups,
             sink,
             limits=self._limits,
-            latency_s=self._found.link.rtt_s,
-            bandwidth_bytes_per_s=self._found.link.bandwidth_bytes_per_s,
+            link=self._found.link,
             joins_s=joins_s(GROUPING),
         )
         if some is self._found.source:
