@@ -102,6 +102,9 @@ class ScriptedStore:
         self._changed = threading.Condition()
         self._free = False
 
+    def direct(self, most: int) -> None:
+        """None: it is no store of obstore's."""
+
     async def read_into_async(
         self,
         path: str,
@@ -111,6 +114,7 @@ class ScriptedStore:
         etag: str | None,
         on_bytes: Callable[[int], Awaitable[None]],
         piece_bytes: int,
+        direct: None,
     ) -> None:
         places = Places(into)
         asked = Asked(start, places.left, etag)

@@ -949,6 +949,29 @@ def calm(server: FaultyServer) -> Store:
     return connect(server)
 
 
+def test_bytes_come_straight_from_connections_of_the_streams_own(server: FaultyServer) -> None:
+    source = publish(connect(server))
+    server.faults = ["slow"] * 3  # so that they are open by then
+    sink, stream = run(source)
+    assert sink.error is None
+    assert server.num_signed > len(kinds(stream, "request")) / 2
+    assert sink.got == expected(source)
+
+
+def test_what_is_one_request_opens_no_connection(
+    server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a connection is opened")
+
+    monkeypatch.setattr("upriver.store.direct.Direct.open", never)
+    source = publish(connect(server))
+    whole = [range(len(source.tensors))]
+    sink, stream = run(source, groups=whole, limits=StreamLimits(concurrency=1))
+    assert sink.got == expected(source)
+    assert len(kinds(stream, "request")) == 1
+
+
 def test_a_wrong_bit_is_fetched_again(server: FaultyServer) -> None:
     source = publish(connect(server))
     num_requests = len(kinds(run(source)[1], "request"))

@@ -16,7 +16,8 @@ class S3Server(ThreadingHTTPServer):
 
     Attributes:
         objects: Path (bucket included) to content.
-        requests: Method, path and Range of every request.
+        requests: Method, path and Range of every request; of a signed path what was signed.
+        num_signed: Requests whose path is signed: those of connections of a reader's own.
         uploads: Objects that are on their way in parts, by their ids: path, and parts by their numbers.
         faults: What happens to the next requests, first come first served: a status, or ``cut`` for a body
             that breaks off half way.
@@ -29,6 +30,7 @@ class S3Server(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         self.requests: list[tuple[str, str, str]] = []
+        self.num_signed = 0
         self.faults: list[int | str] = []
         self.lock = threading.Lock()
 
@@ -54,7 +56,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _fault(self) -> int | str | None:
         with self.server.lock:
-            self.server.requests.append((self.command, self.path, self.headers.get("Range", "")))
+            path, signature, _ = self.path.partition("?X-Amz-")
+            self.server.requests.append((self.command, path, self.headers.get("Range", "")))
+            self.server.num_signed += bool(signature)
             return self.server.faults.pop(0) if self.server.faults else None
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError
 from upriver.store import Store
+from upriver.store.direct import Direct
 from upriver.store.s3 import secrets_of
 
 from .faulty_server import FaultyServer
@@ -45,7 +47,30 @@ def into_memory_on_a_loop(store: Store, etag: str | None) -> bytes:
     return bytes(room)
 
 
-@pytest.fixture(params=[in_a_thread, on_a_loop, into_memory, into_memory_on_a_loop])
+def directly(store: Store, etag: str | None) -> bytes:
+    room = bytearray(STOP - START)
+
+    async def reading() -> None:
+        async with opened(store) as direct:
+            await store.read_into_async("a", START, memoryview(room), etag=etag, direct=direct)
+
+    asyncio.run(reading())
+    return bytes(room)
+
+
+@asynccontextmanager
+async def opened(store: Store, num: int = 1) -> AsyncIterator[Direct]:
+    """So many connections, ready."""
+    direct = store.direct(8)
+    assert direct is not None
+    async with direct:
+        direct.open("a", num)
+        await asyncio.gather(*direct._opening)
+        assert len(direct._idle) == num
+        yield direct
+
+
+@pytest.fixture(params=[in_a_thread, on_a_loop, into_memory, into_memory_on_a_loop, directly])
 def read(request: pytest.FixtureRequest) -> Read:
     found: Read = request.param
     return found
@@ -92,7 +117,7 @@ def test_a_store_that_does_not_get_well_is_given_up(
     with pytest.raises(StoreError, match=r"cannot read 'a' in store 'here'") as caught:
         read(connect(server, read_timeout_s="0.3"), etag)
     assert not isinstance(caught.value, ObjectChanged | ObjectNotFound)
-    assert len(server.reads) == 1 + 3
+    assert len(server.reads) == 1 + 3 + (read is directly)
 
 
 def test_a_connection_that_is_reset_is_resumed(server: FaultyServer, etag: str, read: Read) -> None:
@@ -102,7 +127,7 @@ def test_a_connection_that_is_reset_is_resumed(server: FaultyServer, etag: str, 
 
 
 def test_an_object_that_ends_early_is_said_to(server: FaultyServer, etag: str, read: Read) -> None:
-    server.faults = ["short"]
+    server.faults = ["short"] * 2
     with pytest.raises(
         StoreError, match=rf"'a' in store 'here' ended early: bytes {START} to {STOP} asked for"
     ):

@@ -28,8 +28,6 @@ from upriver.store import Store
 from upriver.store import store as store_module
 
 from .swift_server import CANNOT_RUN, KEYS, SCRIPT, Swift, running_swift
-
-# The contract itself, with the fixture `store` of this module.
 from .test_store import (  # noqa: F401
     read_into,
     test_a_changed_object_is_noticed,
@@ -46,6 +44,9 @@ from .test_store import (  # noqa: F401
     test_the_async_half_does_the_same,
     test_what_is_put_can_be_read_whole_and_in_ranges,
 )
+
+# The contract itself, with the fixture `store` of this module.
+from .test_store_faults import opened
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +96,20 @@ def test_ranges_are_exact_however_many_are_asked_for_at_once(store: Store) -> No
         return await asyncio.gather(*(store.get_range_async("a", *each, etag=etag) for each in ranges))
 
     assert asyncio.run(all_of_them()) == found
+
+    rooms = [bytearray(stop - start) for start, stop in ranges]
+
+    async def straight() -> None:
+        async with opened(store, 4) as direct:
+            reads = [
+                store.read_into_async("a", start, memoryview(room), etag=etag, direct=direct)
+                for (start, _), room in zip(ranges, rooms, strict=True)
+            ]
+            await asyncio.gather(*reads)
+            assert len(direct._idle) >= 4 and not direct._refusals
+
+    asyncio.run(straight())
+    assert [bytes(room) for room in rooms] == found
 
 
 def test_an_object_put_in_parts_is_one_object(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

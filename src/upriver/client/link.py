@@ -19,6 +19,7 @@ import obstore
 
 from upriver.errors import ConfigError
 from upriver.store import ObjectInfo, Store
+from upriver.store.direct import Direct
 from upriver.store.places import PIECE_BYTES as PLACED_BYTES
 from upriver.store.store import _ignore, _ignore_async, _info, _is_empty_range, _options
 from upriver.types import require_finite
@@ -352,6 +353,7 @@ class MeteredStore(Store):
         etag: str | None = None,
         on_bytes: Callable[[int], Awaitable[None]] = _ignore_async,
         piece_bytes: int = PLACED_BYTES,
+        direct: Direct | None = None,
     ) -> None:
         """`Store.read_into_async`, accounted."""
         asked_at = time.monotonic()
@@ -365,7 +367,7 @@ class MeteredStore(Store):
 
             piece_bytes = min(piece_bytes, self.meter.piece_bytes)
             await super().read_into_async(
-                path, start, into, etag=etag, on_bytes=came, piece_bytes=piece_bytes
+                path, start, into, etag=etag, on_bytes=came, piece_bytes=piece_bytes, direct=direct
             )
 
     def _begun(self, busy: ExitStack, asked_at: float) -> None:

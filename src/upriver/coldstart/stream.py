@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
@@ -34,6 +35,7 @@ from upriver.coldstart.spinning import sleep_sooner
 from upriver.coldstart.timeline import check_link
 from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
 from upriver.program.weights import ALIGNMENT
+from upriver.store.direct import Direct
 from upriver.store.places import Places
 from upriver.text import error_text
 from upriver.types import Limits
@@ -207,6 +209,7 @@ class Stream:
         self._lock = threading.RLock()  # the collector may cancel on top of anything
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
+        self._direct: Direct | None = None
         self._told: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._work, name="upriver-coldstart-stream", daemon=True)
 
@@ -296,15 +299,24 @@ class Stream:
         if self._ahead is not None and self._there:
             self._ahead.tell(partial(self._tell, self._more_is_there))
         self._ahead_is_used()
-        async with asyncio.TaskGroup() as fetching:
+        direct = self._source.store.direct(self._limits.concurrency)
+        async with direct or nullcontext() as self._direct, asyncio.TaskGroup() as fetching:
             while self._num_unfilled:
                 if self._broken is not None:
                     raise self._broken
                 while (queue := self._next()) is not None:
                     body = self._open(queue.popleft(), urgent=queue is self._urgent)
+                    self._connect(body.request.path)
                     fetching.create_task(self._fetch(body))
                 self._changed.clear()
                 await self._changed.wait()
+
+    def _connect(self, path: str) -> None:
+        """Have connections ready for the requests that come after this one."""
+        num_others = len(self._waiting) + len(self._urgent) - len(self._there)
+        if self._direct is not None and num_others > 0:
+            # One request more is sent while the last bytes of those before arrive.
+            self._direct.open(path, min(self._flow.wanted + 1, num_others))
 
     def _prefer(self, index: int) -> None:
         wanted = [each for each in (*self._urgent, *self._waiting) if index in each.tensors]
@@ -377,6 +389,7 @@ class Stream:
                     etag=self._source.etags.get(request.path) or None,
                     on_bytes=came,
                     piece_bytes=body.piece_bytes,
+                    direct=self._direct,
                 )
         except ObjectChanged:
             raise ObjectChanged(

@@ -19,6 +19,7 @@ from upriver.engine.clock import Clock
 from upriver.server.logs import request_context
 from upriver.server.metrics import ANYONE, Metrics
 from upriver.store import ObjectInfo, Store
+from upriver.store.direct import Direct
 from upriver.store.places import PIECE_BYTES, Places
 from upriver.store.store import _ignore, _ignore_async
 from upriver.types import Timings
@@ -216,11 +217,12 @@ class TracedStore(Store):
         etag: str | None = None,
         on_bytes: Callable[[int], Awaitable[None]] = _ignore_async,
         piece_bytes: int = PIECE_BYTES,
+        direct: Direct | None = None,
     ) -> None:
         """`Store.read_into_async`, traced."""
         with self._span(path, start, start + Places(into).left):
             await super().read_into_async(
-                path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes
+                path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes, direct=direct
             )
 
     def _span(self, path: str, *part: int) -> contextlib.AbstractContextManager[None]:

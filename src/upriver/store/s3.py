@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,9 @@ _NUMBERS = {
 _FILES = ("ca_file",)
 _ALLOWED = tuple(sorted({*_TEXT, *_FLAGS, *_NUMBERS, *_FILES}))
 _TOKEN_VARIABLES = ("AWS_SESSION_TOKEN", "AWS_TOKEN")
+_TRUE = ("true", "1", "yes", "y", "on")
+"""As obstore reads it in a variable."""
+
 _SECRET_OPTIONS = ("access_key_id", "secret_access_key", "session_token")
 _SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", *_TOKEN_VARIABLES)
 
@@ -70,16 +74,64 @@ def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
     _check_one_identity(options)
     config: dict[str, Any] = {key: options[name] for name, key in _TEXT.items() if name in options}
     config |= {key: _flag(name, options[name]) for name, key in _FLAGS.items() if name in options}
-    numbers = {name: _number(name, options.get(name, str(default))) for name, default in _NUMBERS.items()}
+    return _opened(bucket, prefix, options, config)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class S3Access:
+    """What it takes to read a bucket's objects without obstore.
+
+    Attributes:
+        signing: Makes what signs URLs of it.
+        anonymous: Whether its objects are read without a signature.
+        trusted: Certificates of the operator's own, in PEM.
+        connect_timeout_s: For a connection.
+        read_timeout_s: Silence after which a body counts as stalled.
+    """
+
+    signing: Callable[[], S3Store]
+    anonymous: bool
+    trusted: str
+    connect_timeout_s: float
+    read_timeout_s: float
+
+
+def access_to(store: S3Store, options: Mapping[str, str]) -> S3Access:
+    """The same for a bucket that was opened by these options."""
+
+    def with_keys() -> S3Store:
+        """The URL is the same, and obstore makes one for who has keys alone."""
+        config = {name: value for name, value in store.config.items() if name != "bucket"}
+        keys = {"access_key_id": "anyone", "secret_access_key": "none", "skip_signature": False}
+        return _opened(str(store.config["bucket"]), store.prefix or "", options, {**config, **keys})
+
+    told = str(store.config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE", "")))
+    anonymous = told.lower() in _TRUE
+    numbers = _numbers(options)
+    return S3Access(
+        signing=with_keys if anonymous else lambda: store,
+        anonymous=anonymous,
+        trusted=str(_trusted(options).get("root_certificate", "")),
+        connect_timeout_s=numbers["connect_timeout_s"],
+        read_timeout_s=numbers["read_timeout_s"],
+    )
+
+
+def _opened(bucket: str, prefix: str, options: Mapping[str, str], config: Mapping[str, Any]) -> S3Store:
+    numbers = _numbers(options)
+    told = {"disable_bulk_delete": True}  # objects go one at a time, and not every server knows the bulk form
     store: S3Store = S3Store(
         bucket,
         prefix=prefix or None,
         client_options=_client_options(numbers, _endpoint(options)) | _trusted(options),
         retry_config=_retry_config(numbers),
-        disable_bulk_delete=True,  # objects go one at a time, and not every server knows the bulk form
-        **config,
+        **{**config, **told},
     )
     return store
+
+
+def _numbers(options: Mapping[str, str]) -> dict[str, float]:
+    return {name: _number(name, options.get(name, str(default))) for name, default in _NUMBERS.items()}
 
 
 def site_of(store: S3Store) -> str:

@@ -18,9 +18,10 @@ from obstore.store import LocalStore, MemoryStore, S3Store
 
 from upriver.errors import AccessDenied, ConfigError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
 from upriver.store import local
+from upriver.store.direct import Direct
 from upriver.store.names import check_name, check_prefix
 from upriver.store.places import PIECE_BYTES, Places
-from upriver.store.s3 import open_s3, secrets_of, site_of
+from upriver.store.s3 import access_to, open_s3, secrets_of, site_of
 
 MULTIPART_BYTES = 64 * 2**20
 """Objects up to this size travel in one request, as AWS advises below 100 MB; larger ones in parts of it."""
@@ -90,12 +91,14 @@ class Store:
         uri: str,
         root: Path | None = None,
         secrets: tuple[str, ...] = (),
+        options: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.uri = uri
         self._backend = backend
         self._root = root
         self._secrets = secrets
+        self._options = dict(options or {})
 
     @classmethod
     def open(cls, uri: str, *, name: str = "default", options: Mapping[str, str] | None = None) -> Store:
@@ -132,7 +135,7 @@ class Store:
                 raise
             except (BaseError, ValueError) as exc:
                 raise ConfigError(f"cannot open store {uri!r}: {_first_line(exc)}") from None
-            return cls(backend, name=name, uri=uri, secrets=secrets_of(options or {}))
+            return cls(backend, name=name, uri=uri, secrets=secrets_of(options or {}), options=options)
         raise ConfigError(f"a store URI is file:///PATH, memory://NAME or s3://BUCKET/PREFIX, got {uri!r}")
 
     def __repr__(self) -> str:
@@ -152,6 +155,15 @@ class Store:
         if isinstance(self._backend, S3Store):
             return site_of(self._backend)
         return self.uri if self._root is None else f"device {self._root.stat().st_dev}"
+
+    def direct(self, most: int) -> Direct | None:
+        """Connections for :meth:`read_into_async`, so many at most, of the event loop that enters it.
+
+        None for a store that is not over a network.
+        """
+        if not isinstance(self._backend, S3Store):
+            return None
+        return Direct(access_to(self._backend, self._options), most=most)
 
     # ------------------------------------------------------------------------------------- reading
 
@@ -248,14 +260,19 @@ class Store:
         etag: str | None = None,
         on_bytes: Callable[[int], Awaitable[None]] = _ignore_async,
         piece_bytes: int = PIECE_BYTES,
+        direct: Direct | None = None,
     ) -> None:
         """:meth:`read_into` for an event loop, which can break it off at any moment.
 
         What ``on_bytes`` waits for holds up the next piece. A file is read by the calling thread, a piece at
         a time.
+
+        Args:
+            direct: Of :meth:`direct`: what has an ``etag`` is read by its connections, once there are some,
+                and what these cannot read in the usual way, which may call ``on_bytes`` with 0 once more.
         """
         places = Places(into)
-        async with aclosing(self._filling_async(path, start, places, etag, piece_bytes)) as pieces:
+        async with aclosing(self._filling_async(path, start, places, etag, piece_bytes, direct)) as pieces:
             async for num_bytes in pieces:
                 await on_bytes(num_bytes)
 
@@ -307,7 +324,13 @@ class Store:
         self._check_full(places, path, start, stop)
 
     async def _filling_async(
-        self, path: str, start: int, places: Places, etag: str | None, piece_bytes: int
+        self,
+        path: str,
+        start: int,
+        places: Places,
+        etag: str | None,
+        piece_bytes: int,
+        direct: Direct | None,
     ) -> AsyncGenerator[int, None]:
         stop = start + places.left
         if self._root is not None or _is_empty_range(start, stop):
@@ -315,12 +338,19 @@ class Store:
                 yield num_bytes
             return
         with self._errors("read", path):
-            options = _options(etag, (start, stop))
-            answer = await obstore.get_async(self._backend, self._checked(path), options=options)
-            yield 0
-            async for piece in answer.stream(min_chunk_size=piece_bytes):
-                places.take(piece)
-                yield len(piece)
+            name = self._checked(path)
+            if direct is not None and etag:
+                _options(etag)
+                async with aclosing(direct.filling(name, start, places, etag, piece_bytes)) as pieces:
+                    async for num_bytes in pieces:
+                        yield num_bytes
+            if places.left:
+                options = _options(etag, (stop - places.left, stop))
+                answer = await obstore.get_async(self._backend, name, options=options)
+                yield 0
+                async for piece in answer.stream(min_chunk_size=piece_bytes):
+                    places.take(piece)
+                    yield len(piece)
         self._check_full(places, path, start, stop)
 
     def _filling_from_file(
@@ -565,6 +595,8 @@ def _is_empty_range(start: int, stop: int) -> bool:
 def _options(etag: str | None, byte_range: tuple[int, int] | None = None) -> Any:
     options: dict[str, Any] = {}
     if etag is not None:
+        if not (etag.isascii() and etag.isprintable()):  # obstore would end in a panic
+            raise StoreError(f"no object has the ETag {etag[:80]!r}")
         options["if_match"] = etag
     if byte_range is not None:
         options["range"] = byte_range

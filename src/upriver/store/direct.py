@@ -1,0 +1,370 @@
+"""Bytes of an object in an S3-compatible store, straight from a connection into the memory where they belong.
+
+obstore hands bytes on in pieces, each copied twice by threads that ask for the interpreter, and on a link of
+some Gbit/s that is what a load spends its time on. Here the kernel puts them where they belong, or the TLS
+library does. Only answers that are exactly what was asked for are read so. All else is left to obstore, which
+knows of credentials, redirects, proxies, retries and errors: `Direct.filling` ends early, and raises nothing.
+
+Requests are signed in their URL by obstore, and answers' heads read by ``http.client``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import io
+import logging
+import re
+import ssl
+import time
+from collections.abc import AsyncGenerator
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import obstore
+
+from upriver.store.places import Places
+from upriver.store.s3 import S3Access
+
+if TYPE_CHECKING:
+    import socket
+
+    from obstore.store import S3Store
+
+log = logging.getLogger(__name__)
+
+SCRATCH_BYTES, ROOM_BYTES = 256 * 1024, 64 * 1024
+"""What is read at once where the next bytes belong to less memory than the second, as small tensors are."""
+
+MOST_HEAD_BYTES = 64 * 1024
+SIGNED_S = 3600.0
+"""For how long a URL is good; half of it is used."""
+
+MOST_REFUSALS = 2
+"""Answers, one after the other, that were not as they should be: then nothing more is asked for here."""
+
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
+
+
+class Direct:
+    """Connections to a store, of one event loop.
+
+    A request takes one that is there; while there is none, its bytes come by obstore, and nobody waits.
+
+    Args:
+        access: To the bucket.
+        most: Connections at once, at most.
+    """
+
+    def __init__(self, access: S3Access, *, most: int) -> None:
+        self._access, self._most = access, most
+        self._signed: dict[str, tuple[SplitResult, float]] = {}
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._context: ssl.SSLContext | None = None
+        self._signing: S3Store | None = None
+        self._proxies = getproxies()
+        self._refusals = 0
+
+    async def __aenter__(self) -> Direct:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close everything."""
+        self._refusals = MOST_REFUSALS
+        for task in self._opening:
+            task.cancel()
+        await asyncio.gather(*self._opening, return_exceptions=True)
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+        await asyncio.sleep(0)  # in which their sockets are closed
+
+    def open(self, path: str, num: int) -> None:
+        """Begin to open connections to where an object is, until there are so many, if there may be."""
+        self._idle = [each for each in self._idle if each.is_open]
+        there = len(self._idle) + len(self._busy) + len(self._opening)
+        if self._refusals < MOST_REFUSALS:
+            for _ in range(min(num, self._most) - there):
+                task = asyncio.get_running_loop().create_task(self._open(path))
+                self._opening.add(task)
+                task.add_done_callback(self._opening.discard)
+
+    async def filling(
+        self, path: str, start: int, places: Places, etag: str, piece_bytes: int
+    ) -> AsyncGenerator[int, None]:
+        """Fill memory from an object that still has this ETag.
+
+        Args:
+            path: The object.
+            start: Its first byte that is wanted.
+            places: The memory; some of it is missing afterwards if that is left to obstore.
+            etag: Of the object.
+            piece_bytes: Of each piece at least, but for the last.
+
+        Yields:
+            0 when the answer begins, and the size of each piece that is in its place.
+        """
+        connection = self._taken()
+        if connection is None:
+            return
+        self._busy.add(connection)
+        try:
+            url = await self._url_of(path)
+            request = _request(url, start, start + places.left, etag)
+            silence_s = self._access.read_timeout_s
+            await connection.ask(request, start, places, silence_s)
+            yield 0
+            while num_bytes := await connection.more(piece_bytes, silence_s):
+                yield num_bytes
+            self._refusals = 0
+            if connection.is_open:
+                self._idle.append(connection)
+        except (OSError, _Refused, obstore.exceptions.BaseError) as error:
+            self._gives_up(error)
+        finally:
+            self._busy.discard(connection)
+            if connection not in self._idle:
+                connection.close()
+
+    def _taken(self) -> _Connection | None:
+        while self._idle:
+            if (connection := self._idle.pop()).is_open:
+                return connection
+        return None
+
+    def _gives_up(self, error: Exception) -> None:
+        self._refusals += 1
+        # Of its text nothing is told: it may hold a URL with a signature.
+        log.debug("a read is left to obstore: %s", type(error).__name__)
+
+    async def _open(self, path: str) -> None:
+        try:
+            url = await self._url_of(path)
+            if self._is_proxied(url):
+                self._refusals = MOST_REFUSALS
+                return
+            async with asyncio.timeout(self._access.connect_timeout_s):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    _Connection,
+                    url.hostname or "",
+                    url.port or (443 if url.scheme == "https" else 80),
+                    ssl=await self._tls() if url.scheme == "https" else None,
+                )
+        except (OSError, ValueError, obstore.exceptions.BaseError) as error:
+            self._gives_up(error)
+        else:
+            self._idle.append(connection)
+
+    def _is_proxied(self, url: SplitResult) -> bool:
+        proxy = self._proxies.get(url.scheme) or self._proxies.get("all")
+        return bool(proxy) and not proxy_bypass(url.netloc)
+
+    async def _tls(self) -> ssl.SSLContext:
+        if self._context is None:
+            trusted = self._access.trusted
+
+            def made() -> ssl.SSLContext:
+                context = ssl.create_default_context()
+                if trusted:
+                    context.load_verify_locations(cadata=trusted)
+                return context
+
+            self._context = await asyncio.to_thread(made)  # there are many certificates
+        return self._context
+
+    async def _url_of(self, path: str) -> SplitResult:
+        url, until_s = self._signed.get(path, (None, 0.0))
+        if url is None or time.monotonic() > until_s:
+            if self._signing is None:
+                self._signing = self._access.signing()
+            signed = await obstore.sign_async(self._signing, "GET", path, timedelta(seconds=SIGNED_S))
+            url = urlsplit(signed)
+            if self._access.anonymous:
+                url = url._replace(query="")
+            self._signed[path] = url, time.monotonic() + SIGNED_S / 2
+        return url
+
+
+class _Refused(Exception):
+    """An answer that is not what was asked for."""
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """One connection, which has one request at a time.
+
+    Attributes:
+        is_open: Whether another request may be sent.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._transport: asyncio.Transport | None = None
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._room = self._scratch
+        self._head: bytearray | None = None
+        self._places: Places | None = None
+        self._start = self._left = self._pending = self._piece_bytes = 0
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._paused = False
+
+    async def ask(self, request: bytes, start: int, places: Places, silence_s: float) -> None:
+        """Send a request, and wait for the answer to begin.
+
+        Raises:
+            _Refused: If it is another one.
+            OSError: If the connection breaks, or none begins in so many seconds.
+        """
+        assert self._transport is not None
+        self._start, self._left, self._places = start, places.left, places
+        self._head, self._pending = bytearray(), 0
+        self._transport.write(request)
+        while self._head is not None:
+            await self._wait(silence_s)
+
+    async def more(self, piece_bytes: int, silence_s: float) -> int:
+        """Wait until so many more bytes are in their place, or the last ones; how many are, 0 at the end.
+
+        Raises:
+            OSError: If the connection breaks, or too little comes in so many seconds, and all that has come
+                was told.
+        """
+        self._piece_bytes = piece_bytes
+        while self._left and self._pending < piece_bytes and not (self._pending and self._error):
+            await self._wait(silence_s)
+        num_bytes, self._pending = self._pending, 0
+        if not num_bytes:
+            self._places, self._room = None, self._scratch
+        return num_bytes
+
+    def close(self) -> None:
+        """At once; nothing is written any more."""
+        self.is_open = False
+        self._places, self._room = None, self._scratch
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self, silence_s: float) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(silence_s):
+                await self._waiter
+        except TimeoutError as error:
+            self._breaks(error)
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _breaks(self, error: Exception) -> None:
+        self._error, self.is_open = self._error or error, False
+        self._wake()
+
+    # -------------------------------------------------------------------------------- of the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._transport, self.is_open = cast(asyncio.Transport, transport), True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._breaks(exc if isinstance(exc, OSError) else ConnectionResetError("the store hung up"))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: to where they belong, or to scratch memory."""
+        self._room = self._scratch
+        if self._places is not None and self._head is None:
+            room = self._places.room(self._left)
+            self._room = room if len(room) >= ROOM_BYTES else self._scratch[: self._left or None]
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So many have come."""
+        if self._places is None or (self._head is None and not self._left):
+            self.close()  # nobody asked for them
+            return
+        if self._head is not None:
+            self._head += self._scratch[:nbytes]
+            self._read_head(self._head)
+            return
+        if self._room.obj is self._scratch.obj:
+            self._places.take(self._room[:nbytes])
+        else:
+            self._places.filled(nbytes)
+        self._came(nbytes)
+
+    def _came(self, nbytes: int) -> None:
+        self._left -= nbytes
+        self._pending += nbytes
+        if self._pending >= self._piece_bytes or not self._left:
+            self._wake()
+            if self._waiter is None and self._left and self._transport is not None:
+                self._paused = True
+                self._transport.pause_reading()
+
+    def _read_head(self, came: bytearray) -> None:
+        end = came.find(b"\r\n\r\n")
+        if end < 0:
+            if len(came) > MOST_HEAD_BYTES:
+                self._breaks(_Refused("its head has no end"))
+            return
+        body = bytes(came[end + 4 :])
+        try:
+            answer = http.client.HTTPResponse(cast("socket.socket", _Said(came[: end + 4])), method="GET")
+            answer.begin()
+            self._check(answer, len(body))
+        except (_Refused, http.client.HTTPException, ValueError) as error:
+            self._breaks(error if isinstance(error, _Refused) else _Refused(str(error)))
+            return
+        self.is_open = not answer.will_close
+        self._head = None
+        if body and self._places is not None:
+            self._places.take(body)
+            self._came(len(body))
+        self._wake()
+
+    def _check(self, answer: http.client.HTTPResponse, num_body: int) -> None:
+        """Hold an answer to what was asked for."""
+        found = _RANGE.fullmatch(answer.getheader("Content-Range", ""))
+        stop = self._start + self._left
+        if answer.status != 206 or found is None or (int(found[1]), int(found[2])) != (self._start, stop - 1):
+            raise _Refused("it is not of this range")
+        plain = answer.getheader("Content-Encoding", "identity") == "identity"
+        if answer.chunked or not plain or answer.length != self._left or num_body > self._left:
+            raise _Refused("it is not of this length")
+
+
+class _Said:
+    """What has come, for ``http.client``."""
+
+    def __init__(self, came: bytes | bytearray) -> None:
+        self._came = came
+
+    def makefile(self, _: str) -> io.BytesIO:
+        """See `socket.socket.makefile`."""
+        return io.BytesIO(self._came)
+
+
+def _request(url: SplitResult, start: int, stop: int, etag: str) -> bytes:
+    """A request as it is sent."""
+    target = f"{url.path}?{url.query}" if url.query else url.path
+    lines = [
+        f"GET {target} HTTP/1.1",
+        f"Host: {url.netloc}",
+        f"Range: bytes={start}-{stop - 1}",
+        f"If-Match: {etag}",
+        "Accept: */*",
+        "Accept-Encoding: identity",
+        "User-Agent: upriver",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("ascii")

@@ -1,0 +1,488 @@
+"""Bytes straight from a connection: the object's, each in its place, or left to obstore, which reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server.running import wait_for
+from upriver.errors import StoreError
+from upriver.store import Store, direct
+from upriver.store.direct import (
+    MOST_HEAD_BYTES,
+    MOST_REFUSALS,
+    ROOM_BYTES,
+    SCRATCH_BYTES,
+    Direct,
+    _Connection,
+)
+from upriver.store.places import Places
+
+from .faulty_server import FaultyServer, _Faulty
+from .s3_server import _etag
+from .test_store_faults import connect, opened
+
+BIG = random.Random(1).randbytes(3_000_000)
+Crook = Callable[[bytes, dict[str, str]], bytes]
+
+
+class Crooked(FaultyServer):
+    """As the double; the next GETs of parts are answered by what these make of body and headers, raw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.RequestHandlerClass = _Crooked
+        self.crooks: list[Crook] = []
+        self.connections = 0
+        self.heads: list[dict[str, str]] = []
+
+    def verify_request(self, *_: Any) -> bool:
+        self.connections += 1
+        return True
+
+
+class _Crooked(_Faulty):
+    server: Crooked
+
+    def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.server.heads.append({"path": self.path, **dict(self.headers)})
+        if status == 206 and self.server.crooks:
+            self.wfile.write(self.server.crooks.pop(0)(body, headers or {}))
+            self.close_connection = True
+            return
+        super()._answer(status, body, headers)
+
+
+@pytest.fixture
+def server() -> Iterator[Crooked]:
+    with Crooked() as running:
+        yield running
+
+
+@pytest.fixture
+def store(server: Crooked) -> Store:
+    store = connect(server)
+    store.put("a", BIG)
+    return store
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read by obstore."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("obstore was asked")
+
+    monkeypatch.setattr("upriver.store.store.obstore.get_async", never)
+
+
+async def into(
+    store: Store, by: Direct, room: bytearray, start: int = 0, *, sizes: tuple[int, ...] = (), **options: Any
+) -> None:
+    views, rest = [], memoryview(room)
+    for size in sizes:
+        views.append(rest[:size])
+        rest = rest[size:]
+    await store.read_into_async("a", start, [*views, rest], etag=_etag(BIG), direct=by, **options)
+
+
+def read(store: Store, start: int = 0, nbytes: int = len(BIG), num: int = 1, **options: Any) -> bytes:
+    room = bytearray(nbytes)
+
+    async def reading() -> None:
+        async with opened(store, num) as by:
+            await into(store, by, room, start, **options)
+
+    asyncio.run(reading())
+    return bytes(room)
+
+
+# ------------------------------------------------------------------------------------ bytes in their places
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.sampled_from([0, 1, 7, ROOM_BYTES - 1, ROOM_BYTES, SCRATCH_BYTES + 3]), max_size=8),
+    piece_bytes=st.sampled_from([1, 1000, 300_000, 10**7]),
+)
+def test_whatever_memory_they_belong_to_they_are_there(seed: int, sizes: list[int], piece_bytes: int) -> None:
+    """By the protocol itself, which is told of bytes as a transport does: in as many pieces as it likes."""
+    content = BIG[: sum(sizes) + 5]
+    rooms = [bytearray(size) for size in (*sizes, 5)]
+    head = b"HTTP/1.1 206 x\r\nContent-Range: bytes 3-%d/9999999\r\nContent-Length: %d\r\n\r\n"
+    said = head % (len(content) + 2, len(content)) + content
+    transport, told, rng = _Transport(), [], random.Random(seed)
+
+    async def reading() -> None:
+        connection = _Connection()
+        connection.connection_made(transport)
+        places = Places([memoryview(room) for room in rooms])
+        asking = asyncio.create_task(connection.ask(b"request", 3, places, 60))
+        at = 0
+
+        async def come() -> None:
+            nonlocal at
+            while at < len(said):
+                buffer = connection.get_buffer(-1)
+                assert len(buffer) > 0
+                most = min(len(buffer), len(said) - at)
+                nbytes = min(most, rng.choice([1 + len(said) // 50, 30 + rng.randrange(100_000), most]))
+                buffer[:nbytes] = said[at : at + nbytes]
+                at += nbytes
+                connection.buffer_updated(nbytes)
+                await asyncio.sleep(0)
+
+        await asyncio.sleep(0)
+        coming = asyncio.create_task(come())
+        await asking
+        while num_bytes := await connection.more(piece_bytes, 60):
+            told.append(num_bytes)
+        await coming
+        assert connection.is_open
+
+    asyncio.run(reading())
+    assert b"".join(rooms) == content and transport.written == [b"request"]
+    assert sum(told) == len(content) and all(nbytes >= piece_bytes for nbytes in told[:-1])
+
+
+class _Transport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.reading, self.paused, self.aborted = True, 0, False
+
+    def write(self, data: Any) -> None:
+        self.written.append(data)
+
+    def pause_reading(self) -> None:
+        self.reading, self.paused = False, self.paused + 1
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize("start", [0, 1, 1_234_567])
+def test_a_part_of_an_object_comes_as_it_is(store: Store, alone: None, start: int) -> None:
+    assert read(store, start, len(BIG) - start) == BIG[start:]
+    assert read(store, start, 17, sizes=(1, 2, 3)) == BIG[start : start + 17]
+
+
+def test_pieces_are_told_of_once_they_are_there(store: Store, alone: None) -> None:
+    room, told = bytearray(len(BIG)), [0]
+
+    async def came(num_bytes: int) -> None:
+        told.append(told[-1] + num_bytes)
+        assert room[: told[-1]] == BIG[: told[-1]]
+        await asyncio.sleep(0.001)
+
+    async def reading() -> None:
+        async with opened(store) as by:
+            await into(store, by, room, on_bytes=came, piece_bytes=100_000)
+
+    asyncio.run(reading())
+    assert told[1] == 0 and told[-1] == len(BIG)
+
+
+def test_a_connection_serves_one_request_after_the_other(store: Store, server: Crooked, alone: None) -> None:
+    async def reading() -> None:
+        async with opened(store) as by:
+            for start in range(0, 2_000_000, 500_000):
+                room = bytearray(500_000)
+                await into(store, by, room, start)
+                assert room == BIG[start : start + 500_000]
+            assert server.connections == 2  # the first one wrote the object
+
+    asyncio.run(reading())
+
+
+def test_several_read_at_once_and_never_more_than_allowed(store: Store, server: Crooked) -> None:
+    rooms = [bytearray(100_000) for _ in range(30)]
+
+    async def reading() -> None:
+        by = store.direct(3)
+        assert by is not None
+        async with by:
+            by.open("a", 10)
+            await asyncio.gather(*(into(store, by, room, 10 * n) for n, room in enumerate(rooms)))
+            by.open("a", 10)
+            await asyncio.gather(*by._opening)
+            assert len(by._idle) == 3 and not by._busy
+
+    asyncio.run(reading())
+    assert [bytes(room) for room in rooms] == [BIG[10 * n : 10 * n + 100_000] for n in range(30)]
+
+
+def test_without_a_connection_nobody_waits_for_one(store: Store, server: Crooked) -> None:
+    room = bytearray(len(BIG))
+
+    async def reading() -> None:
+        by = store.direct(3)
+        assert by is not None
+        async with by:
+            await into(store, by, room)
+            assert not by._busy
+
+    asyncio.run(reading())
+    assert room == BIG
+
+
+def test_what_is_asked_for_without_an_etag_is_left_to_obstore(store: Store, server: Crooked) -> None:
+    room = bytearray(100)
+
+    async def reading() -> None:
+        async with opened(store) as by:
+            await store.read_into_async("a", 5, memoryview(room), direct=by)
+
+    asyncio.run(reading())
+    assert room == BIG[5:105]
+    assert "X-Amz-Signature" not in server.heads[-1]["path"]
+
+
+def test_other_stores_have_none(tmp_path: Any) -> None:
+    assert Store.open(tmp_path.as_uri()).direct(3) is None
+    assert Store.open("memory://direct").direct(3) is None
+
+
+# ------------------------------------------------------------------------------------------- what is asked
+
+
+def test_urls_are_signed_and_anonymous_ones_are_not(
+    store: Store, server: Crooked, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read(store, 0, 10) == BIG[:10]
+    assert "X-Amz-Signature=" in server.heads[-1]["path"]
+    options = {"endpoint": server.url, "anonymous": "true"}
+    for anybody in (options, {"endpoint": server.url}):
+        if anybody is not options:
+            monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        there = Store.open("s3://bucket/p", options=anybody)
+        assert read(there, 0, 10) == BIG[:10]
+        assert server.heads[-1]["path"] == "/bucket/p/a"
+        assert "Authorization" not in server.heads[-1]
+
+
+def test_names_are_quoted(server: Crooked, alone: None) -> None:
+    store, name, room = connect(server), "folder/ü b+c%.bin", bytearray(3)
+    store.put(name, b"123")
+
+    async def reading() -> None:
+        async with opened(store) as by:
+            await store.read_into_async(name, 0, memoryview(room), etag=store.head(name).etag, direct=by)
+
+    asyncio.run(reading())
+    assert room == b"123"
+
+
+@pytest.mark.parametrize("etag", ['"a"\r\nRange: bytes=0-1', '"ü"', "\x00"])
+def test_an_etag_that_cannot_be_sent_is_not(store: Store, server: Crooked, etag: str) -> None:
+    async def reading() -> None:
+        async with opened(store) as by:
+            asked = len(server.heads)
+            with pytest.raises(StoreError, match="no object has the ETag"):
+                await store.read_into_async("a", 0, memoryview(bytearray(5)), etag=etag, direct=by)
+            assert not any("X-Amz-Signature" in head["path"] for head in server.heads[asked:])
+
+    asyncio.run(reading())
+
+
+def test_a_proxy_is_left_to_obstore(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def num_open() -> int:
+        by = store.direct(3)
+        assert by is not None
+        async with by:
+            by.open("a", 1)
+            await asyncio.gather(*by._opening)
+            return len(by._idle)
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert asyncio.run(num_open()) == 0
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert asyncio.run(num_open()) == 1
+
+
+# ------------------------------------------------------------------------------- answers that are not taken
+
+
+def _said(body: bytes, headers: dict[str, str], status: bytes = b"206 Partial Content") -> bytes:
+    lines = [b"HTTP/1.1 " + status, *(f"{name}: {value}".encode() for name, value in headers.items())]
+    return b"\r\n".join([*lines, b"", b""]) + body
+
+
+def _with(body: bytes, headers: dict[str, str], **others: str) -> bytes:
+    length = {"Content-Length": str(len(body))}
+    return _said(body, headers | length | {name.replace("_", "-"): value for name, value in others.items()})
+
+
+CROOKS: dict[str, Crook] = {
+    "another range": lambda body, headers: _with(body, headers, Content_Range="bytes 1-100/3000000"),
+    "no range": lambda body, headers: _said(body, {"Content-Length": str(len(body))}),
+    "the whole": lambda body, headers: _said(BIG, {"Content-Length": str(len(BIG))}, b"200 OK"),
+    "another length": lambda body, headers: _with(body, headers, Content_Length="7"),
+    "no length": lambda body, headers: _said(body, headers),
+    "negative length": lambda body, headers: _with(body, headers, Content_Length="-1"),
+    "chunks": lambda body, headers: _said(
+        b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n", headers | {"Transfer-Encoding": "chunked"}
+    ),
+    "packed": lambda body, headers: _with(body, headers, Content_Encoding="gzip"),
+    "elsewhere": lambda body, headers: _said(b"", {"Location": "http://127.0.0.1:1/"}, b"307 Go"),
+    "no HTTP": lambda body, headers: b"SSH-2.0-OpenSSH_9.2\r\n\r\n" + body,
+    "nothing": lambda body, headers: b"",
+    "half a head": lambda body, headers: b"HTTP/1.1 206 Partial",
+    "a head without end": lambda body, headers: b"HTTP/1.1 206 x\r\n" + b"a" * (2 * MOST_HEAD_BYTES),
+    "a line without end": lambda body, headers: _with(body, headers, x="a" * MOST_HEAD_BYTES),
+    "many lines": lambda body, headers: _with(body, headers, **{f"x{n}": "1" for n in range(200)}),
+    "half a body": lambda body, headers: _with(body, headers)[: -len(body) // 2],
+    "more than asked for": lambda body, headers: _with(body, headers) + b"more",
+}
+
+
+@pytest.mark.parametrize("name", CROOKS)
+def test_any_other_answer_is_left_to_obstore(store: Store, server: Crooked, name: str) -> None:
+    for start, nbytes in ((0, 200), (5, 2_900_000)):
+        server.crooks = [CROOKS[name]]
+        assert read(store, start, nbytes) == BIG[start : start + nbytes]
+        assert not server.crooks
+
+
+def test_after_some_refusals_nothing_more_is_asked(store: Store, server: Crooked) -> None:
+    async def reading() -> None:
+        async with opened(store, MOST_REFUSALS) as by:
+            for number in range(MOST_REFUSALS + 2):
+                server.crooks = [CROOKS["no range"]] * (number < MOST_REFUSALS)
+                room = bytearray(50)
+                await into(store, by, room)
+                assert room == BIG[:50] and not server.crooks
+            by.open("a", 3)
+            assert not by._opening
+
+    asyncio.run(reading())
+
+
+def test_a_store_that_nobody_reaches_is_left_to_obstore(server: Crooked) -> None:
+    with Crooked() as gone:
+        store = connect(gone, max_retries="0")
+
+    async def reading() -> None:
+        by = store.direct(2)
+        assert by is not None
+        async with by:
+            by.open("a", 2)
+            await asyncio.gather(*by._opening)
+            assert not by._idle
+            with pytest.raises(StoreError, match="cannot read 'a'"):
+                await store.read_into_async("a", 0, memoryview(bytearray(5)), etag='"x"', direct=by)
+
+    asyncio.run(reading())
+
+
+# ----------------------------------------------------------------------------------------- broken off, slow
+
+
+def test_what_is_broken_off_writes_nothing_any_more(store: Store, server: Crooked) -> None:
+    room = bytearray(len(BIG))
+
+    async def reading() -> None:
+        async with opened(store, 2) as by:
+            begun = asyncio.Event()
+
+            async def came(num_bytes: int) -> None:
+                if num_bytes:
+                    begun.set()
+                    await asyncio.sleep(60)
+
+            task = asyncio.create_task(into(store, by, room, on_bytes=came, piece_bytes=1000))
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not by._busy and len(by._idle) == 1
+            before = bytes(room)
+            await asyncio.sleep(0.05)
+            assert room == before != BIG
+            memory = memoryview(room)
+            memory.release()
+
+    asyncio.run(reading())
+    room.clear()  # which is an error while anybody has a view of it
+
+
+def test_nothing_is_left_open(store: Store) -> None:
+    read(store, 0, 10, num=4)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert read(store, 0, 10, num=4) == BIG[:10]
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)  # the server's are among them
+
+
+def test_a_connection_does_not_read_ahead_of_who_does_not_take_it() -> None:
+    transport, content = _Transport(), bytes(400_000)
+
+    async def reading() -> None:
+        connection, room = _Connection(), bytearray(len(content))
+        connection.connection_made(transport)
+        head = b"HTTP/1.1 206 x\r\nContent-Range: bytes 0-399999/400000\r\nContent-Length: 400000\r\n\r\n"
+
+        def come(said: bytes) -> None:
+            connection.get_buffer(-1)[: len(said)] = said
+            connection.buffer_updated(len(said))
+
+        asking = asyncio.create_task(connection.ask(b"", 0, Places(memoryview(room)), 60))
+        await asyncio.sleep(0)
+        come(head)
+        await asking
+        first = asyncio.create_task(connection.more(1000, 60))
+        await asyncio.sleep(0)
+        come(bytes(2000))
+        assert await first == 2000 and transport.reading
+        come(bytes(1500))
+        assert not transport.reading
+        assert await connection.more(1000, 60) == 1500
+        rest = asyncio.create_task(connection.more(10**6, 60))
+        await asyncio.sleep(0)
+        assert transport.reading
+        for _ in range(2):
+            come(bytes((len(content) - 3500) // 2))
+        assert await rest == len(content) - 3500
+        assert transport.paused == 1
+
+    asyncio.run(reading())
+
+
+def test_what_nobody_asked_for_ends_a_connection() -> None:
+    connection, transport = _Connection(), _Transport()
+    connection.connection_made(transport)
+    connection.get_buffer(-1)[:3] = b"abc"
+    connection.buffer_updated(3)
+    assert transport.aborted and not connection.is_open
+
+
+def test_a_signature_is_made_anew_in_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    signed, sign = [], direct.obstore.sign_async
+
+    def counted(*args: Any) -> Any:
+        signed.append(args[2])
+        return sign(*args)
+
+    monkeypatch.setattr(direct.obstore, "sign_async", counted)
+    assert read(store, 0, 10) == BIG[:10]
+    assert signed == ["a"]
+    monkeypatch.setattr(direct, "SIGNED_S", -1.0)
+
+    def none_is_good(*args: Any) -> Any:
+        signed.append(args[2])
+        return sign(*args[:3], direct.timedelta(seconds=60))
+
+    monkeypatch.setattr(direct.obstore, "sign_async", none_is_good)
+    assert read(store, 0, 10) == BIG[:10]
+    assert signed == ["a"] * 3
