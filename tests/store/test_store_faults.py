@@ -254,6 +254,19 @@ def test_an_operators_own_authority_is_trusted_when_it_is_named(certificates: Pa
         assert trusting.get("a", etag=trusting.head("a").etag) == CONTENT
         with pytest.raises(StoreError, match="cannot read 'a'"):
             connect(server, max_retries="0").get("a")
+        assert server.num_signed == 0
+        assert directly(trusting, trusting.head("a").etag) == CONTENT[START:STOP]
+        assert server.num_signed == 1
+
+        async def num_opened() -> int:
+            direct = connect(server).direct(2)
+            assert direct is not None
+            async with direct:
+                direct.open("a", 2)
+                await asyncio.gather(*direct._opening)
+                return len(direct._idle)
+
+        assert asyncio.run(num_opened()) == 0
 
 
 def test_an_authority_that_cannot_be_read_is_named(server: FaultyServer, tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ SCRATCH_BYTES, ROOM_BYTES = 256 * 1024, 64 * 1024
 """What is read at once where the next bytes belong to less memory than the second, as small tensors are."""
 
 MOST_HEAD_BYTES = 64 * 1024
-SIGNED_S = 3600.0
-"""For how long a URL is good; half of it is used."""
+SIGNED_S = 900.0
+"""For how long a URL is good, which may be written down wherever it passes; half of it is used."""
 
 MOST_REFUSALS = 2
 """Answers, one after the other, that were not as they should be: then nothing more is asked for here."""
