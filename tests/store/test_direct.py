@@ -27,7 +27,7 @@ from upriver.store.places import Places
 
 from .faulty_server import FaultyServer, _Faulty
 from .s3_server import _etag
-from .test_store_faults import connect, opened
+from .test_store_faults import connect, num_opened, opened, tried
 
 BIG = random.Random(1).randbytes(3_000_000)
 Crook = Callable[[bytes, dict[str, str]], bytes]
@@ -297,18 +297,10 @@ def test_an_etag_that_cannot_be_sent_is_not(store: Store, server: Crooked, etag:
 
 
 def test_a_proxy_is_left_to_obstore(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def num_open() -> int:
-        by = store.direct(3)
-        assert by is not None
-        async with by:
-            by.open("a", 1)
-            await asyncio.gather(*by._opening)
-            return len(by._idle)
-
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert asyncio.run(num_open()) == 0
+    assert num_opened(store) == 0
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert asyncio.run(num_open()) == 1
+    assert num_opened(store) == 2
 
 
 # ------------------------------------------------------------------------------- answers that are not taken
@@ -374,11 +366,7 @@ def test_a_store_that_nobody_reaches_is_left_to_obstore(server: Crooked) -> None
         store = connect(gone, max_retries="0")
 
     async def reading() -> None:
-        by = store.direct(2)
-        assert by is not None
-        async with by:
-            by.open("a", 2)
-            await asyncio.gather(*by._opening)
+        async with tried(store, 2) as by:
             assert not by._idle
             with pytest.raises(StoreError, match="cannot read 'a'"):
                 await store.read_into_async("a", 0, memoryview(bytearray(5)), etag='"x"', direct=by)

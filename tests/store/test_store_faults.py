@@ -61,13 +61,30 @@ def directly(store: Store, etag: str | None) -> bytes:
 @asynccontextmanager
 async def opened(store: Store, num: int = 1) -> AsyncIterator[Direct]:
     """So many connections, ready."""
+    async with tried(store, num) as direct:
+        assert len(direct._idle) == num
+        yield direct
+
+
+@asynccontextmanager
+async def tried(store: Store, num: int) -> AsyncIterator[Direct]:
+    """As many of so many connections as can be opened."""
     direct = store.direct(8)
     assert direct is not None
     async with direct:
         direct.open("a", num)
         await asyncio.gather(*direct._opening)
-        assert len(direct._idle) == num
         yield direct
+
+
+def num_opened(store: Store) -> int:
+    """How many of two connections can be opened."""
+
+    async def trying() -> int:
+        async with tried(store, 2) as direct:
+            return len(direct._idle)
+
+    return asyncio.run(trying())
 
 
 @pytest.fixture(params=[in_a_thread, on_a_loop, into_memory, into_memory_on_a_loop, directly])
@@ -257,16 +274,7 @@ def test_an_operators_own_authority_is_trusted_when_it_is_named(certificates: Pa
         assert server.num_signed == 0
         assert directly(trusting, trusting.head("a").etag) == CONTENT[START:STOP]
         assert server.num_signed == 1
-
-        async def num_opened() -> int:
-            direct = connect(server).direct(2)
-            assert direct is not None
-            async with direct:
-                direct.open("a", 2)
-                await asyncio.gather(*direct._opening)
-                return len(direct._idle)
-
-        assert asyncio.run(num_opened()) == 0
+        assert num_opened(connect(server)) == 0
 
 
 def test_an_authority_that_cannot_be_read_is_named(server: FaultyServer, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -66,7 +67,6 @@ class Direct:
         self._opening: set[asyncio.Task[None]] = set()
         self._context: ssl.SSLContext | None = None
         self._signing: S3Store | None = None
-        self._proxies = getproxies()
         self._refusals = 0
 
     async def __aenter__(self) -> Direct:
@@ -157,6 +157,10 @@ class Direct:
             self._gives_up(error)
         else:
             self._idle.append(connection)
+
+    @cached_property
+    def _proxies(self) -> dict[str, str]:
+        return getproxies()  # takes a look at each variable of the environment
 
     def _is_proxied(self, url: SplitResult) -> bool:
         proxy = self._proxies.get(url.scheme) or self._proxies.get("all")
