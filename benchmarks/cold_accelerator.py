@@ -196,6 +196,25 @@ def _forked(do: Do, spec: Mapping[str, Any], answers: Connection) -> None:
         answers.send({"failed": f"{type(error).__name__}: {error}".splitlines()[0]})
 
 
+def spec_of(
+    model: str, place: Local, scratch: str, ways: Sequence[str], *, device: str = "cpu"
+) -> dict[str, Any]:
+    """What `publish` takes, and with the way, its knob and ``started`` `run`."""
+    uri, options = place.writing
+    return {
+        "model": model,
+        "folder": model,
+        "references": scratch,
+        "cache": f"{scratch}/{model}",
+        "bucket": place.bucket,
+        "options": dict(place.options),
+        "writing": {"uri": uri, "options": options},
+        "ways": list(ways),
+        "assign": True,
+        "device": device,
+    }
+
+
 def measure(
     models: Sequence[str], ways: Sequence[str], *, device: str, repeats: int, minutes: float
 ) -> Found:
@@ -205,22 +224,7 @@ def measure(
     for model in models:
         MODELS[model].prepare()
     with Local() as place, tempfile.TemporaryDirectory() as scratch:
-        uri, options = place.writing
-        specs = {
-            model: {
-                "model": model,
-                "folder": model,
-                "references": scratch,
-                "cache": f"{scratch}/{model}",
-                "bucket": place.bucket,
-                "options": dict(place.options),
-                "writing": {"uri": uri, "options": options},
-                "ways": list(ways),
-                "assign": True,
-                "device": device,
-            }
-            for model in models
-        }
+        specs = {model: spec_of(model, place, scratch, ways, device=device) for model in models}
         for model, spec in specs.items():
             found.nbytes[model] = child(publish, spec)["nbytes"]
         for turn, model in itertools.product(range(repeats + 1), models):

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from _common import RESULTS, Spread, commit, machine, table, versions
-from cold_accelerator import BATCH, child, publish, run
+from cold_accelerator import BATCH, child, publish, run, spec_of
 from cold_bed import Local
 from cold_models import MODELS
 from cold_settings import OURS, WAYS
@@ -75,23 +75,9 @@ def measure(models: Sequence[str], *, repeats: int) -> tuple[Runs, dict[str, int
         MODELS[model].prepare()
     told = ("--latency-s", LATENCY_S, "--connection-bytes-per-s", CONNECTION_BYTES_PER_S)
     with Local(*told) as place, tempfile.TemporaryDirectory() as scratch:
-        uri, options = place.writing
-        common = {
-            "references": scratch,
-            "bucket": place.bucket,
-            "options": dict(place.options),
-            "writing": {"uri": uri, "options": options},
-            "ways": [OURS],
-            "assign": True,
-            "device": "cpu",
-            "started": False,
-            "knob": MOST_REQUESTS,
-        }
-        specs = {model: {**common, "model": model, "folder": model} for model in models}
-        nbytes = {
-            model: child(publish, {**spec, "cache": f"{scratch}/{model}"})["nbytes"]
-            for model, spec in specs.items()
-        }
+        knob = {"knob": MOST_REQUESTS, "started": False}
+        specs = {model: spec_of(model, place, scratch, [OURS]) | knob for model in models}
+        nbytes = {model: child(publish, spec)["nbytes"] for model, spec in specs.items()}
         for repeat in range(repeats):
             for model, spec in specs.items():
                 for name in NAMES:
