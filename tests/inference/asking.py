@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from tests.client.scripted_http import Exchange, scripted
+from tests.server.running import wait_for
 from upriver.client.inference.costs import Handling
 from upriver.client.inference.decide import Rule
 from upriver.client.inference.far import Far
 from upriver.client.inference.link import LinkWindow
 from upriver.client.inference.offload import Offload
 
-SELDOM = {"probe_s": 3600.0, "load_s": 3600.0}
-"""Nothing but requests and what a test says changes what is known of a server."""
+SELDOM = {"probe_s": 3600.0, "load_s": 3600.0, "deadline_s": 120.0}
+"""Nothing but requests and what a test says changes what is known of a server, and one may take its time."""
 
 
 class Chain(nn.Module):
@@ -99,6 +100,12 @@ def far_of(answer: Offload, number: int = 0) -> Far:
 def cut_at(answer: Offload, cut: int) -> None:
     """From here on requests are cut there."""
     answer._rule = Rule(cut=cut)
+
+
+def let_in(answer: Offload, number: int = 0) -> None:
+    """Wait for a server that may fail to be in time with a large network at first, and is tried again."""
+    far, captured = far_of(answer, number), answer._forms.first.captured
+    wait_for(lambda: far.costs(captured) is not None)
 
 
 def tell_link(answer: Offload, bytes_per_s: float, rtt_s: float = 0.001, number: int = 0) -> None:

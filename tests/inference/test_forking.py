@@ -43,7 +43,6 @@ def test_children_that_ask_at_once_get_their_own_answers(hedge_s: float | None, 
         servers=[server.url],
         cut=0,
         hedge_s=hedge_s,
-        deadline_s=60.0,
         **SELDOM,
     ) as answer:
         assert torch.equal(answer(inputs[0]), wanted[0])

@@ -18,7 +18,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import upriver
-from tests.inference.asking import SELDOM, Two, chain, cut_at, far_of, here, proxy, tell_link, tell_load
+from tests.inference.asking import (
+    SELDOM,
+    Two,
+    chain,
+    cut_at,
+    far_of,
+    here,
+    let_in,
+    proxy,
+    tell_link,
+    tell_load,
+)
 from tests.inference.between import between
 from tests.program.nets import Small
 from tests.server.running import Running, running, wait_for
@@ -75,6 +86,7 @@ def test_every_cut_gives_the_models_own_bits(model: nn.Module, inputs: Any, serv
     with upriver.offload(
         model, example_inputs=inputs, servers=[server.url], measure="measure", **SELDOM
     ) as answer:
+        let_in(answer)
         stages = answer.program.num_stages
         for cut in range(stages + 1):
             cut_at(answer, cut)
