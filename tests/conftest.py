@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # Proofs are not remembered from test to test: each makes its own. Processes that tests start inherit this.
 os.environ["UPRIVER_CACHE"] = os.devnull
@@ -14,3 +17,19 @@ os.environ["UPRIVER_CACHE"] = os.devnull
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")
+
+TOGETHER = "tests/cluster/"
+"""Most of its files start Ray, one at a time: beside each other they only wait."""
+
+
+class Files(LoadFileScheduling):
+    """A file at a time to each process, and a folder of them to one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Files | None:
+    """Where files are tested side by side."""
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
