@@ -19,7 +19,7 @@ settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")
 
 TOGETHER = "tests/cluster/"
-"""Most of its files start Ray, one at a time: beside each other they only wait."""
+"""Some of its files start Ray, one at a time: beside each other they would only wait."""
 
 
 class Files(LoadFileScheduling):

@@ -15,7 +15,7 @@ LOCK = Path(tempfile.gettempdir()) / "upriver-tests-with-ray.lock"
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Time to wait for the other files' tests."""
+    """Time to wait for the tests of another run."""
     for item in items:
         if item.path.parent == Path(__file__).parent and item.path.stem in WITH_RAY:
             item.add_marker(pytest.mark.timeout(1500))
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nobody_else_has_ray(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where files are tested side by side in processes of their own."""
+    """Nor another run of the tests; within one, a single process has this folder."""
     if request.path.stem not in WITH_RAY:
         yield
         return

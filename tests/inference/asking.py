@@ -102,9 +102,9 @@ def cut_at(answer: Offload, cut: int) -> None:
     answer._rule = Rule(cut=cut)
 
 
-def let_in(answer: Offload, number: int = 0) -> None:
+def let_in(answer: Offload) -> None:
     """Wait for a server that may fail to be in time with a large network at first, and is tried again."""
-    far, captured = far_of(answer, number), answer._forms.first.captured
+    far, captured = far_of(answer), answer._forms.first.captured
     wait_for(lambda: far.costs(captured) is not None)
 
 
