@@ -27,11 +27,15 @@ class FaultyServer(S3Server):
 
     Args:
         certificate: File with a certificate and its key, to speak TLS with.
+
+    Attributes:
+        put_s: Seconds that an object takes to get here, beside its way.
     """
 
     def __init__(self, certificate: Path | None = None) -> None:
         super().__init__()
         self.RequestHandlerClass = _Faulty
+        self.put_s = 0.0
         self._scheme = "http"
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -58,6 +62,10 @@ class FaultyServer(S3Server):
 class _Faulty(_Handler):
     server: FaultyServer
     fault_now: str | None = None
+
+    def do_PUT(self) -> None:
+        time.sleep(self.server.put_s)
+        super().do_PUT()
 
     def _fault(self) -> int | str | None:
         fault = super()._fault()

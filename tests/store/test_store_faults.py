@@ -286,3 +286,46 @@ def test_an_authority_that_cannot_be_read_is_named(server: FaultyServer, tmp_pat
     (tmp_path / "image").write_bytes(b"\xff\xd8\xff\xe0")
     with pytest.raises(ConfigError, match=r"ca_file: cannot read '.*image': it is no PEM file"):
         connect(server, ca_file=str(tmp_path / "image"))
+
+
+def in_one_request(store: Store, content: bytes) -> None:
+    store.put("a", content)
+
+
+def in_one_request_on_a_loop(store: Store, content: bytes) -> None:
+    asyncio.run(store.put_async("a", content))
+
+
+def in_parts(store: Store, content: bytes) -> None:
+    half = len(content) // 2
+    store.put_stream("a", [content[:half], content[half:]])
+
+
+WRITES = (in_one_request, in_one_request_on_a_loop, in_parts)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_sending_much_may_take_longer_than_a_read_may_be_silent(
+    server: FaultyServer, write: Callable[[Store, bytes], None]
+) -> None:
+    server.put_s = 1.0
+    content = CONTENT * 12
+    write(connect(server, read_timeout_s="0.25"), content)
+    server.put_s = 0.0
+    assert connect(server).get("a") == content
+    assert [method for method, _, _ in server.requests].count("PUT") == 1
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_sending_much_ends_when_an_attempt_may_take_no_longer(
+    server: FaultyServer, write: Callable[[Store, bytes], None]
+) -> None:
+    server.put_s = 1.0
+    with pytest.raises(StoreError, match="cannot write 'a'"):
+        write(connect(server, timeout_s="0.25", max_retries="0"), CONTENT * 12)
+
+
+def test_a_store_that_does_not_answer_to_a_few_bytes_is_given_up_soon(server: FaultyServer) -> None:
+    server.put_s = 1.0
+    with pytest.raises(StoreError, match="cannot write 'a'"):
+        connect(server, read_timeout_s="0.25", max_retries="0").put("a", CONTENT)

@@ -77,6 +77,21 @@ def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
     return _opened(bucket, prefix, options, config)
 
 
+def patient(store: S3Store, options: Mapping[str, str]) -> S3Store:
+    """The same bucket, for what takes long to send.
+
+    The HTTP client counts ``read_timeout_s`` from a request's first byte to its answer's, so that an upload
+    that goes on all the time counts as silent. Here it may take ``timeout_s``, as a whole attempt may.
+
+    Args:
+        store: As :func:`open_s3` opened it.
+        options: By which it did.
+    """
+    config = {name: value for name, value in store.config.items() if name != "bucket"}
+    longest = {**options, "read_timeout_s": str(_numbers(options)["timeout_s"])}
+    return _opened(str(store.config["bucket"]), store.prefix or "", longest, config)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S3Access:
     """What it takes to read a bucket's objects without obstore.

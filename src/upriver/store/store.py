@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -21,7 +22,7 @@ from upriver.store import local
 from upriver.store.direct import Direct
 from upriver.store.names import check_name, check_prefix
 from upriver.store.places import PIECE_BYTES, Places
-from upriver.store.s3 import access_to, open_s3, secrets_of, site_of
+from upriver.store.s3 import access_to, open_s3, patient, secrets_of, site_of
 
 MULTIPART_BYTES = 64 * 2**20
 """Objects up to this size travel in one request, as AWS advises below 100 MB; larger ones in parts of it."""
@@ -33,6 +34,10 @@ are to be much larger than what is read at once."""
 
 STREAM_PARTS = 2
 """How many of them may be under way, and so in memory, at once."""
+
+PATIENT_BYTES = 2**20
+"""What is larger may take as long to send as a whole attempt may. The rest is small enough to be given up
+sooner, where a store has stopped to answer."""
 
 _REFUSED = (PermissionDeniedError, UnauthenticatedError)
 _HTTP_STATUS = re.compile(r"\bstatus(?: code)?: (\d{3})\b")
@@ -439,7 +444,11 @@ class Store:
         with self._errors("write", path):
             parts = len(data) > MULTIPART_BYTES
             obstore.put(
-                self._backend, self._checked(path), data, use_multipart=parts, chunk_size=MULTIPART_BYTES
+                self._writing(len(data)),
+                self._checked(path),
+                data,
+                use_multipart=parts,
+                chunk_size=MULTIPART_BYTES,
             )
 
     async def put_async(self, path: str, data: bytes | bytearray | memoryview) -> None:
@@ -447,7 +456,11 @@ class Store:
         with self._errors("write", path):
             parts = len(data) > MULTIPART_BYTES
             await obstore.put_async(
-                self._backend, self._checked(path), data, use_multipart=parts, chunk_size=MULTIPART_BYTES
+                self._writing(len(data)),
+                self._checked(path),
+                data,
+                use_multipart=parts,
+                chunk_size=MULTIPART_BYTES,
             )
 
     def put_stream(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
@@ -462,13 +475,21 @@ class Store:
         """
         with self._errors("write", path):
             obstore.put(
-                self._backend,
+                self._writing(STREAM_PART_BYTES),
                 self._checked(path),
                 iter(pieces),
                 use_multipart=True,
                 chunk_size=STREAM_PART_BYTES,
                 max_concurrency=STREAM_PARTS,
             )
+
+    def _writing(self, num_bytes: int) -> LocalStore | MemoryStore | S3Store:
+        """By what requests are sent of which the largest has that many bytes."""
+        return self._backend if num_bytes <= PATIENT_BYTES else self._patient
+
+    @cached_property
+    def _patient(self) -> LocalStore | MemoryStore | S3Store:
+        return patient(self._backend, self._options) if isinstance(self._backend, S3Store) else self._backend
 
     def delete(self, path: str) -> None:
         """Remove an object; no error where a store cannot tell whether it was there.
