@@ -169,7 +169,12 @@ class TracedStore(Store):
 
     def __init__(self, store: Store) -> None:
         super().__init__(
-            store._backend, name=store.name, uri=store.uri, root=store._root, secrets=store._secrets
+            store._backend,
+            name=store.name,
+            uri=store.uri,
+            root=store._root,
+            secrets=store._secrets,
+            options=store._options,
         )
 
     def get(
