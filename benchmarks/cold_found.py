@@ -35,6 +35,14 @@ JUDGED_BYTES = 90_000_000
 STARTED, IMPORTED = "total_s", "after_imports_s"
 """The two clocks: the parent's, from process start, and the process's own, from the end of its imports."""
 
+COMPARED: Mapping[str, tuple[str, str | None]] = {
+    "fastest": (STARTED, None),
+    "fastest after imports": (IMPORTED, None),
+    "fastest, plain": (STARTED, PLAIN),
+    "small": (STARTED, None),
+}
+"""Goals that hold upriver against the best other: by which clock, and the ending of their names."""
+
 Row = Mapping[str, Any]
 
 
@@ -272,19 +280,20 @@ class Found:
 
     def _speed(self) -> dict[str, bool]:
         found: dict[str, bool] = {}
-        for goal, clock, ending in (
-            ("fastest", STARTED, None),
-            ("fastest after imports", IMPORTED, None),
-            ("fastest, plain", STARTED, PLAIN),
-        ):
+        for goal, (clock, ending) in COMPARED.items():
+            if goal == "small" and self.setting.model not in SMALL:
+                continue
             behind, ours = self.behind(clock, ending), OURS + (ending or "")
             if behind is not None:
                 found[goal] = behind <= NEAR_BEST
             elif self.rows(ours) and not self.usable(ours):
                 found[goal] = False
-        if self.setting.model in SMALL and "fastest" in found:
-            found["small"] = found["fastest"]
         return found
+
+    def surely_behind(self, goal: str) -> bool:
+        """Whether upriver would stay behind in a goal of `COMPARED` after any number of such turns."""
+        between = self.behind_between(*COMPARED[goal])
+        return between is not None and between[0] > NEAR_BEST
 
     def _memory(self) -> dict[str, bool]:
         above = self.above(OURS)

@@ -18,12 +18,14 @@ from tests.program.nets import frozen_small
 from tests.server.conftest import make_world
 from tests.server.running import ask, in_thread, run, running, wait_for
 from tests.server.test_http import same
+from tests.store.faulty_server import FaultyServer
 from upriver import tracing
 from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError
 from upriver.server import ServerConfig, serve
 from upriver.server.tracing import traced
 from upriver.store import Store
+from upriver.store.store import PATIENT_BYTES
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
@@ -327,6 +329,18 @@ def test_reads_into_memory_are_spans_too(spans, tmp_path):
     assert [dict(span.attributes) for span in spans.all("GET")] == [
         {"store": "here", "object": "a", "start": start, "stop": start + 4} for start in (1, 2)
     ]
+
+
+def test_a_traced_store_is_written_to_as_the_store_itself(spans):
+    content = bytes(2 * PATIENT_BYTES)
+    with FaultyServer() as server:
+        server.put_s = 1.0
+        options = {"endpoint": server.url, "access_key_id": "alice:reader", "secret_access_key": "secret"}
+        store = Store.open("s3://data", name="here", options={**options, "read_timeout_s": "0.25"})
+        written = traced({"here": store})["here"]
+        written.put("a", content)
+        assert Store.open("s3://data", options=options).get("a") == content
+        assert [method for method, _, _ in server.requests].count("PUT") == 1
 
 
 def test_what_a_job_asks_while_it_is_planned_is_traced_on_both_sides(spans, tmp_path):
