@@ -139,7 +139,9 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
         if goal == "right":
             text += f" ({'; '.join(line for each in found for line in each.wrong())})"
         if goal in COMPARED:
-            sure = [each.setting.key for each in found if each.setting.key in missed and each.surely_behind(goal)]
+            sure = [
+                each.setting.key for each in found if each.setting.key in missed and each.surely_behind(goal)
+            ]
             text += f". With a certainty of {SURE:.0%} behind in: {', '.join(sure) or 'none'}"
     out = [f"{run} in {each.setting.key}" for each in found for run in each.out]
     if out and goal.startswith("fastest"):
