@@ -70,7 +70,7 @@ SETTINGS = (
 """Over stalls; over workloads, about as much as they stall in the paper (Figure 7); over a slow link and a
 slow disk. Behind the slow link batches have half the samples, as one takes that many times longer there."""
 
-QUICK = (Setting(workload="R", stall=0.6, batches=40, repeats=1, batch_scale=0.125, ratios=(0.3, 1.0)),)
+QUICK = (Setting(workload="R", stall=0.6, batches=24, repeats=1, batch_scale=0.125, ratios=(0.3, 1.0)),)
 QUICK_FILES = 4
 
 _here = Path(__file__).resolve().parent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from load_background import PERIOD_S
 from load_networks import NETWORKS
@@ -19,8 +19,8 @@ PARTS = ("load", "link")
 STEADY = (LOCAL, FULL)
 """Ways that have the same cut always."""
 
-FACTOR = 20.0
-"""How many times slower than its core the device is."""
+FACTOR, QUICK_FACTOR = 20.0, 4.0
+"""How many times slower than its core the device is; and where it is only to be seen that it works."""
 
 MIN_ROUNDS = 2
 """Of a phase, however long they take."""
@@ -171,8 +171,8 @@ def link_setting(network: str, *, seconds: float | None = None, rates: Sequence[
 SETTINGS = tuple(make(network) for network in NETWORKS for make in (load_setting, link_setting))
 
 QUICK = (
-    load_setting("squeezenet1_0", seconds=3.0, levels=(IDLE, "100%(h)")),
-    link_setting("squeezenet1_0", seconds=3.0, rates=(8.0, 64.0)),
+    replace(load_setting("squeezenet1_0", seconds=1.0, levels=(IDLE, "100%(h)")), factor=QUICK_FACTOR),
+    replace(link_setting("squeezenet1_0", seconds=1.0, rates=(16.0, 64.0)), factor=QUICK_FACTOR),
 )
 """To see that it works."""
 

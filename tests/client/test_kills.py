@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _kills import Servers, drawn
 from _kills_job import BATCH, MICRO_BATCH, SEED, Difference, make_data, through_servers, train
 
-KILLS = 10
+KILLS = 6
 EVERY = 8
 """Steps from one kill to the next."""
 
 PACE_S = 0.15
 """A step takes so much longer while processes are killed: 1 to 2 s from one kill to the next."""
 
-SAMPLES, EPOCHS = 244, 14
-"""182 steps, 80 of them under kills; the last micro-batch and the last batch of an epoch are short."""
+SAMPLES, EPOCHS = 244, 8
+"""104 steps, 48 of them under kills; the last micro-batch and the last batch of an epoch are short."""
 
 WORKER_S = 120.0
 """A worker is waited for where one is to be killed: servers that are started again may take 20 s each."""
