@@ -140,7 +140,10 @@ class Found:
         return [pair for pair in both if len(_right(pair)) == len(pair)]
 
     def behind(self, clock: str, ending: str | None = None) -> float | None:
-        """How much longer upriver takes than the best other: the median over turns, in which both ran.
+        """How much longer upriver takes than the best other: the median over turns in which both ran.
+
+        Of many that are as good one is the best by chance. So in each turn upriver is held against the best
+        of the others by all turns but that one, which has been lucky elsewhere, if at all.
 
         Args:
             clock: Which.
@@ -162,10 +165,21 @@ class Found:
 
     def _ratios(self, clock: str, ending: str | None) -> list[float]:
         """Of each turn in which both answered rightly: upriver's time over the best other's."""
-        best, ours = self.best_other(clock, ending), OURS + (ending or "")
-        if best is None or not self.usable(ours):
+        ours = OURS + (ending or "")
+        if not self.usable(ours):
             return []
-        return [one[clock] / other[clock] for one, other in self.pairs(ours, best)]
+        found = []
+        for number, own in self._seconds(ours, clock).items():
+            others = [run for run in self.runs if way_of(run) != OURS and _ends(run, ending)]
+            rivals = [times for run in others if number in (times := self._seconds(run, clock))]
+            if rivals:
+                best = min(rivals, key=lambda times: _median_without(times, number))
+                found.append(own / best[number])
+        return found
+
+    def _seconds(self, run: str, clock: str) -> dict[int, float]:
+        """Of each turn in which a run answered rightly, by its number."""
+        return {number: row[clock] for number, row in self.turns.get(run, {}).items() if row.get("equal")}
 
     @property
     def apart(self) -> int:
@@ -319,6 +333,11 @@ class Found:
 
 def _right(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.get("equal")]
+
+
+def _median_without(times: Mapping[int, float], number: int) -> float:
+    """Of all turns but one, or of that one if there is no other."""
+    return statistics.median([time for each, time in times.items() if each != number] or times.values())
 
 
 def _ends(run: str, ending: str | None) -> bool:

@@ -33,13 +33,14 @@ Constructed as ever:
 {behind}
 
 upriver over the best other: the median, over turns in which both answered rightly, of one time over the
-other in the same turn, less one. Whoever fails or is wrong in more than {most_failed:.0%} of its turns
-is not compared. Of {turns} turns of upriver's, {apart} were run in another start of the benchmark than
-the best other's, which stay when upriver's code has changed. The best other is whoever has the lowest
-median; its name ends in ` plain` where its model was constructed as ever. In the first columns upriver
-is held against everybody, those too that use its construction; in the last ones nobody does. Within
-{near_best:.0%} counts as even. In brackets, from six turns on: where that median lies with a certainty of
-{sure:.0%}, by the ranks of the turns alone. The best other is the best of many, by chance, too.
+other in the same turn, less one. Of many that are as good one is the best by chance: so each turn's best
+other is whoever has the lowest median of all *other* turns. Whoever fails or is wrong in more than
+{most_failed:.0%} of its turns is not compared. Of {turns} turns of upriver's, {apart} were run in another
+start of the benchmark than the best other's, which stay when upriver's code has changed. The name is that of
+whoever has the lowest median of all turns; it ends in ` plain` where its model was constructed as ever. In
+the first columns upriver is held against everybody, those too that use its construction; in the last ones
+nobody does. Within {near_best:.0%} counts as even. In brackets, from six turns on: where that median lies
+with a certainty of {sure:.0%}, by the ranks of the turns alone.
 
 ## Imports, and CPU time
 

@@ -28,6 +28,7 @@ from cold_settings import (
     WAYS,
     XL,
     Setting,
+    way_of,
 )
 from tests.benchmarks.cold_simulated import (
     NBYTES,
@@ -111,6 +112,25 @@ def test_who_is_ahead_is_told_by_turns(tmp_path: Path) -> None:
     slower = Found(SETTING, measured(tmp_path / "slower", seconds={OURS: 1.5, "pisel": 1.0})[0])
     assert slower.behind(IMPORTED) == pytest.approx(0.5 / 1.0625)
     assert not slower.goals["fastest after imports"]
+
+
+def test_nobody_is_the_best_other_by_the_turn_in_which_it_is_compared(tmp_path: Path) -> None:
+    """All are as good as each other, and each of the others is lucky in one turn."""
+    records, _ = measured(tmp_path, seconds={OURS: 1.0})
+    others = [run for run in SETTING.runs if way_of(run) != OURS and not run.endswith(PLAIN)]
+    for number, lucky in enumerate(others[:3]):
+        for run in SETTING.runs:
+            records.rows[turn_key(SETTING, number, run)]["total_s"] = 0.5 if run == lucky else 1.0
+    found = Found(SETTING, records)
+    assert found.behind(STARTED) == 0
+    for number in range(3):
+        records.rows[turn_key(SETTING, number, others[1])]["total_s"] = 0.7
+    assert Found(SETTING, records).behind(STARTED) == pytest.approx(1 / 0.7 - 1), (
+        "one that is ahead in all turns"
+    )
+    first = {key: row for key, row in records.rows.items() if "|turn1" not in key and "|turn2" not in key}
+    records.rows = first
+    assert Found(SETTING, records).behind(STARTED) == pytest.approx(1.0), "of a single turn it is its best"
 
 
 def test_where_the_median_lies_is_told_by_ranks(tmp_path: Path) -> None:
