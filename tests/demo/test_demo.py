@@ -26,12 +26,12 @@ from upriver.report.demo_plot import Curve, plot_demo
 
 @pytest.mark.slow
 def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "upriver", "demo", "--json", "--epochs", "1", "--images", "20"]
+    command = [sys.executable, "-m", "upriver", "demo", "--json", "--epochs", "1", "--images", "10"]
     command += [
         "--heldout",
         "10",
         "--batch-size",
-        "10",
+        "5",
         "--link-mbit",
         "3",  # so slow that a layer's output goes over it sooner than an image, however busy the cores are
         "--plot",
@@ -42,7 +42,7 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "UPRIVER_CACHE": os.devnull, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "UPRIVER_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.glob("upriver-demo-*"))
@@ -58,13 +58,13 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
         assert 0 < way["bound_fraction"] <= 1.05  # clocks of two processes
     assert near["cut"] >= 1
     assert near["bytes"] < plain["bytes"] / 2
-    # Twenty images of 320 to 390 KB each, and what lies between them in a shard.
-    assert 20 * 320_000 < plain["bytes"] < 20 * 390_000 + 100_000
+    # Ten images of 320 to 390 KB each, and what lies between them in a shard.
+    assert 10 * 320_000 < plain["bytes"] < 10 * 390_000 + 100_000
     assert set(plain["samples"]) == {"local"}
-    assert sum(near["samples"].values()) == sum(plain["samples"].values()) == 30
+    assert sum(near["samples"].values()) == sum(plain["samples"].values()) == 20
     assert set(near["samples"]) - {"local"}
     assert document["plot"] == str(tmp_path / "demo.png")
-    for said in ("made for this run alone", "emulated, 3 Mbit/s", "random ones", "cores:"):
+    for said in ("emulated, 3 Mbit/s", "random ones", "cores:"):
         assert said in done.stderr
     with Image.open(tmp_path / "demo.png") as picture:
         assert picture.format == "PNG"
