@@ -139,13 +139,22 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
         if goal == "right":
             text += f" ({'; '.join(line for each in found for line in each.wrong())})"
         if goal in COMPARED:
-            sure = [
-                each.setting.key for each in found if each.setting.key in missed and each.surely_behind(goal)
-            ]
-            text += f". With a certainty of {SURE:.0%} behind in: {', '.join(sure) or 'none'}"
+            text += _missed_text(goal, [each for each in found if each.setting.key in missed])
     out = [f"{run} in {each.setting.key}" for each in found for run in each.out]
     if out and goal.startswith("fastest"):
         text += f"; not compared, as they failed or were wrong: {', '.join(out)}"
+    return text
+
+
+def _missed_text(goal: str, missed: Sequence[Found]) -> str:
+    """Of settings in which upriver is behind: where that is sure, and where it is not so without imports."""
+    sure = [each.setting.key for each in missed if each.surely_behind(goal)]
+    text = f". With a certainty of {SURE:.0%} behind in: {', '.join(sure) or 'none'}"
+    clock, ending = COMPARED[goal]
+    if clock == STARTED:
+        after = [each.behind(IMPORTED, ending) for each in missed]
+        even = sum(behind is not None and behind <= NEAR_BEST for behind in after)
+        text += f". From the end of imports first or within {NEAR_BEST:.0%} in {even} of these {len(missed)}"
     return text
 
 
