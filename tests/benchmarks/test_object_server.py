@@ -87,7 +87,7 @@ def test_what_is_not_there_or_not_allowed(tmp_path: Path, server: ObjectServer, 
     with pytest.raises(StoreError):
         far.get_range("short", 5, 9)
     for target in ("/other/short", "/store/../short", "/store//short"):
-        connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=10)
+        connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
         connection.request("GET", target)
         assert connection.getresponse().status in (400, 404)
         connection.close()
@@ -95,7 +95,7 @@ def test_what_is_not_there_or_not_allowed(tmp_path: Path, server: ObjectServer, 
 
 def test_many_reads_go_over_one_connection(server: ObjectServer, near: Store) -> None:
     near.put("a", b"0123456789")
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=10)
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
     for headers, status, body in (
         ({}, 200, b"0123456789"),
         ({"Range": "bytes=7-"}, 206, b"789"),

@@ -135,7 +135,7 @@ def test_a_server_that_fails_costs_no_answer(way: str, between: Proxy) -> None:
 @pytest.mark.parametrize("hedge_s", [None, 0.0, LONG])
 def test_a_request_is_known_to_be_under_way(hedge_s: float | None, between: Proxy) -> None:
     model, x = chain(), torch.randn(2, 64)
-    with asking(between.url, model, hedge_s=hedge_s, deadline_s=60.0) as answer:
+    with asking(between.url, model, hedge_s=hedge_s) as answer:
         uplink, busy = far_of(answer)._uplink, []
 
         def look(exchange: Exchange) -> None:
@@ -287,7 +287,7 @@ def test_who_is_first_wins(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> N
     """The device is at it, and the server's answer comes: it counts, and the device stops."""
     model, x = chain(), torch.randn(2, 64)
     wanted = here(model, x)
-    with asking(between.url, model, hedge_s=0.0, deadline_s=60.0) as answer:
+    with asking(between.url, model, hedge_s=0.0) as answer:
         program = answer.program
         run, ran, may_answer = program.run, [], threading.Event()
 
@@ -336,7 +336,7 @@ def test_a_server_that_fails_while_it_is_hedged_is_left_alone(
     model, x = chain(), torch.randn(2, 64)
     wanted = here(model, x)
     with Known() as helpers, asking(between.url, model) as answer:
-        answer._patience = replace(answer._patience, hedge_s=0.0, deadline_s=60.0, helpers=helpers)
+        answer._patience = replace(answer._patience, hedge_s=0.0, helpers=helpers)
         program, run, may_fail = answer.program, answer.program.run, threading.Event()
 
         def hang_up(exchange: Exchange) -> None:
@@ -361,7 +361,7 @@ def test_a_server_that_fails_while_it_is_hedged_is_left_alone(
 
 def test_a_request_that_is_to_be_hedged_when_the_model_is_closed_is_answered(server: Running) -> None:
     model, x = chain(), torch.randn(2, 64)
-    with asking(server.url, model, hedge_s=LONG, deadline_s=60.0) as answer:
+    with asking(server.url, model, hedge_s=LONG) as answer:
         assert torch.equal(answer(x), here(model, x))
         far = far_of(answer)
         ask = far.ask
@@ -428,7 +428,7 @@ def test_a_worker_that_is_killed_comes_back_and_costs_none(tmp_path: Any, short_
     wanted = here(model, x)
     with (
         running(tmp_path.as_uri()) as server,
-        asking(server.wait_ready().url, model, deadline_s=60.0) as answer,
+        asking(server.wait_ready().url, model) as answer,
     ):
         for number in range(300):
             if number == 100:
