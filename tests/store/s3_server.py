@@ -77,7 +77,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(fault)
         query = _query(self.path)
         if "uploadId" in query:
-            self.server.uploads[query["uploadId"]][1][int(query["partNumber"])] = body
+            upload = self.server.uploads.get(query["uploadId"])
+            if upload is None:  # given up while this part was on its way
+                return self._answer(404)
+            upload[1][int(query["partNumber"])] = body
         else:
             self.server.objects[_path(self.path)] = body
         self._answer(200, headers={"ETag": _etag(body)})
