@@ -130,8 +130,12 @@ class Found:
             clock: Which.
             ending: Of the names: with our construction, without, or None for either.
         """
-        others = [run for run in self.runs if way_of(run) != OURS and _ends(run, ending)]
+        others = self._others(ending)
         return min(others, key=lambda run: self.spread(run, clock).median, default=None)
+
+    def _others(self, ending: str | None) -> list[str]:
+        """All that upriver's own way is held against."""
+        return [run for run in self.runs if way_of(run) != OURS and _ends(run, ending)]
 
     def pairs(self, one: str, other: str) -> list[tuple[Row, Row]]:
         """Two runs of each turn in which both answered rightly."""
@@ -168,11 +172,10 @@ class Found:
         ours = OURS + (ending or "")
         if not self.usable(ours):
             return []
+        others = [self._seconds(run, clock) for run in self._others(ending)]
         found = []
         for number, own in self._seconds(ours, clock).items():
-            others = [run for run in self.runs if way_of(run) != OURS and _ends(run, ending)]
-            rivals = [times for run in others if number in (times := self._seconds(run, clock))]
-            if rivals:
+            if rivals := [times for times in others if number in times]:
                 best = min(rivals, key=lambda times: _median_without(times, number))
                 found.append(own / best[number])
         return found
