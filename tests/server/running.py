@@ -25,9 +25,12 @@ from upriver.types import MicroBatch
 
 SERVE = """
 import json, signal, sys
-import msgspec
-from upriver.protocol import Caps
-from upriver.server import ServerConfig, serve
+from upriver.imports import uncollected
+
+with uncollected():
+    import msgspec
+    from upriver.protocol import Caps
+    from upriver.server import ServerConfig, serve
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs behind it
 settings = json.loads(sys.argv[1])

@@ -19,6 +19,7 @@ import typer
 from upriver.cli import serve_file
 from upriver.cli.serve_file import TOKEN_VARIABLE, Checked, read_token_file
 from upriver.errors import ConfigError
+from upriver.imports import uncollected
 
 log = logging.getLogger("upriver")
 
@@ -73,9 +74,10 @@ def serve_here(settings: Mapping[str, Any], token: str | None) -> None:
         settings: Keyword arguments of `upriver.server.ServerConfig`.
         token: That clients must send.
     """
-    from upriver.server import ServerConfig, logs
-    from upriver.server import serve as run_server
-    from upriver.server.allowed import not_here
+    with uncollected():
+        from upriver.server import ServerConfig, logs
+        from upriver.server import serve as run_server
+        from upriver.server.allowed import not_here
 
     config = ServerConfig(**settings, token=token)
     # People are told what they should look at, machines also what is as it should be.

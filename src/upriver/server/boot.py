@@ -135,7 +135,10 @@ def boot(
     # What the user's code starts does not inherit a handler, as it would a signal that is ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _let_be if own_code else signal.SIG_IGN)
-    from upriver.server.worker import work
+    from upriver.imports import uncollected
+
+    with uncollected():
+        from upriver.server.worker import work
 
     work(fd, network=not alone, sandbox=sandbox)
 
