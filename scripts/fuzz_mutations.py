@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -117,8 +118,9 @@ class Pieces(nn.Module):
         return f.unsqueeze(2).squeeze(2).tril(), (mean > var).to(torch.uint8)
 
 
-def seeds() -> list[Files]:
-    """The valid programs."""
+@cache
+def seeds() -> tuple[Files, ...]:
+    """The valid programs, captured once in a process."""
     torch.manual_seed(0)
     given: list[tuple[nn.Module, tuple[torch.Tensor, ...]]] = [
         (Convolutions(), (torch.randn(2, 3, 12, 12),)),
@@ -128,7 +130,7 @@ def seeds() -> list[Files]:
         (nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)), (torch.randn(3, 6),)),
     ]
     programs = [capture(model, inputs, granularity="op") for model, inputs in given]
-    return [Files(graph=p.graph_bytes, weights=bytes(p.weights_bytes)) for p in programs]
+    return tuple(Files(graph=p.graph_bytes, weights=bytes(p.weights_bytes)) for p in programs)
 
 
 # ------------------------------------------------------------------------------------------- values
@@ -678,7 +680,7 @@ def changed_bytes(rng: random.Random, files: Files) -> Input:
     return Input(kind="graph bytes", files=Files(graph=data, weights=files.weights), deep=False)
 
 
-def make(seed: int, index: int, programs: list[Files]) -> Input:
+def make(seed: int, index: int, programs: Sequence[Files]) -> Input:
     """Input number ``index``."""
     rng = random.Random(f"{seed}:{index}")
     files = rng.choice(programs)

@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
@@ -141,7 +141,7 @@ class Task:
     seed: int
     start: int
     stop: int
-    programs: list[Files]
+    programs: Sequence[Files]
     notes: str
     save: str
     reader: Reader

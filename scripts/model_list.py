@@ -217,7 +217,7 @@ ENTRIES = (*OWN, *TORCHVISION, *TRANSFORMERS, *TIMM)
 """Every model of the table."""
 
 PART = (
-    "torchvision:squeezenet1_1",
+    "torchvision:alexnet",
     "torchvision:resnet18",
     "timm:mobilenetv3_small_100",
     "transformers:electra",
@@ -226,4 +226,4 @@ PART = (
     "own_models:two_towers",
     "own_models:centred",
 )
-"""Small ones of each library, and one that must be refused: checked again with every change."""
+"""Quick ones of each library, and one that must be refused: checked again with every change."""

@@ -22,7 +22,7 @@ from upriver.cli import main
 from upriver.cli.checkpoint import save_tensors
 from upriver.cli.options import parse_sweep
 from upriver.cli.output import write_whole
-from upriver.errors import StoreError
+from upriver.errors import ConfigError, StoreError
 from upriver.policies import POLICIES, REQUEST_POLICIES
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json
 from upriver.program import cache
@@ -421,8 +421,20 @@ ABSURD = (
 )
 
 
-@pytest.mark.parametrize("index", [1, 3], ids=["profile", "cluster"])
-def test_an_absurd_number_is_refused_wherever_it_stands(index: int, tmp_path: Path, run: Run) -> None:
+def complaint(read: Callable[[str], object], text: str) -> str:
+    """Why it cannot be read; nothing where it can."""
+    try:
+        read(text)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("index", "read"), [(1, profile_from_json), (3, cluster_from_json)])
+def test_an_absurd_number_is_refused_wherever_it_stands(
+    index: int, read: Callable[[str], object], tmp_path: Path, run: Run
+) -> None:
+    """By the reader itself, or else by the command, which is given one of them at each place in any case."""
     files = whole(tmp_path)
     path, original = Path(files[index]), json.loads(Path(files[index]).read_text())
     found = list(places(original))
@@ -433,7 +445,7 @@ def test_an_absurd_number_is_refused_wherever_it_stands(index: int, tmp_path: Pa
         ("compute", "micro_batch"),
         ("link", "download_bytes_per_s"),
     }
-    for *parents, last in found:
+    for number, (*parents, last) in enumerate(found):
         names = {str(part) for part in (*parents[-2:], last) if isinstance(part, str)}
         for text in ABSURD:
             document = json.loads(json.dumps(original))
@@ -445,10 +457,12 @@ def test_an_absurd_number_is_refused_wherever_it_stands(index: int, tmp_path: Pa
             if text == "null" and (*parents, last) in may_be_null:
                 assert run(*files)[0] == 0
                 continue
-            line = refused(run, *files)
-            assert f"{path.name}: " in line
-            assert any(name in line for name in names), (names, line)
-            assert "must be a finite number" in line or "must lie in" in line or "Expected" in line
+            said = complaint(read, path.read_text())
+            if not said or text == ABSURD[number % len(ABSURD)]:
+                said = refused(run, *files)
+                assert f"{path.name}: " in said
+            assert any(name in said for name in names), (names, said)
+            assert "must be a finite number" in said or "must lie in" in said or "Expected" in said
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from upriver.pipeline import Dataset
 Reference = tuple[list[torch.Tensor], Small]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return photos(tmp_path_factory.mktemp("store"), 200)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain(data: Dataset) -> Reference:
     losses, model, _ = run(upriver.connect(), data, policy="nosplit")
     return losses, model

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import upriver
-from tests.client.training import BATCH, MICRO, images, optimizer_of, photos, train
+from tests.client.training import BATCH, MICRO, images, optimizer_of, photos, root_of, train
 from tests.program.nets import frozen_small
 from upriver.client.job import FinetuneJob
 from upriver.pipeline import Dataset, InputStage
@@ -26,6 +26,12 @@ LONG: Sequence[InputStage] = (
 """One more stage, so that position -3 lies behind another one than in ``SHORT``."""
 
 HELD_OUT = 80
+
+
+@pytest.fixture(scope="module")
+def few(data: Dataset) -> upriver.Store:
+    """The store of ``data``, with photos of their own in ``few``: one server serves both."""
+    return images(root_of(data), HELD_OUT, folder="few")
 
 
 def outputs_of(job: FinetuneJob, held_out: Dataset) -> torch.Tensor:
@@ -93,12 +99,11 @@ def test_a_store_that_cannot_be_written_is_read_from_here(near: upriver.Near, tm
 @pytest.mark.parametrize(("first", "second"), [(SHORT, LONG), (LONG, SHORT)])
 def test_input_cuts_of_another_chain_are_made_here(
     near: upriver.Near,
-    tmp_path: Path,
+    few: upriver.Store,
     first: Sequence[InputStage],
     second: Sequence[InputStage],
 ) -> None:
-    store = images(tmp_path, HELD_OUT)
-    data = upriver.index(store, "photos", stages=first)
+    data = upriver.index(few, "few", stages=first)
     held_out = data.with_stages(second)
     mix = {data.chain.start: 0.2, -2: 0.2, -1: 0.2, 0: 0.2, 3: 0.2}
     outputs, samples = answers(near, data, held_out, cut=mix)
@@ -107,17 +112,17 @@ def test_input_cuts_of_another_chain_are_made_here(
     assert samples == {"local": 0.6 * HELD_OUT, server: 0.4 * HELD_OUT}
 
 
-def test_the_same_chain_keeps_its_input_cuts(near: upriver.Near, tmp_path: Path) -> None:
-    data = upriver.index(images(tmp_path / "store", HELD_OUT), "photos", stages=SHORT)
+def test_the_same_chain_keeps_its_input_cuts(near: upriver.Near, few: upriver.Store) -> None:
+    data = upriver.index(few, "few", stages=SHORT)
     outputs, samples = answers(near, data, data, cut={-3: 0.2, -2: 0.4, 3: 0.4})
     assert torch.equal(outputs, plainly(data, data))
     assert samples["local"] == 0.2 * HELD_OUT
 
 
 def test_a_plan_that_pushes_nothing_down_asks_no_server_about_a_longer_chain(
-    near: upriver.Near, tmp_path: Path
+    near: upriver.Near, few: upriver.Store
 ) -> None:
-    data = upriver.index(images(tmp_path, HELD_OUT), "photos", stages=SHORT)
+    data = upriver.index(few, "few", stages=SHORT)
     held_out = data.with_stages(LONG)
     options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO}
     with near.finetune(frozen_small(), data, **options, policy="nosplit") as job:

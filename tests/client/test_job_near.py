@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 import upriver
 from tests.client.conftest import Reference
-from tests.client.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
+from tests.client.training import BATCH, MICRO, optimizer_of, photos, png, root_of, run, same, train
 from tests.program.nets import frozen_small
 from tests.server.running import free_port
 from upriver._torchvision import ensure_torchvision
@@ -91,8 +90,6 @@ def test_bytes_over_the_link_are_those_of_the_frames(data: Dataset, near: uprive
 
 
 def test_evaluating_goes_through_the_server(data: Dataset, near: upriver.Near) -> None:
-    held_out = photos(Path(data.store.uri.removeprefix("file://")) / "more", 30)
-    held_out = held_out.with_store(data.store) if held_out.store.uri == data.store.uri else held_out
     held_out = data.with_stages((upriver.Decode(), upriver.CenterCrop(16), upriver.Normalize()))
 
     def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -234,13 +231,13 @@ def test_samples_arrive_once_and_in_order_through_a_server(data: Dataset, near: 
     assert placed == [(0, index, job.plan.cut) for index in range(25)]
 
 
-def test_a_bad_sample_on_the_server_is_the_error_of_the_plain_way(tmp_path: Path, near: upriver.Near) -> None:
-    data = photos(tmp_path, 40, bad={33: png(3)[:150]})
+def test_a_bad_sample_on_the_server_is_the_error_of_the_plain_way(data: Dataset, near: upriver.Near) -> None:
+    broken = photos(root_of(data), 40, folder="one-bad", bad={33: png(3)[:150]})
     seen = []
     for policy in ("nosplit", "freeze"):
         with (
             near.finetune(
-                frozen_small(), data, batch_size=8, micro_batch=4, shuffle=False, policy=policy
+                frozen_small(), broken, batch_size=8, micro_batch=4, shuffle=False, policy=policy
             ) as job,
             pytest.raises(BadSample) as caught,
         ):
@@ -252,10 +249,10 @@ def test_a_bad_sample_on_the_server_is_the_error_of_the_plain_way(tmp_path: Path
     assert "033.png" in seen[0][0]
 
 
-def test_skipping_on_the_server_is_skipping_on_the_plain_way(tmp_path: Path, near: upriver.Near) -> None:
-    data = photos(tmp_path, 40, bad={33: png(3)[:150], 2: b""})
+def test_skipping_on_the_server_is_skipping_on_the_plain_way(data: Dataset, near: upriver.Near) -> None:
+    broken = photos(root_of(data), 40, folder="two-bad", bad={33: png(3)[:150], 2: b""})
     runs = [
-        run(near, data, policy=policy, on_bad_sample="skip", epochs=1) for policy in ("nosplit", "freeze")
+        run(near, broken, policy=policy, on_bad_sample="skip", epochs=1) for policy in ("nosplit", "freeze")
     ]
     assert same(runs[0][:2], runs[1][:2])
     assert runs[0][2].report.skipped == runs[1][2].report.skipped

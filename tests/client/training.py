@@ -35,17 +35,26 @@ def png(seed: int, side: int = 24) -> bytes:
     return out.getvalue()
 
 
-def images(root: Path, count: int = 50, *, bad: dict[int, bytes] | None = None) -> upriver.Store:
+def images(
+    root: Path, count: int = 50, *, folder: str = "photos", bad: dict[int, bytes] | None = None
+) -> upriver.Store:
     """Class folders of ``count`` small PNG images; ``bad`` replaces the bytes of some."""
     for number in range(count):
-        folder = root / "photos" / f"class{number % 5}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number:03}.png").write_bytes((bad or {}).get(number, png(number)))
+        of_class = root / folder / f"class{number % 5}"
+        of_class.mkdir(parents=True, exist_ok=True)
+        (of_class / f"{number:03}.png").write_bytes((bad or {}).get(number, png(number)))
     return upriver.Store.open(root.as_uri())
 
 
-def photos(root: Path, count: int = 50, *, bad: dict[int, bytes] | None = None) -> Dataset:
-    return upriver.index(images(root, count, bad=bad), "photos", stages=STAGES)
+def photos(
+    root: Path, count: int = 50, *, folder: str = "photos", bad: dict[int, bytes] | None = None
+) -> Dataset:
+    return upriver.index(images(root, count, folder=folder, bad=bad), folder, stages=STAGES)
+
+
+def root_of(data: Dataset) -> Path:
+    """The folder that is a dataset's store."""
+    return Path(data.store.uri.removeprefix("file://"))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

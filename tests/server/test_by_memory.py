@@ -105,8 +105,9 @@ def needs(heavy):
     return Needs(kept, held - kept)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small(heavy, needs):
+    """A server with room for two; each test leaves it as it was."""
     with running(heavy.store.uri, memory_budget_bytes=needs.budget, **SETTINGS) as server:
         server.wait_ready()
         put(server, heavy.program)

@@ -440,7 +440,7 @@ def test_a_dataset_that_kills_its_process_takes_nothing_with_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_sample_that_takes_for_ever_is_given_up():
-    with working(workers=2, job_timeout_s=10) as (server, client):  # one is there for the second try
+    with working(workers=2, job_timeout_s=6) as (server, client):  # one is there for the second try
         request = asking("Slow", (0, 1), arguments={"seconds": 3600, "only": [1]})
         assert "timed out" in failure(client, request, WorkerCrashed)
         assert server.metric("upriver_worker_restarts_total", 'reason="timeout"') == 2
