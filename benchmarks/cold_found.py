@@ -32,14 +32,18 @@ JUDGED_GBIT = 1.0
 JUDGED_BYTES = 90_000_000
 """Weights of which a tenth is more than what a client of a store takes whatever it loads."""
 
-STARTED, IMPORTED = "total_s", "after_imports_s"
-"""The two clocks: the parent's, from process start, and the process's own, from the end of its imports."""
+STARTED, IMPORTED, EVENED = "total_s", "after_imports_s", "evened_s"
+"""The clocks: the parent's, from process start; the process's own, from the end of its imports; and the
+parent's, had imports taken what is usual for them, where that is known (`cold_imports`)."""
 
 COMPARED: Mapping[str, tuple[str, str | None]] = {
     "fastest": (STARTED, None),
+    "fastest, evened": (EVENED, None),
     "fastest after imports": (IMPORTED, None),
     "fastest, plain": (STARTED, PLAIN),
+    "fastest, plain, evened": (EVENED, PLAIN),
     "small": (STARTED, None),
+    "small, evened": (EVENED, None),
 }
 """Goals that hold upriver against the best other: by which clock, and the ending of their names."""
 
@@ -89,6 +93,20 @@ class Found:
             if key in records and "choice" in records.rows[key]
         }
 
+    def even(self, imports: Mapping[tuple[int, str], float]) -> None:
+        """Have rows say what their runs had taken from process start with other imports, under ``EVENED``.
+
+        Args:
+            imports: Seconds of each turn's each run that answered rightly.
+        """
+        for run, rows in self.turns.items():
+            self.turns[run] = {
+                number: {**row, EVENED: row[STARTED] - row["imported_s"] + imports[number, run]}
+                if (number, run) in imports
+                else row
+                for number, row in rows.items()
+            }
+
     @property
     def begun(self) -> bool:
         """Whether any turn has been run in which upriver took part."""
@@ -130,7 +148,7 @@ class Found:
             clock: Which.
             ending: Of the names: with our construction, without, or None for either.
         """
-        others = self._others(ending)
+        others = [run for run in self._others(ending) if self._seconds(run, clock)]
         return min(others, key=lambda run: self.spread(run, clock).median, default=None)
 
     def _others(self, ending: str | None) -> list[str]:
@@ -181,8 +199,9 @@ class Found:
         return found
 
     def _seconds(self, run: str, clock: str) -> dict[int, float]:
-        """Of each turn in which a run answered rightly, by its number."""
-        return {number: row[clock] for number, row in self.turns.get(run, {}).items() if row.get("equal")}
+        """Of each turn in which a run answered rightly, by its number; none where a clock is not there."""
+        rows = self.turns.get(run, {}).items()
+        return {number: row[clock] for number, row in rows if row.get("equal") and clock in row}
 
     @property
     def apart(self) -> int:
@@ -298,7 +317,7 @@ class Found:
     def _speed(self) -> dict[str, bool]:
         found: dict[str, bool] = {}
         for goal, (clock, ending) in COMPARED.items():
-            if goal == "small" and self.setting.model not in SMALL:
+            if goal.startswith("small") and self.setting.model not in SMALL:
                 continue
             behind, ours = self.behind(clock, ending), OURS + (ending or "")
             if behind is not None:

@@ -42,6 +42,19 @@ the first columns upriver is held against everybody, those too that use its cons
 nobody does. Within {near_best:.0%} counts as even. In brackets, from six turns on: where that median lies
 with a certainty of {sure:.0%}, by the ranks of the turns alone.
 
+## Imports evened out
+
+{evened}
+
+From process start, had imports taken what is usual. They are the same code for everybody but for what a way
+imports beside PyTorch and the model's library, and yet they took so much longer or shorter from one process
+to the next, by what else the machine did, that {near_best:.0%} of all cannot be seen. So the imports of a
+turn, whose processes run soon after one another, are taken to be as long for all, and longer for a way by
+what is usual for it in all turns of a library's models (Tukey's median polish). All that follows is as it
+was measured. Seconds that are usual:
+
+{imports}
+
 ## Imports, and CPU time
 
 {efforts}

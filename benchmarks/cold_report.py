@@ -9,6 +9,7 @@ from pathlib import Path
 from _common import Spread, machine, table, versions
 from cold_found import (
     COMPARED,
+    EVENED,
     IMPORTED,
     JUDGED_BYTES,
     JUDGED_GBIT,
@@ -21,6 +22,7 @@ from cold_found import (
     SURE,
     Found,
 )
+from cold_imports import Imports, even_imports
 from cold_measure import AFTER_REPEATS, BASELINES, has_memory
 from cold_models import MODELS, SEED
 from cold_page import TEMPLATE
@@ -48,9 +50,12 @@ MIB = 1 << 20
 GOALS: Mapping[str, str] = {
     "right": "every answer of ours `torch.equal` to the whole model's",
     "fastest": f"from process start: first to answer, or within {NEAR_BEST:.0%} of whoever is",
+    "fastest, evened": "the same with imports evened out",
     "fastest after imports": "from the end of imports: the same",
     "fastest, plain": "from process start, nobody with our construction: the same",
+    "fastest, plain, evened": "the same with imports evened out",
     "small": "no loss on models of 10 MB and less",
+    "small, evened": "the same with imports evened out",
     "bound": f"at least {LEAST_SHARE} of the bound at {JUDGED_GBIT:g} Gbit/s",
     "memory": f"at one sample, with weights of {JUDGED_BYTES / 1e6:.0f} MB or more, at most {MOST_MEMORY:g} "
     "times the weights above a process that only imports",
@@ -75,6 +80,7 @@ def write(found: Sequence[Found], folder: Path, name: str, *, hint: str = "") ->
 
 def page(found: Sequence[Found], name: str, *, hint: str = "") -> str:
     """The same as text alone."""
+    imports = even_imports(found)
     begun = [each for each in found if each.begun]
     timed = [each for each in begun if each.setting.timed]
     left = [each.setting.key for each in found if not each.begun]
@@ -88,7 +94,9 @@ def page(found: Sequence[Found], name: str, *, hint: str = "") -> str:
         started_plain=seconds_table(timed, STARTED, PLAIN),
         imported=seconds_table(timed, IMPORTED, ""),
         imported_plain=seconds_table(timed, IMPORTED, PLAIN),
-        behind=behind_table(timed),
+        behind=behind_table(timed, {"from start": STARTED, "after imports": IMPORTED}),
+        evened=behind_table(timed, {"with imports evened out": EVENED}),
+        imports=imports_table(imports),
         apart=sum(each.apart for each in timed),
         turns=sum(len(each.rows(OURS)) for each in timed),
         most_failed=MOST_FAILED,
@@ -139,22 +147,12 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
         if goal == "right":
             text += f" ({'; '.join(line for each in found for line in each.wrong())})"
         if goal in COMPARED:
-            text += _missed_text(goal, [each for each in found if each.setting.key in missed])
+            behind = [each for each in found if each.setting.key in missed]
+            sure = [each.setting.key for each in behind if each.surely_behind(goal)]
+            text += f". With a certainty of {SURE:.0%} behind in: {', '.join(sure) or 'none'}"
     out = [f"{run} in {each.setting.key}" for each in found for run in each.out]
     if out and goal.startswith("fastest"):
         text += f"; not compared, as they failed or were wrong: {', '.join(out)}"
-    return text
-
-
-def _missed_text(goal: str, missed: Sequence[Found]) -> str:
-    """Of settings in which upriver is behind: where that is sure, and where it is not so without imports."""
-    sure = [each.setting.key for each in missed if each.surely_behind(goal)]
-    text = f". With a certainty of {SURE:.0%} behind in: {', '.join(sure) or 'none'}"
-    clock, ending = COMPARED[goal]
-    if clock == STARTED:
-        after = [each.behind(IMPORTED, ending) for each in missed]
-        even = sum(behind is not None and behind <= NEAR_BEST for behind in after)
-        text += f". From the end of imports first or within {NEAR_BEST:.0%} in {even} of these {len(missed)}"
     return text
 
 
@@ -172,21 +170,48 @@ def seconds_table(found: Sequence[Found], clock: str, ending: str) -> str:
     return _table(["setting", *(WAYS[way].title for way in ways)], rows)
 
 
-def behind_table(found: Sequence[Found]) -> str:
-    """Against whom upriver is held, and how far it is ahead or behind."""
+def behind_table(found: Sequence[Found], clocks: Mapping[str, str]) -> str:
+    """Against whom upriver is held, and how far it is ahead or behind.
+
+    Args:
+        found: Settings.
+        clocks: By their names in the header.
+    """
+    compared = {
+        title + name: (clock, ending)
+        for ending, name in ((None, ""), (PLAIN, ", plain"))
+        for title, clock in clocks.items()
+    }
     rows = []
     for each in found:
         cells = [each.setting.key, str(len(each.rows(OURS)))]
-        for clock, ending in ((STARTED, None), (IMPORTED, None), (STARTED, PLAIN), (IMPORTED, PLAIN)):
+        for clock, ending in compared.values():
             best, behind = each.best_other(clock, ending), each.behind(clock, ending)
             between = each.behind_between(clock, ending)
             text = "" if between is None else f" ({between[0]:+.1%} to {between[1]:+.1%})"
             cells += ["", ""] if best is None or behind is None else [best, f"{behind:+.1%}{text}"]
         rows.append(cells)
     header = ["setting", "turns"]
-    for clock in ("from start", "after imports", "from start, plain", "after imports, plain"):
-        header += [f"best other {clock}", "upriver over it"]
+    for title in compared:
+        header += [f"best other {title}", "upriver over it"]
     return _table(header, rows)
+
+
+def imports_table(imports: Mapping[str, Imports]) -> str:
+    """What imports usually take: of upriver, and of others in addition."""
+    shown = [way for way in WAYS if any(way in each.extra_s for each in imports.values())]
+    rows = [
+        [
+            library,
+            str(each.turns),
+            f"{each.usual_s:.2f}",
+            f"{each.off_s:.2f}",
+            *(f"{each.extra_s[way]:+.2f}" if way in each.extra_s else "" for way in shown),
+        ]
+        for library, each in imports.items()
+    ]
+    header = ["library", "turns", "ways of upriver's loader", "half are off by up to"]
+    return _table([*header, *(WAYS[way].title for way in shown)], rows)
 
 
 def efforts_table(found: Sequence[Found]) -> str:

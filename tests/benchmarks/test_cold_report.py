@@ -144,15 +144,13 @@ def test_where_the_median_lies_is_told_by_ranks(tmp_path: Path) -> None:
     assert found.behind(STARTED) == pytest.approx(1.9)
     # Of ten coins at most one shows heads, or at most one tails, with a chance of 22 in 1,024.
     assert found.behind_between(STARTED) == pytest.approx((1.2, 2.6))
-    assert "+190.0% (+120.0% to +260.0%)" in behind_table([found])
-    imports = "From the end of imports first or within 3% in 0 of these 1"
-    sure = f". With a certainty of 95% behind in: {setting.key}. {imports}"
-    assert verdict("fastest", [found]).endswith(sure)
+    assert "+190.0% (+120.0% to +260.0%)" in behind_table([found], {"from start": STARTED})
+    assert verdict("fastest", [found]).endswith(f". With a certainty of 95% behind in: {setting.key}")
     for number in range(2):  # too many turns of ten for such a certainty
         records.rows[turn_key(setting, number, OURS)]["total_s"] = 0.4
     open_yet = Found(setting, records)
     assert not open_yet.goals["fastest"]
-    assert verdict("fastest", [open_yet]).endswith(f". With a certainty of 95% behind in: none. {imports}")
+    assert verdict("fastest", [open_yet]).endswith(". With a certainty of 95% behind in: none")
     few = Found(SETTING, measured(tmp_path / "few")[0])
     assert few.behind(STARTED) is not None and few.behind_between(STARTED) is None
 
@@ -264,13 +262,9 @@ def test_verdicts_name_where_a_goal_is_missed(tmp_path: Path) -> None:
     bad = Found(SETTING, measured(tmp_path / "bad", seconds={OURS: 9.0})[0])
     assert verdict("fastest", [good]).endswith("**met**, met in 1 of 1 settings")
     assert verdict("fastest", [bad]).endswith(
-        f"not in {SETTING.key}. With a certainty of 95% behind in: none. "
-        "From the end of imports first or within 3% in 0 of these 1"
+        f"not in {SETTING.key}. With a certainty of 95% behind in: none"
     )
-    for key, row in bad.turns[OURS].items():  # what is behind is its imports alone
-        bad.turns[OURS][key] = {**row, "after_imports_s": 0.5}
-    assert verdict("fastest", [bad]).endswith("within 3% in 1 of these 1")
-    assert verdict("fastest after imports", [bad]).endswith("**met**, met in 1 of 1 settings")
+    assert verdict("fastest, evened", [bad]).endswith("not judged"), "before that has been done"
     assert verdict("bound", [good]).endswith("not judged") and "not judged" in verdict("fastest", [])
 
 
