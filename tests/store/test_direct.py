@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -403,6 +405,75 @@ def test_what_is_broken_off_writes_nothing_any_more(store: Store, server: Crooke
 
     asyncio.run(reading())
     room.clear()  # which is an error while anybody has a view of it
+
+
+class Dribbling:
+    """Sends the answer to each request bit by bit."""
+
+    HEAD = b"HTTP/1.1 206 x\r\nContent-Range: bytes 0-%d/%d\r\nContent-Length: %d\r\n\r\n"
+
+    def __init__(self, content: bytes, bit_bytes: int) -> None:
+        self.content, self.bit_bytes = content, bit_bytes
+        self.ended = asyncio.Event()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while await reader.readuntil(b"end"):
+                size = len(self.content)
+                writer.write(self.HEAD % (size - 1, size, size))
+                for at in range(0, size, self.bit_bytes):
+                    writer.write(self.content[at : at + self.bit_bytes])
+                    await writer.drain()
+                    await asyncio.sleep(0.002)
+        writer.close()
+        self.ended.set()
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 70_000, 5, 100_000)])
+def test_the_kernel_wakes_nobody_for_less_than_is_waited_for(sizes: tuple[int, ...]) -> None:
+    """Nor for more than there is to come, whatever the size of the last piece and of the memory."""
+    content, told = BIG[:500_001], list[int]()
+
+    async def reading() -> int:
+        dribbling = Dribbling(content, 2_500)
+        server = await asyncio.start_server(dribbling, "127.0.0.1", 0)
+        times = 0
+
+        class Counting(_Connection):
+            def buffer_updated(self, nbytes: int) -> None:
+                nonlocal times
+                times += 1
+                super().buffer_updated(nbytes)
+
+        def low_bytes() -> int:
+            found: int = connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)  # type: ignore[union-attr]
+            return found
+
+        async with server:
+            address = server.sockets[0].getsockname()
+            _, connection = await asyncio.get_running_loop().create_connection(Counting, *address)
+            for piece_bytes in (150_000, 10**7, 1):
+                room = bytearray(len(content))
+                views, rest = [], memoryview(room)
+                for size in sizes:
+                    views.append(rest[:size])
+                    rest = rest[size:]
+                places = Places([*views, rest])
+                assert low_bytes() == 1
+                await connection.ask(b"end", 0, places, 60)
+                while num_bytes := await connection.more(piece_bytes, 60):
+                    told.append(num_bytes)
+                assert bytes(room) == content and connection.is_open
+                if piece_bytes == 10**7:
+                    whole = times
+            connection.close()
+            await dribbling.ended.wait()
+        return whole
+
+    times = asyncio.run(reading())
+    assert sum(told) == 3 * len(content)
+    # Two answers of 200 bits each, of which one was had in four pieces: once each, and for each memory.
+    assert times <= 40
 
 
 def test_nothing_is_left_open(store: Store) -> None:

@@ -277,6 +277,46 @@ def test_an_operators_own_authority_is_trusted_when_it_is_named(certificates: Pa
         assert num_opened(connect(server)) == 0
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 70_000, 300_000, 10**7])
+def test_a_kernel_that_waits_for_a_piece_waits_for_no_more_than_tls_has_left_there(
+    certificates: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is still to come some may have been read already, to the middle of a record."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("obstore was asked")
+
+    content = CONTENT * 5 + b"abc"
+    with FaultyServer(certificates / "server.pem") as server:
+        store = connect(server, ca_file=str(certificates / "ca.pem"))
+        store.put("a", content)
+        etag = store.head("a").etag
+        monkeypatch.setattr("upriver.store.store.obstore.get_async", never)
+        room, told = bytearray(len(content)), list[int]()
+
+        async def came(num_bytes: int) -> None:
+            told.append(num_bytes)
+            await asyncio.sleep(0.001 * (len(told) % 3))
+
+        async def reading() -> None:
+            async with opened(store) as direct:
+                for _ in range(2):
+                    room[:] = bytes(len(room))
+                    await store.read_into_async(
+                        "a",
+                        0,
+                        memoryview(room),
+                        etag=etag,
+                        direct=direct,
+                        on_bytes=came,
+                        piece_bytes=piece_bytes,
+                    )
+                    assert room == content
+
+        asyncio.run(reading())
+        assert sum(told) == 2 * len(content)
+
+
 def test_an_authority_that_cannot_be_read_is_named(server: FaultyServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ca_file: cannot read '.*nothing'"):
         connect(server, ca_file=str(tmp_path / "nothing"))

@@ -15,9 +15,11 @@ import http.client
 import io
 import logging
 import re
+import socket
 import ssl
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -30,14 +32,15 @@ from upriver.store.places import Places
 from upriver.store.s3 import S3Access
 
 if TYPE_CHECKING:
-    import socket
-
     from obstore.store import S3Store
 
 log = logging.getLogger(__name__)
 
 SCRATCH_BYTES, ROOM_BYTES = 256 * 1024, 64 * 1024
 """What is read at once where the next bytes belong to less memory than the second, as small tensors are."""
+
+RECORDS_BYTES = 64 * 1024
+"""What the TLS library may have taken from a socket and not told of yet: more than any record has."""
 
 MOST_HEAD_BYTES = 64 * 1024
 SIGNED_S = 900.0
@@ -206,6 +209,8 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self.is_open = False
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
+        self._kept_bytes, self._low_bytes = 0, 1
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._room = self._scratch
         self._head: bytearray | None = None
@@ -237,6 +242,7 @@ class _Connection(asyncio.BufferedProtocol):
                 was told.
         """
         self._piece_bytes = piece_bytes
+        self._sleeps()
         while self._left and self._pending < piece_bytes and not (self._pending and self._error):
             await self._wait(silence_s)
         num_bytes, self._pending = self._pending, 0
@@ -266,6 +272,18 @@ class _Connection(asyncio.BufferedProtocol):
         finally:
             self._waiter = None
 
+    def _sleeps(self) -> None:
+        """Have the kernel wake this thread for what it waits for, and no packet before.
+
+        Each time takes the processor, and its caches, from whoever computes on it meanwhile.
+        """
+        wanted = min(self._piece_bytes - self._pending, self._left) - self._kept_bytes
+        low_bytes = max(1, wanted)
+        if self._socket is not None and low_bytes != self._low_bytes:
+            with suppress(OSError):  # it is closed, or its system knows of no such thing
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_bytes)
+                self._low_bytes = low_bytes
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -279,6 +297,8 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.BaseProtocol`."""
         self._transport, self.is_open = cast(asyncio.Transport, transport), True
+        self._socket = transport.get_extra_info("socket")
+        self._kept_bytes = 0 if transport.get_extra_info("ssl_object") is None else RECORDS_BYTES
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.BaseProtocol`."""
@@ -310,6 +330,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _came(self, nbytes: int) -> None:
         self._left -= nbytes
         self._pending += nbytes
+        self._sleeps()
         if self._pending >= self._piece_bytes or not self._left:
             self._wake()
             if self._waiter is None and self._left and self._transport is not None:

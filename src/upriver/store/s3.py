@@ -87,9 +87,7 @@ def patient(store: S3Store, options: Mapping[str, str]) -> S3Store:
         store: As :func:`open_s3` opened it.
         options: By which it did.
     """
-    config = {name: value for name, value in store.config.items() if name != "bucket"}
-    longest = {**options, "read_timeout_s": str(_numbers(options)["timeout_s"])}
-    return _opened(str(store.config["bucket"]), store.prefix or "", longest, config)
+    return _again(store, {**options, "read_timeout_s": str(_numbers(options)["timeout_s"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,9 +114,7 @@ def access_to(store: S3Store, options: Mapping[str, str]) -> S3Access:
 
     def with_keys() -> S3Store:
         """The URL is the same, and obstore makes one for who has keys alone."""
-        config = {name: value for name, value in store.config.items() if name != "bucket"}
-        keys = {"access_key_id": "anyone", "secret_access_key": "none", "skip_signature": False}
-        return _opened(str(store.config["bucket"]), store.prefix or "", options, {**config, **keys})
+        return _again(store, options, access_key_id="anyone", secret_access_key="none", skip_signature=False)
 
     told = str(store.config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE", "")))
     anonymous = told.lower() in _TRUE
@@ -130,6 +126,12 @@ def access_to(store: S3Store, options: Mapping[str, str]) -> S3Access:
         connect_timeout_s=numbers["connect_timeout_s"],
         read_timeout_s=numbers["read_timeout_s"],
     )
+
+
+def _again(store: S3Store, options: Mapping[str, str], **changed: Any) -> S3Store:
+    """The same bucket by other options, or with another configuration."""
+    config = {name: value for name, value in store.config.items() if name != "bucket"}
+    return _opened(str(store.config["bucket"]), store.prefix or "", options, {**config, **changed})
 
 
 def _opened(bucket: str, prefix: str, options: Mapping[str, str], config: Mapping[str, Any]) -> S3Store:

@@ -39,6 +39,10 @@ PATIENT_BYTES = 2**20
 """What is larger may take as long to send as a whole attempt may. The rest is small enough to be given up
 sooner, where a store has stopped to answer."""
 
+MOST_COPIED_BYTES = 512 * 1024
+"""Of a piece that obstore hands on at once: it is memory of one of its threads, of which glibc keeps for each
+what was freed there."""
+
 _REFUSED = (PermissionDeniedError, UnauthenticatedError)
 _HTTP_STATUS = re.compile(r"\bstatus(?: code)?: (\d{3})\b")
 _S3_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
@@ -274,7 +278,8 @@ class Store:
 
         Args:
             direct: Of :meth:`direct`: what has an ``etag`` is read by its connections, once there are some,
-                and what these cannot read in the usual way, which may call ``on_bytes`` with 0 once more.
+                and what these cannot read in the usual way, which may call ``on_bytes`` with 0 once more, and
+                has pieces of ``MOST_COPIED_BYTES`` where larger ones were asked for.
         """
         places = Places(into)
         async with aclosing(self._filling_async(path, start, places, etag, piece_bytes, direct)) as pieces:
@@ -353,7 +358,7 @@ class Store:
                 options = _options(etag, (stop - places.left, stop))
                 answer = await obstore.get_async(self._backend, name, options=options)
                 yield 0
-                async for piece in answer.stream(min_chunk_size=piece_bytes):
+                async for piece in answer.stream(min_chunk_size=min(piece_bytes, MOST_COPIED_BYTES)):
                     places.take(piece)
                     yield len(piece)
         self._check_full(places, path, start, stop)
