@@ -1,17 +1,18 @@
 """The least time in which a first answer could come, from what each stage takes alone.
 
 Symbols, in seconds
-    F    from a request to its first byte: the shortest read of one byte through a connection that has to be
+    F    from a request to its first byte: a read of one byte through a connection that has to be
          opened first, as a fresh process has none
     D    of the link, for the bytes that the answer needs: up to the end of the last weight, in execution
          order, that the call reads. On a shaped link those bytes over its payload rate (TCP's and Ethernet's
-         headers off), or over what it was measured to carry, if that is more. On one without a shape the
-         shortest download of the whole object into this process's memory by ranged reads, with nothing else
+         headers off), or over what it was measured to carry, if that is more. On one without a shape a
+         download of the whole object into this process's memory by ranged reads, with nothing else
          done, less F, in proportion
     L    of a core: CRC32C and one copy into fresh memory, of bytes that this process has already
     E    the first call of a model whose weights are all there, in a fresh process
 
-Each is the shortest of its repeats, which take turns with what is held against it, on the same cores.
+Each is the median of its repeats, which take turns with what is held against it, on the same cores, and is
+told by its medians, too: the shortest would count against a loader what chance does to all alike.
 
     one core     bound = F + max(d + L + E, D + l + e)
     more         bound = F + max(d + L + e, d + l1 + E, D + l + e)
@@ -27,6 +28,7 @@ Not in it: what receiving costs the core on a shaped link, constructing the mode
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +64,7 @@ class Parts:
 
     @classmethod
     def of(cls, rows: Iterable[Row], rate: float | None) -> Parts:
-        """The shortest of each.
+        """The median of each: runs are told by their medians, and chance is as good to them.
 
         Args:
             rows: Of ``cold_job.parts``; all of one model and link. ``carried`` is what the link was measured
@@ -76,21 +78,25 @@ class Parts:
         if not rows:
             raise ValueError("a bound takes at least one measurement of its parts")
         sizes = rows[0]
+
+        def usual(field: str) -> float:
+            return statistics.median(row[field] for row in rows)
+
         needed = sizes["needed_bytes"]
         if rate is None:
-            per_byte = min(row["download_s"] for row in rows) / sizes["object_bytes"]
+            per_byte = usual("download_s") / sizes["object_bytes"]
         else:
             per_byte = 1 / max(rate * PAYLOAD_SHARE, *(row.get("carried") or 0.0 for row in rows))
-        load_s = min(row["load_s"] for row in rows)
+        load_s = usual("load_s")
         return cls(
-            first_byte_s=min(row["first_byte_s"] for row in rows),
+            first_byte_s=usual("first_byte_s"),
             download_s=needed * per_byte,
             load_s=load_s,
-            execute_s=min(row["execute_s"] for row in rows),
+            execute_s=usual("execute_s"),
             first_download_s=sizes["first_bytes"] * per_byte,
             first_load_s=load_s * sizes["first_bytes"] / needed,
             last_load_s=load_s * sizes["last_bytes"] / needed,
-            last_execute_s=min(row["last_execute_s"] for row in rows),
+            last_execute_s=usual("last_execute_s"),
         )
 
     def bound(self, *, one_core: bool) -> float:

@@ -72,19 +72,19 @@ The last columns are the bound over the median from the end of imports, construc
 fast as can be. The bound, of one core: F + max(d + L + E, D + l + e); of two:
 F + max(d + L + e, d + l1 + E, D + l + e).
 
-- F, first byte: the shortest read of one byte through a connection that is not open yet.
+- F, first byte: a read of one byte through a connection that is not open yet.
 - D, download: of the bytes that the answer needs. On a shaped link they are divided by its payload rate
   (95.6 % of the rate on the wire), or by what it was measured to carry, if that is more. On one without
-  a shape it is the shortest download of the whole object into this process's memory by ranged reads, as
+  a shape it is the download of the whole object into this process's memory by ranged reads, as
   many at once as sequential does best with, less F, in proportion.
 - L, load: CRC32C and one copy into fresh memory of bytes that are in this process already.
 - E, execute: the first call of a model whose weights are all there, in a fresh process.
 - What cannot overlap: d is the first weight's share of D; l1 and l are the first one's and the last one's
   of L, by bytes; e is E from the operator on that first reads the last weight.
 
-All are measured in {parts_repeats} of the same turns, on the same cores, and the shortest of each
-counts. Receiving takes time of the one core, which is in D on the unshaped link and nowhere on shaped
-ones; constructing is in neither. So no loader reaches 1.
+All are measured in {parts_repeats} of the same turns, on the same cores, and the median of each counts, as it
+does of the runs. Receiving takes time of the one core, which is in D on the unshaped link and nowhere on
+shaped ones; constructing is in neither. So no loader reaches 1.
 
 ## Memory
 

@@ -45,9 +45,10 @@ from upriver.coldstart.timeline import Timeline
 
 
 def test_the_bound_of_one_core_and_of_two() -> None:
-    parts = Parts.of([parts_row(), parts_row(download_s=0.6, execute_s=0.3)], None)
-    assert parts.download_s == 0.5 and parts.execute_s == 0.3, "the shortest of each"
-    assert parts.bound(one_core=True) == pytest.approx(0.01 + 0.5 + 0.002 + 0.05)
+    rows = [parts_row(download_s=seconds, execute_s=1 - seconds) for seconds in (0.9, 0.5, 0.6)]
+    parts = Parts.of(rows, None)
+    assert parts.download_s == 0.6 and parts.execute_s == 0.4, "the median of each"
+    assert parts.bound(one_core=True) == pytest.approx(0.01 + 0.6 + 0.002 + 0.05)
     slow = Parts.of([parts_row(execute_s=2.0)], None)
     assert slow.bound(one_core=True) == pytest.approx(0.01 + 0.005 + 0.1 + 2.0)
     assert slow.bound(one_core=False) == pytest.approx(0.01 + 0.005 + 0.001 + 2.0)
