@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """For a block that imports much: garbage is looked for afterwards again, and not among what came in.
 
-    Importing PyTorch makes a million objects that all stay, and going through them again and again takes a
+    Importing PyTorch makes 250,000 objects that all stay, and going through them again and again takes a
     tenth of the time. A process that is to be forked, or to answer without pauses, gains by it later, too.
     """
     enabled = gc.isenabled()
