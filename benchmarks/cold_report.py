@@ -79,7 +79,7 @@ def write(found: Sequence[Found], folder: Path, name: str, *, hint: str = "") ->
 
 
 def page(found: Sequence[Found], name: str, *, hint: str = "") -> str:
-    """The same as text alone."""
+    """The same as text alone; rows have imports evened out then."""
     imports = even_imports(found)
     begun = [each for each in found if each.begun]
     timed = [each for each in begun if each.setting.timed]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,7 @@ from cold_imports import even_imports, kind_of, polished
 from cold_measure import turn_key
 from cold_report import verdict
 from cold_settings import OURS, PLAIN, STREAMED, XL, Setting, way_of
-from tests.benchmarks.cold_simulated import SETTING, made, measured
-from tests.benchmarks.cold_simulated import Simulated as Runs
+from tests.benchmarks.cold_simulated import SETTING, Simulated, made, measured
 
 SETTINGS = (
     Setting(model="gpt2", repeats=6),
@@ -27,11 +27,11 @@ SETTINGS = (
 )
 
 
-def several(folder: Path, imports: Callable[[Setting, int, str], float], **options: object) -> list[Found]:
+def several(folder: Path, imports: Callable[[Setting, int, str], float], **options: Any) -> list[Found]:
     """Some settings whose processes import in so many seconds."""
     records = Records(folder / "records.jsonl")
     for setting in SETTINGS:
-        made(Runs(**options), records, setting)  # type: ignore[arg-type]
+        made(Simulated(**options), records, setting)
         for number in range(setting.repeats):
             for run in setting.runs:
                 row = records.rows[turn_key(setting, number, run)]

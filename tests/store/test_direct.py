@@ -75,24 +75,19 @@ def store(server: Crooked) -> Store:
     return store
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read by obstore."""
-
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("obstore was asked")
-
-    monkeypatch.setattr("upriver.store.store.obstore.get_async", never)
+def views_of(room: bytearray, sizes: tuple[int, ...]) -> list[memoryview]:
+    """Its memory in pieces of these sizes, and the rest."""
+    views, rest = [], memoryview(room)
+    for size in sizes:
+        views.append(rest[:size])
+        rest = rest[size:]
+    return [*views, rest]
 
 
 async def into(
     store: Store, by: Direct, room: bytearray, start: int = 0, *, sizes: tuple[int, ...] = (), **options: Any
 ) -> None:
-    views, rest = [], memoryview(room)
-    for size in sizes:
-        views.append(rest[:size])
-        rest = rest[size:]
-    await store.read_into_async("a", start, [*views, rest], etag=_etag(BIG), direct=by, **options)
+    await store.read_into_async("a", start, views_of(room, sizes), etag=_etag(BIG), direct=by, **options)
 
 
 def read(store: Store, start: int = 0, nbytes: int = len(BIG), num: int = 1, **options: Any) -> bytes:
@@ -454,13 +449,8 @@ def test_the_kernel_wakes_nobody_for_less_than_is_waited_for(sizes: tuple[int, .
             _, connection = await asyncio.get_running_loop().create_connection(Counting, *address)
             for piece_bytes in (150_000, 10**7, 1):
                 room = bytearray(len(content))
-                views, rest = [], memoryview(room)
-                for size in sizes:
-                    views.append(rest[:size])
-                    rest = rest[size:]
-                places = Places([*views, rest])
                 assert low_bytes() == 1
-                await connection.ask(b"end", 0, places, 60)
+                await connection.ask(b"end", 0, Places(views_of(room, sizes)), 60)
                 while num_bytes := await connection.more(piece_bytes, 60):
                     told.append(num_bytes)
                 assert bytes(room) == content and connection.is_open
@@ -474,6 +464,37 @@ def test_the_kernel_wakes_nobody_for_less_than_is_waited_for(sizes: tuple[int, .
     assert sum(told) == 3 * len(content)
     # Two answers of 200 bits each, of which one was had in four pieces: once each, and for each memory.
     assert times <= 40
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 10_000, 5)])
+def test_what_came_before_a_silence_is_told_although_it_is_no_piece(sizes: tuple[int, ...]) -> None:
+    content, room = BIG[:500_000], bytearray(500_000)
+
+    async def stalling(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"end")
+        writer.write(Dribbling.HEAD % (len(content) - 1, len(content), len(content)))
+        for start, stop in ((0, 200_000), (200_000, 240_000)):
+            await asyncio.sleep(0.05)  # the kernel has each by itself
+            writer.write(content[start:stop])
+        with suppress(OSError):
+            await reader.read()
+        writer.close()
+
+    async def reading() -> list[int]:
+        async with await asyncio.start_server(stalling, "127.0.0.1", 0) as server:
+            address = server.sockets[0].getsockname()
+            _, connection = await asyncio.get_running_loop().create_connection(_Connection, *address)
+            await connection.ask(b"end", 0, Places(views_of(room, sizes)), 60)
+            told = [await connection.more(150_000, 60), await connection.more(150_000, 0.5)]
+            with pytest.raises(TimeoutError):
+                await connection.more(150_000, 60)
+            connection.close()
+            await asyncio.sleep(0.05)  # in which the server hears of it
+            return told
+
+    told = asyncio.run(reading())
+    assert sum(told) == 240_000 and 150_000 <= told[0] <= 200_000
+    assert room[:240_000] == content[:240_000] and not any(room[240_000:])
 
 
 def test_nothing_is_left_open(store: Store) -> None:

@@ -279,19 +279,14 @@ def test_an_operators_own_authority_is_trusted_when_it_is_named(certificates: Pa
 
 @pytest.mark.parametrize("piece_bytes", [1, 70_000, 300_000, 10**7])
 def test_a_kernel_that_waits_for_a_piece_waits_for_no_more_than_tls_has_left_there(
-    certificates: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+    certificates: Path, piece_bytes: int, alone: None
 ) -> None:
     """Of what is still to come some may have been read already, to the middle of a record."""
-
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("obstore was asked")
-
     content = CONTENT * 5 + b"abc"
     with FaultyServer(certificates / "server.pem") as server:
         store = connect(server, ca_file=str(certificates / "ca.pem"))
         store.put("a", content)
         etag = store.head("a").etag
-        monkeypatch.setattr("upriver.store.store.obstore.get_async", never)
         room, told = bytearray(len(content)), list[int]()
 
         async def came(num_bytes: int) -> None:

@@ -268,9 +268,19 @@ class _Connection(asyncio.BufferedProtocol):
             async with asyncio.timeout(silence_s):
                 await self._waiter
         except TimeoutError as error:
+            await self._take_the_rest()
             self._breaks(error)
         finally:
             self._waiter = None
+
+    async def _take_the_rest(self) -> None:
+        """What has come and is less than what was waited for, of a connection that brings no more."""
+        self._kept_bytes, left = self._left, None
+        self._sleeps()
+        while left != self._left:
+            left = self._left
+            for _ in range(2):  # in the first the loop learns that there is something, in the second it reads
+                await asyncio.sleep(0)
 
     def _sleeps(self) -> None:
         """Have the kernel wake this thread for what it waits for, and no packet before.
