@@ -17,7 +17,7 @@ ended at any moment: each run is a line of ``results/cold_start.jsonl``, and the
 there. It makes the first turn of all settings, then the second one of all, and so on, so that there is
 something of everything early. ``--only gpt2`` takes settings whose names begin so, ``--minutes 90`` ends it
 between two turns, ``--repeats 3`` makes fewer of them, ``--list`` says how far all are, ``--write`` only
-writes ``results/cold_start.md`` and ``.png`` from what is there. All of it takes some sixteen hours.
+writes ``results/cold_start.md`` and ``.png`` from what is there. All of it takes ten to sixteen hours.
 ``--quick`` shows within two minutes, without root and on this host alone, that it works.
 
 All processes run a copy of the code that is made at the start. What is of other code is run again: upriver's
