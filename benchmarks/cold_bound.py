@@ -11,8 +11,9 @@ Symbols, in seconds
     L    of a core: CRC32C and one copy into fresh memory, of bytes that this process has already
     E    the first call of a model whose weights are all there, in a fresh process
 
-Each is the median of its repeats, which take turns with what is held against it, on the same cores, and is
-told by its medians, too: the shortest would count against a loader what chance does to all alike.
+Each is measured in turns with what is held against it, on the same cores, and a loader is judged by the bound
+of each turn over its own run in it. Told is the median of its repeats, as it is of the runs: the shortest
+would count against a loader what chance does to all alike.
 
     one core     bound = F + max(d + L + E, D + l + e)
     more         bound = F + max(d + L + e, d + l1 + E, D + l + e)

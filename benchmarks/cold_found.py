@@ -78,9 +78,10 @@ class Found:
                 kind, number, run = found.groups()
                 (turns[run] if kind == "turn" else afters)[int(number)] = row
         self.turns = {run: newest(rows) for run, rows in turns.items()}
-        parts, after = list(self.turns.pop(PARTS, {}).values()), list(newest(afters).values())
-        self._parts, self.afters = _right(parts), _right(after)
-        self._loaded_wrongly = any(row.get("equal") is False for row in (*parts, *after))
+        parts, after = self.turns.pop(PARTS, {}), list(newest(afters).values())
+        self._parts = {number: row for number, row in parts.items() if row.get("equal")}
+        self.afters = _right(after)
+        self._loaded_wrongly = any(row.get("equal") is False for row in (*parts.values(), *after))
         self.baselines: dict[str, list[Row]] = {}
         for way in setting.ways:
             keys = {number: baseline_key(setting, number, way) for number in range(BASELINES)}
@@ -233,7 +234,7 @@ class Found:
     @cached_property
     def parts(self) -> Parts | None:
         """What the stages take by themselves; None if that was not measured."""
-        return Parts.of(self._parts, self.setting.rate) if self._parts else None
+        return Parts.of(self._parts.values(), self.setting.rate) if self._parts else None
 
     @property
     def bound_s(self) -> float | None:
@@ -241,8 +242,18 @@ class Found:
         return None if self.parts is None else self.parts.bound(one_core=self.setting.one_core)
 
     def share(self, run: str) -> float | None:
-        """Of the bound: 1 were as fast as can be. None if it is not known."""
-        return None if self.bound_s is None else self.bound_s / self.spread(run, IMPORTED).median
+        """Of the bound: 1 were as fast as can be. None where no turn has both.
+
+        The median over turns of each one's own bound over its run: a core of one day may be twice as fast as
+        another day's, and the bound is not measured in every turn.
+        """
+        seconds = self._seconds(run, IMPORTED)
+        shares = [
+            Parts.of([row], self.setting.rate).bound(one_core=self.setting.one_core) / seconds[number]
+            for number, row in self._parts.items()
+            if number in seconds
+        ]
+        return statistics.median(shares) if shares else None
 
     # ----------------------------------------------------------------------------------------- memory
 
@@ -259,7 +270,7 @@ class Found:
     @property
     def call_bytes(self) -> int | None:
         """What a call takes beside the weights: activations, and what kernels reserve; the least of all."""
-        return min((int(row["call_bytes"]) for row in self._parts), default=None)
+        return min((int(row["call_bytes"]) for row in self._parts.values()), default=None)
 
     def above(self, run: str, field: str = "hwm_bytes") -> float | None:
         """The highest peak above a process that only imports, in bytes; None where it was not measured.
@@ -305,9 +316,8 @@ class Found:
         found: dict[str, bool] = {"right": not self.wrong()}
         if self.setting.timed:
             found |= self._speed()
-        if self.setting.gbit == JUDGED_GBIT and self.bound_s is not None:
-            share = self.share(OURS) if self.usable(OURS) else None
-            found["bound"] = share is not None and share >= LEAST_SHARE
+        if self.setting.gbit == JUDGED_GBIT and (share := self.share(OURS)) is not None:
+            found["bound"] = self.usable(OURS) and share >= LEAST_SHARE
         if has_memory(self.setting) and self.nbytes >= JUDGED_BYTES:
             found |= self._memory()
         if (even := self.after_is_even()) is not None:

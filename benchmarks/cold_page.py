@@ -68,9 +68,9 @@ by upriver. What the store takes is on another core, but with "2core".
 
 {bounds}
 
-The last columns are the bound over the median from the end of imports, constructed by upriver: 1 were as
-fast as can be. The bound, of one core: F + max(d + L + E, D + l + e); of two:
-F + max(d + L + e, d + l1 + E, D + l + e).
+The last columns are the bound over the time from the end of imports, constructed by upriver: 1 were as
+fast as can be. Both are of one turn, and the median of turns is told. The bound, of one core:
+F + max(d + L + E, D + l + e); of two: F + max(d + L + e, d + l1 + E, D + l + e).
 
 - F, first byte: a read of one byte through a connection that is not open yet.
 - D, download: of the bytes that the answer needs. On a shaped link they are divided by its payload rate
@@ -82,9 +82,10 @@ F + max(d + L + e, d + l1 + E, D + l + e).
 - What cannot overlap: d is the first weight's share of D; l1 and l are the first one's and the last one's
   of L, by bytes; e is E from the operator on that first reads the last weight.
 
-All are measured in {parts_repeats} of the same turns, on the same cores, and the median of each counts, as it
-does of the runs. Receiving takes time of the one core, which is in D on the unshaped link and nowhere on
-shaped ones; constructing is in neither. So no loader reaches 1.
+All are measured in the first {parts_repeats} turns, on the same cores, and are told by their medians. Cores
+differ from one start of the benchmark to another, so a median of all turns is not to be held against them.
+Receiving takes time of the one core, which is in D on the unshaped link and nowhere on shaped ones;
+constructing is in neither. So no loader reaches 1, but by chance.
 
 ## Memory
 

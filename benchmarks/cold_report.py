@@ -242,8 +242,9 @@ def bounds_table(found: Sequence[Found]) -> str:
             parts.execute_s,
             parts.bound(one_core=each.setting.one_core),
         )
-        shares = [f"{each.share(way):.2f}" if way in each.runs else "" for way in shown]
-        rows.append([each.setting.key, *(f"{value:.3f}" for value in seconds), *shares])
+        shares = [each.share(way) if way in each.runs else None for way in shown]
+        told = ["" if share is None else f"{share:.2f}" for share in shares]
+        rows.append([each.setting.key, *(f"{value:.3f}" for value in seconds), *told])
     return _table([*header, *(WAYS[way].title for way in shown)], rows)
 
 

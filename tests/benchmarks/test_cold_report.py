@@ -23,6 +23,7 @@ from cold_measure import (
 from cold_report import GOALS, behind_table, page, verdict, write
 from cold_settings import (
     OURS,
+    PARTS,
     PLAIN,
     QUICK,
     WAYS,
@@ -215,6 +216,25 @@ def test_the_share_of_the_bound_memory_and_calls_afterwards(tmp_path: Path) -> N
     arrived = calm.after("arrived")
     assert arrived is not None and arrived.median == pytest.approx(1.025)
     assert calm.goals["after"] is False and "bound" not in calm.goals
+
+
+def test_a_share_is_of_the_bound_that_was_measured_in_the_same_turn(tmp_path: Path) -> None:
+    setting = Setting(model="gpt2", gbit=1.0, repeats=3)
+    records, _ = measured(tmp_path, setting)
+    share = Found(setting, records).share(OURS)
+    for row in (records.rows[turn_key(setting, 1, run)] for run in (PARTS, OURS)):
+        row |= {name: 9 * value for name, value in row.items() if name.endswith("_s")}
+    first = Parts.of([parts_row()], setting.rate).bound(one_core=True) / (2 + 1 / 16)
+    assert share == pytest.approx(first) == Found(setting, records).share(OURS), "the median of three turns"
+    del records.rows[turn_key(setting, 2, PARTS)]
+    records.rows[turn_key(setting, 2, OURS)][IMPORTED] = 900.0
+    slow = Parts.of([records.rows[turn_key(setting, 1, PARTS)]], setting.rate).bound(one_core=True) / 9
+    assert Found(setting, records).share(OURS) == pytest.approx((first + slow / (2 + 1 / 16)) / 2)
+    for number in range(2):
+        del records.rows[turn_key(setting, number, OURS)]
+    found = Found(setting, records)
+    assert found.bound_s is not None and found.share(OURS) is None and "bound" not in found.goals
+    assert f"| {setting.key} | 0.050 |" in page([found], "page")
 
 
 def test_calls_afterwards_are_not_judged_where_plain_ones_differ(tmp_path: Path) -> None:
