@@ -239,7 +239,10 @@ class Found:
     @property
     def bound_s(self) -> float | None:
         """The least time from a process that has its imports to an answer; None if it is not known."""
-        return None if self.parts is None else self.parts.bound(one_core=self.setting.one_core)
+        return None if self.parts is None else self._bound(self.parts)
+
+    def _bound(self, parts: Parts) -> float:
+        return parts.bound(one_core=self.setting.one_core)
 
     def share(self, run: str) -> float | None:
         """Of the bound: 1 were as fast as can be. None where no turn has both.
@@ -249,7 +252,7 @@ class Found:
         """
         seconds = self._seconds(run, IMPORTED)
         shares = [
-            Parts.of([row], self.setting.rate).bound(one_core=self.setting.one_core) / seconds[number]
+            self._bound(Parts.of([row], self.setting.rate)) / seconds[number]
             for number, row in self._parts.items()
             if number in seconds
         ]
@@ -316,8 +319,10 @@ class Found:
         found: dict[str, bool] = {"right": not self.wrong()}
         if self.setting.timed:
             found |= self._speed()
-        if self.setting.gbit == JUDGED_GBIT and (share := self.share(OURS)) is not None:
-            found["bound"] = self.usable(OURS) and share >= LEAST_SHARE
+        if self.setting.gbit == JUDGED_GBIT and self.bound_s is not None:
+            share = self.share(OURS) if self.usable(OURS) else 0.0
+            if share is not None:
+                found["bound"] = share >= LEAST_SHARE
         if has_memory(self.setting) and self.nbytes >= JUDGED_BYTES:
             found |= self._memory()
         if (even := self.after_is_even()) is not None:

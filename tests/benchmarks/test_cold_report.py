@@ -237,6 +237,12 @@ def test_a_share_is_of_the_bound_that_was_measured_in_the_same_turn(tmp_path: Pa
     assert f"| {setting.key} | 0.050 |" in page([found], "page")
 
 
+def test_who_never_answers_rightly_misses_the_bound(tmp_path: Path) -> None:
+    setting = Setting(model="gpt2", gbit=1.0, repeats=1)
+    found = Found(setting, measured(tmp_path, setting, wrong=[OURS])[0])
+    assert found.bound_s is not None and found.goals["bound"] is False
+
+
 def test_calls_afterwards_are_not_judged_where_plain_ones_differ(tmp_path: Path) -> None:
     records, _ = measured(tmp_path)
     for number in range(min(AFTER_REPEATS, SETTING.repeats)):
