@@ -12,6 +12,10 @@ from xdist.scheduler import LoadFileScheduling
 # Proofs are not remembered from test to test: each makes its own. Processes that tests start inherit this.
 os.environ["UPRIVER_CACHE"] = os.devnull
 
+# Tests run side by side, and start processes by the dozen. OpenMP's threads that spin while they wait for the
+# next operator take the cores from all of these: half of what whole files of tests took went into that.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # Tests assert results, never seconds: a busy machine is no failure. A tree is asked the same questions every
 # time, so that it passes or fails for what it is; ``--hypothesis-profile=search`` asks more, others each run.
 settings.register_profile("search", deadline=None, max_examples=1000)

@@ -58,9 +58,10 @@ print(len(pool), torch.get_num_threads(), added, during_s < before_s / 4, spun_s
 def found(num_threads: int, *, cores: int) -> list[str]:
     """What the script prints with so many of OpenMP's threads on so many cores."""
     allowed = sorted(os.sched_getaffinity(0))[:cores]
+    spinning = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     done = subprocess.run(
         ["taskset", "-c", ",".join(map(str, allowed)), sys.executable, "-c", SCRIPT],
-        env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
+        env={**spinning, "OMP_NUM_THREADS": str(num_threads)},
         capture_output=True,
         text=True,
         timeout=120,
