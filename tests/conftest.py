@@ -13,7 +13,7 @@ from xdist.scheduler import LoadFileScheduling
 os.environ["UPRIVER_CACHE"] = os.devnull
 
 # Tests run side by side, and start processes by the dozen. OpenMP's threads that spin while they wait for the
-# next operator take the cores from all of these: half of what whole files of tests took went into that.
+# next operator take the cores from all of these: tests of whole jobs took a quarter more processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Tests assert results, never seconds: a busy machine is no failure. A tree is asked the same questions every
