@@ -1,0 +1,240 @@
+"""What does a call of a model cost once the model has arrived? Instructions are counted, not seconds.
+
+The claim: a call of a model that was called while it arrived takes, within 1 %, as many instructions as a
+call of a plain one, and has the same bits. `cold_start.py` times the same; there other work on the machine
+decides about a percent, here it cannot show.
+
+Valgrind runs a process that loads the model by `upriver.coldstart`, calls it while it arrives, and then has
+it and two plain ones answer in turns: one that was made in that process, and one whose weights were copied,
+to see how far plain ones differ. One thread computes. The store is on the same host, behind loopback.
+
+Run ``python benchmarks/cold_calls.py``; it writes ``results/cold_calls.md``. It needs Valgrind, under which
+each model takes some ten minutes, a core for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from _common import RESULTS, Spread, commit, machine, table, versions
+from cold_accelerator import BATCH, child, publish, spec_of
+from cold_bed import Local, paths
+from cold_models import MODELS, answer, made_up
+from cold_settings import OURS
+from cold_ways import loader_of
+from input_bed import Failed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CHOSEN = ("gpt2", "resnet50", "bert", "regnet", "vgg19", "wav2vec2", "whisper", "mobilenet", "squeezenet")
+ARRIVED, PLAIN, COPIED = "arrived", "plain", "copied"
+NETWORKS = (ARRIVED, PLAIN, COPIED)
+CALLS, WARM_CALLS = 3, 2
+NEAR = 0.01
+REQUESTS = 4
+LIMIT_S = 1800.0
+
+Counts = dict[str, list[int]]
+"""Instructions of each call, by whose it was."""
+
+Tell = Callable[[], object]
+"""Something that Valgrind is told."""
+
+
+# ------------------------------------------------------------------------------------------ in the process
+
+
+def order(number: int) -> tuple[str, ...]:
+    """Whose call comes when in a turn."""
+    first = number % len(NETWORKS)
+    return NETWORKS[first:] + NETWORKS[:first]
+
+
+def called(spec: Mapping[str, Any], *, begin: Tell) -> bool:
+    """Load, then call in turns, each call between two words to Valgrind; whether all answers are the same.
+
+    Args:
+        spec: As `cold_accelerator.run` takes it, and how many ``calls``.
+        begin: Has Valgrind begin to follow what is done.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    model = MODELS[spec["model"]]
+    model.prepare()
+    loader, inputs = loader_of(spec, model.build), model.inputs(BATCH)
+    arrived = loader()
+    early = answer(arrived, inputs)
+    loader.finish()
+    plain, copied = made_up(model), model.build().eval()
+    copied.load_state_dict(plain.state_dict())
+    networks: Mapping[str, nn.Module] = {ARRIVED: arrived, PLAIN: plain, COPIED: copied}
+    right = answer(plain, inputs)
+    equal = torch.equal(early, right)
+    for network in (*networks.values(),) * WARM_CALLS:  # kernels are chosen and remembered
+        equal &= torch.equal(answer(network, inputs), right)
+    gc.collect()
+    gc.disable()  # it would hit whoever's call fills a generation
+    begin()
+    for number in range(spec["calls"]):
+        for name in order(number):
+            network = networks[name]
+            torch._C._valgrind_toggle()
+            found = answer(network, inputs)
+            torch._C._valgrind_toggle_and_dump_stats()
+            equal &= torch.equal(found, right)
+    return equal
+
+
+def follow() -> None:
+    """Have the Valgrind that runs this process begin to count."""
+    told = ["callgrind_control", "--instr=on", str(os.getpid())]
+    subprocess.run(told, check=True, stdout=subprocess.DEVNULL)
+
+
+# ------------------------------------------------------------------------------------------- beside it
+
+
+def counted(spec: Mapping[str, Any]) -> tuple[Counts, bool]:
+    """Instructions of each call in a process under Valgrind, and whether all answers had the same bits.
+
+    Raises:
+        Failed: If it ends otherwise, or too few calls were counted.
+    """
+    with tempfile.TemporaryDirectory(prefix="upriver-calls-") as folder:
+        out, log = Path(folder) / "out", Path(folder) / "log"
+        argv = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no"]
+        argv += [f"--callgrind-out-file={out}", f"--log-file={log}"]
+        argv += [sys.executable, __file__, "--spec", json.dumps(spec)]
+        env = {**os.environ, **paths(), "UPRIVER_CACHE": spec["cache"], "PYTHONHASHSEED": "0"}
+        env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        try:
+            done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        except FileNotFoundError:
+            raise Failed("valgrind is not installed") from None
+        except subprocess.TimeoutExpired:
+            raise Failed(f"no end within {LIMIT_S:.0f} s") from None
+        if done.returncode:
+            said = (done.stderr or log.read_text(encoding="utf-8")).strip().splitlines()
+            raise Failed(said[-1] if said else f"it ended with {done.returncode}")
+        return in_turns(dumped(out), spec["calls"]), json.loads(done.stdout.splitlines()[-1])
+
+
+def dumped(out: Path) -> list[int]:
+    """The totals of what Callgrind wrote at each request, in that order."""
+    parts = sorted(out.parent.glob(f"{out.name}.*"), key=lambda path: int(path.suffix[1:]))
+    texts = [path.read_text(encoding="utf-8") for path in parts]
+    asked = [text for text in texts if "Client Request" in text]
+    return [int(total[1]) for text in asked if (total := re.search(r"^totals: (\d+)", text, re.MULTILINE))]
+
+
+def in_turns(totals: Sequence[int], calls: int) -> Counts:
+    """Totals by whose call each is of.
+
+    Raises:
+        Failed: If there are more or fewer than calls.
+    """
+    names = [name for number in range(calls) for name in order(number)]
+    if len(totals) != len(names):
+        raise Failed(f"{len(totals)} of {len(names)} calls were counted")
+    found: Counts = {name: [] for name in NETWORKS}
+    for name, total in zip(names, totals, strict=True):
+        found[name].append(total)
+    return found
+
+
+def measure(models: Sequence[str], *, calls: int) -> dict[str, tuple[Counts, bool]]:
+    """A process for each model, as many beside each other as there are cores: counts stay the same."""
+    console, found = Console(stderr=True), {}
+    for model in models:
+        MODELS[model].prepare()
+    with Local() as place, tempfile.TemporaryDirectory() as scratch:
+        tasks = {}
+        for model in models:
+            spec = spec_of(model, place, scratch, [OURS])
+            child(publish, spec)
+            tasks[model] = spec | {"run": OURS, "knob": REQUESTS, "calls": calls}
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            under_way = {model: pool.submit(counted, task) for model, task in tasks.items()}
+            for model, future in under_way.items():
+                with console.status(f"{model}, under Valgrind"):
+                    found[model] = future.result()
+                console.print(f"{model}: {ratio(found[model][0], ARRIVED):.5f}", markup=False)
+    return found
+
+
+def ratio(counts: Counts, who: str) -> float:
+    """Whose calls take how many times the plain model's instructions, by the medians."""
+    return Spread.of(counts[who]).median / Spread.of(counts[PLAIN]).median
+
+
+def text(found: Mapping[str, tuple[Counts, bool]]) -> str:
+    """The report."""
+    _, claim, how, *_ = __doc__.split("\n\n")
+    rows, near = [], 0
+    for model, (counts, _) in found.items():
+        near += abs(ratio(counts, ARRIVED) - 1) <= NEAR
+        millions = (Spread.of(1e-6 * count for count in counts[name]).text(1) for name in NETWORKS)
+        ratios = (f"{ratio(counts, name):.5f}" for name in (ARRIVED, COPIED))
+        rows.append([MODELS[model].title, *millions, *ratios])
+    calls = {len(counts[PLAIN]) for counts, _ in found.values()}
+    header = ["model", *(f"{name}, millions" for name in NETWORKS), "arrived / plain", "copied / plain"]
+    right = sum(equal for _, equal in found.values())
+    met = "met" if near == right == len(found) else "missed"
+    return "\n".join(
+        [
+            "# What a call costs once a model has arrived, in instructions",
+            "",
+            claim.replace("The claim: a", "**Claim.** A"),
+            "",
+            how,
+            "",
+            f"**{met.capitalize()}**: within {NEAR:.0%} for {near} of {len(found)} models; the same bits "
+            f"in all calls for {right} of {len(found)}.",
+            "",
+            table(header, rows),
+            "",
+            f"Instructions of a call: median (least to most) of {', '.join(map(str, sorted(calls)))} calls, "
+            f"batch {BATCH}, after {WARM_CALLS} that do not count. Valgrind knows no AVX-512, so that "
+            "libraries choose other kernels there than on a processor that has it; what is asked of them is "
+            "the same. Where memory lies, and what that costs, does not show in instructions, but in the "
+            "times of `cold_start.md`.",
+            "",
+            f"Upriver at {commit()}; {machine()}; {versions('torch', 'transformers', 'torchvision')}.",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(CHOSEN))
+    parser.add_argument("--calls", type=int, default=CALLS, help="of each network that count")
+    parser.add_argument("--report", type=Path, default=RESULTS / "cold_calls.md")
+    parser.add_argument("--spec", type=json.loads, help="of the process that Valgrind runs")
+    chosen = parser.parse_args()
+    if chosen.spec:
+        print(json.dumps(called(chosen.spec, begin=follow)))
+        return
+    report = text(measure(chosen.models.split(","), calls=chosen.calls))
+    chosen.report.write_text(report, encoding="utf-8")
+    print(report)
+
+
+if __name__ == "__main__":
+    main()

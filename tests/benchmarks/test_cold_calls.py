@@ -1,0 +1,80 @@
+"""The benchmark that counts the instructions of a call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cold_calls
+from cold_bed import paths
+from cold_calls import ARRIVED, COPIED, NETWORKS, PLAIN, dumped, in_turns, text
+from input_bed import Failed
+
+
+def test_a_model_that_arrives_answers_as_plain_ones_do(tmp_path: Path) -> None:
+    """All that is done under Valgrind but counting; in a process of its own, as publishing forks it."""
+    argv = [sys.executable, "-c", _UNCOUNTED, str(tmp_path)]
+    done = subprocess.run(
+        argv, env={**os.environ, **paths()}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.split() == ["3", "True"], done.stderr
+
+
+_UNCOUNTED = """
+import sys, cold_calls
+from cold_accelerator import child, publish, spec_of
+from cold_bed import Local
+from cold_models import MODELS
+
+MODELS["squeezenet"].prepare()
+with Local() as place:
+    spec = spec_of("squeezenet", place, sys.argv[1], [cold_calls.OURS])
+    child(publish, spec)
+    begun = []
+    task = {"run": cold_calls.OURS, "knob": 4, "calls": 3}
+    equal = cold_calls.called(spec | task, begin=lambda: begun.extend("123"))
+    print(len(begun), equal)
+"""
+
+
+def test_parts_are_read_in_the_order_in_which_they_were_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for number in (2, 10, 1):
+        (tmp_path / f"out.{number}").write_text(
+            f"part: {number}\ndesc: Trigger: Client Request\ntotals: {number}00\n"
+        )
+    (tmp_path / "out.11").write_text("part: 11\ndesc: Trigger: Program termination\ntotals: 5\n")
+    assert dumped(out) == [100, 200, 1000]
+
+
+def test_totals_belong_to_whose_turn_it_was() -> None:
+    assert in_turns([1, 2, 3, 5, 6, 4, 9, 7, 8], 3) == {
+        ARRIVED: [1, 4, 7],
+        PLAIN: [2, 5, 8],
+        COPIED: [3, 6, 9],
+    }
+    with pytest.raises(Failed, match="5 of 6 calls were counted"):
+        in_turns([1, 2, 3, 4, 5], 2)
+
+
+def test_the_report_says_who_is_near_and_who_has_the_same_bits() -> None:
+    def counts(arrived: int) -> dict[str, list[int]]:
+        return {name: [arrived if name == ARRIVED else 1_000_000] for name in NETWORKS}
+
+    met = {"gpt2": (counts(1_009_000), True), "vgg19": (counts(1_000_000), True)}
+    assert "**Met**: within 1% for 2 of 2 models; the same bits in all calls for 2 of 2." in text(met)
+    assert "| GPT-2 | 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) | 1.00900 | 1.00000 |" in text(
+        met
+    )
+    assert "**Missed**: within 1% for 1 of 2" in text(met | {"gpt2": (counts(1_011_000), True)})
+    assert "bits in all calls for 1 of 2" in text(met | {"gpt2": (counts(1_000_000), False)})
+
+
+def test_without_valgrind_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(Failed, match="valgrind is not installed"):
+        cold_calls.counted({"cache": "", "calls": 1})
