@@ -32,6 +32,7 @@ from rich.console import Console
 from _common import RESULTS, Spread, commit, machine, table, versions
 from cold_accelerator import BATCH, child, publish, spec_of
 from cold_bed import Local, paths
+from cold_found import MOST_AFTER
 from cold_models import MODELS, answer, made_up
 from cold_settings import OURS
 from cold_ways import loader_of
@@ -44,15 +45,11 @@ CHOSEN = ("gpt2", "resnet50", "bert", "regnet", "vgg19", "wav2vec2", "whisper", 
 ARRIVED, PLAIN, COPIED = "arrived", "plain", "copied"
 NETWORKS = (ARRIVED, PLAIN, COPIED)
 CALLS, WARM_CALLS = 3, 2
-NEAR = 0.01
 REQUESTS = 4
 LIMIT_S = 1800.0
 
 Counts = dict[str, list[int]]
 """Instructions of each call, by whose it was."""
-
-Tell = Callable[[], object]
-"""Something that Valgrind is told."""
 
 
 # ------------------------------------------------------------------------------------------ in the process
@@ -64,7 +61,7 @@ def order(number: int) -> tuple[str, ...]:
     return NETWORKS[first:] + NETWORKS[:first]
 
 
-def called(spec: Mapping[str, Any], *, begin: Tell) -> bool:
+def called(spec: Mapping[str, Any], *, begin: Callable[[], object]) -> bool:
     """Load, then call in turns, each call between two words to Valgrind; whether all answers are the same.
 
     Args:
@@ -187,7 +184,7 @@ def text(found: Mapping[str, tuple[Counts, bool]]) -> str:
     _, claim, how, *_ = __doc__.split("\n\n")
     rows, near = [], 0
     for model, (counts, _) in found.items():
-        near += abs(ratio(counts, ARRIVED) - 1) <= NEAR
+        near += abs(ratio(counts, ARRIVED) - 1) <= MOST_AFTER
         millions = (Spread.of(1e-6 * count for count in counts[name]).text(1) for name in NETWORKS)
         ratios = (f"{ratio(counts, name):.5f}" for name in (ARRIVED, COPIED))
         rows.append([MODELS[model].title, *millions, *ratios])
@@ -203,8 +200,8 @@ def text(found: Mapping[str, tuple[Counts, bool]]) -> str:
             "",
             how,
             "",
-            f"**{met.capitalize()}**: within {NEAR:.0%} for {near} of {len(found)} models; the same bits "
-            f"in all calls for {right} of {len(found)}.",
+            f"**{met.capitalize()}**: within {MOST_AFTER:.0%} for {near} of {len(found)} models; the same "
+            f"bits in all calls for {right} of {len(found)}.",
             "",
             table(header, rows),
             "",
