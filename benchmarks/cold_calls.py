@@ -9,7 +9,8 @@ it and two plain ones answer in turns: one that was made in that process, and on
 to see how far plain ones differ. One thread computes. The store is on the same host, behind loopback.
 
 Run ``python benchmarks/cold_calls.py``; it writes ``results/cold_calls.md``. It needs Valgrind, under which
-each model takes some ten minutes, a core for each.
+a model takes six minutes and more, a core for each. What is counted is kept beside the report as it comes:
+``--models gpt2`` counts one anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,15 +43,37 @@ from input_bed import Failed
 if TYPE_CHECKING:
     from torch import nn
 
+RUNS = RESULTS / "cold_calls.json"
 CHOSEN = ("gpt2", "resnet50", "bert", "regnet", "vgg19", "wav2vec2", "whisper", "mobilenet", "squeezenet")
 ARRIVED, PLAIN, COPIED = "arrived", "plain", "copied"
 NETWORKS = (ARRIVED, PLAIN, COPIED)
 CALLS, WARM_CALLS = 3, 2
 REQUESTS = 4
-LIMIT_S = 1800.0
+LIMIT_S = 3600.0
 
 Counts = dict[str, list[int]]
 """Instructions of each call, by whose it was."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a process found.
+
+    Attributes:
+        counts: Instructions of each call, by whose it was; none if it failed.
+        equal: Whether all answers had the same bits.
+        where: Of what code, on what machine.
+        failed: Why there are none.
+    """
+
+    counts: Counts
+    equal: bool
+    where: str
+    failed: str = ""
+
+    def ratio(self, who: str) -> float:
+        """Whose calls take how many times the plain model's instructions, by the medians."""
+        return Spread.of(self.counts[who]).median / Spread.of(self.counts[PLAIN]).median
 
 
 # ------------------------------------------------------------------------------------------ in the process
@@ -154,9 +178,19 @@ def in_turns(totals: Sequence[int], calls: int) -> Counts:
     return found
 
 
-def measure(models: Sequence[str], *, calls: int) -> dict[str, tuple[Counts, bool]]:
-    """A process for each model, as many beside each other as there are cores: counts stay the same."""
-    console, found = Console(stderr=True), {}
+def measure(models: Sequence[str], *, calls: int, runs: Path) -> dict[str, Counted]:
+    """A process for each model, as many beside each other as there are cores: counts stay the same.
+
+    Args:
+        models: Names of `MODELS`.
+        calls: How many of each network count.
+        runs: File that has earlier ones, and gets these as they come.
+
+    Returns:
+        All of that file.
+    """
+    console, found = Console(stderr=True), kept(runs)
+    where = f"Upriver at {commit()}; {machine()}; {versions('torch', 'transformers', 'torchvision')}."
     for model in models:
         MODELS[model].prepare()
     with Local() as place, tempfile.TemporaryDirectory() as scratch:
@@ -165,32 +199,60 @@ def measure(models: Sequence[str], *, calls: int) -> dict[str, tuple[Counts, boo
             spec = spec_of(model, place, scratch, [OURS])
             child(publish, spec)
             tasks[model] = spec | {"run": OURS, "knob": REQUESTS, "calls": calls}
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            under_way = {model: pool.submit(counted, task) for model, task in tasks.items()}
-            for model, future in under_way.items():
-                with console.status(f"{model}, under Valgrind"):
-                    found[model] = future.result()
-                console.print(f"{model}: {ratio(found[model][0], ARRIVED):.5f}", markup=False)
+        with (
+            ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+            console.status("under Valgrind") as status,
+        ):
+            under_way = {pool.submit(counted, task): model for model, task in tasks.items()}
+            for number, future in enumerate(as_completed(under_way), 1):
+                model = under_way[future]
+                try:
+                    counts, equal = future.result()
+                except Failed as error:
+                    found[model] = Counted({}, False, where, str(error))
+                    console.print(f"{model}: {error}", style="red", markup=False)
+                else:
+                    found[model] = Counted(counts, equal, where)
+                    console.print(f"{model}: {found[model].ratio(ARRIVED):.5f}", markup=False)
+                keep(found, runs)
+                status.update(f"under Valgrind: {number} of {len(models)} models are done")
     return found
 
 
-def ratio(counts: Counts, who: str) -> float:
-    """Whose calls take how many times the plain model's instructions, by the medians."""
-    return Spread.of(counts[who]).median / Spread.of(counts[PLAIN]).median
+def kept(runs: Path) -> dict[str, Counted]:
+    """What was counted before."""
+    if not runs.exists():
+        return {}
+    return {name: Counted(**each) for name, each in json.loads(runs.read_text(encoding="utf-8")).items()}
 
 
-def text(found: Mapping[str, tuple[Counts, bool]]) -> str:
+def keep(found: Mapping[str, Counted], runs: Path) -> None:
+    """All of it, in the order of `CHOSEN`, whoever came first."""
+    places = {name: place for place, name in enumerate(CHOSEN)}
+    ordered = sorted(found, key=lambda name: places.get(name, len(places)))
+    runs.write_text(
+        json.dumps({name: asdict(found[name]) for name in ordered}, indent=1) + "\n", encoding="utf-8"
+    )
+
+
+def text(found: Mapping[str, Counted]) -> str:
     """The report."""
     _, claim, how, *_ = __doc__.split("\n\n")
-    rows, near = [], 0
-    for model, (counts, _) in found.items():
-        near += abs(ratio(counts, ARRIVED) - 1) <= MOST_AFTER
-        millions = (Spread.of(1e-6 * count for count in counts[name]).text(1) for name in NETWORKS)
-        ratios = (f"{ratio(counts, name):.5f}" for name in (ARRIVED, COPIED))
+    rows, calls = [], set()
+    near = right = 0
+    for model, each in found.items():
+        if each.failed:
+            continue
+        near += abs(each.ratio(ARRIVED) - 1) <= MOST_AFTER
+        right += each.equal
+        calls |= {len(each.counts[name]) for name in NETWORKS}
+        millions = (Spread.of(1e-6 * count for count in each.counts[name]).text(1) for name in NETWORKS)
+        ratios = (f"{each.ratio(name):.5f}" for name in (ARRIVED, COPIED))
         rows.append([MODELS[model].title, *millions, *ratios])
-    calls = {len(counts[PLAIN]) for counts, _ in found.values()}
     header = ["model", *(f"{name}, millions" for name in NETWORKS), "arrived / plain", "copied / plain"]
-    right = sum(equal for _, equal in found.values())
+    failed = [
+        f"- failed: {MODELS[model].title}: {each.failed}" for model, each in found.items() if each.failed
+    ]
     met = "met" if near == right == len(found) else "missed"
     return "\n".join(
         [
@@ -205,13 +267,15 @@ def text(found: Mapping[str, tuple[Counts, bool]]) -> str:
             "",
             table(header, rows),
             "",
+            *failed,
+            *([""] if failed else []),
             f"Instructions of a call: median (least to most) of {', '.join(map(str, sorted(calls)))} calls, "
             f"batch {BATCH}, after {WARM_CALLS} that do not count. Valgrind knows no AVX-512, so that "
             "libraries choose other kernels there than on a processor that has it; what is asked of them is "
             "the same. Where memory lies, and what that costs, does not show in instructions, but in the "
             "times of `cold_start.md`.",
             "",
-            f"Upriver at {commit()}; {machine()}; {versions('torch', 'transformers', 'torchvision')}.",
+            *sorted({each.where for each in found.values()}),
             "",
         ]
     )
@@ -222,15 +286,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(CHOSEN))
     parser.add_argument("--calls", type=int, default=CALLS, help="of each network that count")
-    parser.add_argument("--report", type=Path, default=RESULTS / "cold_calls.md")
+    parser.add_argument(
+        "--runs", type=Path, default=RUNS, help="file for all counts, with the report beside it"
+    )
+    parser.add_argument("--write", action="store_true", help="only write the report, from that file")
     parser.add_argument("--spec", type=json.loads, help="of the process that Valgrind runs")
     chosen = parser.parse_args()
     if chosen.spec:
         print(json.dumps(called(chosen.spec, begin=follow)))
         return
-    report = text(measure(chosen.models.split(","), calls=chosen.calls))
-    chosen.report.write_text(report, encoding="utf-8")
-    print(report)
+    models = [] if chosen.write else chosen.models.split(",")
+    if unknown := set(models) - set(MODELS):
+        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    found = measure(models, calls=chosen.calls, runs=chosen.runs) if models else kept(chosen.runs)
+    chosen.runs.with_suffix(".md").write_text(text(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

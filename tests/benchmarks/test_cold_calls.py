@@ -11,7 +11,7 @@ import pytest
 
 import cold_calls
 from cold_bed import paths
-from cold_calls import ARRIVED, COPIED, NETWORKS, PLAIN, dumped, in_turns, text
+from cold_calls import ARRIVED, COPIED, NETWORKS, PLAIN, Counted, dumped, in_turns, keep, kept, text
 from input_bed import Failed
 
 
@@ -61,17 +61,33 @@ def test_totals_belong_to_whose_turn_it_was() -> None:
         in_turns([1, 2, 3, 4, 5], 2)
 
 
-def test_the_report_says_who_is_near_and_who_has_the_same_bits() -> None:
-    def counts(arrived: int) -> dict[str, list[int]]:
-        return {name: [arrived if name == ARRIVED else 1_000_000] for name in NETWORKS}
+def counted(arrived: int, *, equal: bool = True) -> Counted:
+    counts = {name: [arrived if name == ARRIVED else 1_000_000] for name in NETWORKS}
+    return Counted(counts, equal, "Here.")
 
-    met = {"gpt2": (counts(1_009_000), True), "vgg19": (counts(1_000_000), True)}
+
+def test_the_report_says_who_is_near_and_who_has_the_same_bits() -> None:
+    met = {"gpt2": counted(1_009_000), "vgg19": counted(1_000_000)}
     assert "**Met**: within 1% for 2 of 2 models; the same bits in all calls for 2 of 2." in text(met)
-    assert "| GPT-2 | 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) | 1.00900 | 1.00000 |" in text(
-        met
-    )
-    assert "**Missed**: within 1% for 1 of 2" in text(met | {"gpt2": (counts(1_011_000), True)})
-    assert "bits in all calls for 1 of 2" in text(met | {"gpt2": (counts(1_000_000), False)})
+    row = "| GPT-2 | 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) | 1.00900 | 1.00000 |"
+    assert row in text(met)
+    assert "**Missed**: within 1% for 1 of 2" in text(met | {"gpt2": counted(1_011_000)})
+    assert "bits in all calls for 1 of 2" in text(met | {"gpt2": counted(1_000_000, equal=False)})
+
+
+def test_a_model_that_failed_is_missed_and_named() -> None:
+    found = {"vgg19": counted(1_000_000), "gpt2": Counted({}, False, "Here.", "no end within 3600 s")}
+    assert "**Missed**: within 1% for 1 of 2 models; the same bits in all calls for 1 of 2." in text(found)
+    assert "- failed: GPT-2: no end within 3600 s" in text(found)
+
+
+def test_what_was_counted_is_kept_as_it_comes(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.json"
+    assert kept(runs) == {}
+    found = {"vgg19": counted(1), "gpt2": Counted({}, False, "Here.", "it ended with 1")}
+    keep(found, runs)
+    assert kept(runs) == found
+    assert list(kept(runs)) == ["gpt2", "vgg19"]
 
 
 def test_without_valgrind_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
