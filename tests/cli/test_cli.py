@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from tests.pipeline.making import tone, wav, write
-from upriver.cli import app, main
+from upriver.cli import main
+from upriver.cli.app import app
 from upriver.cli.common import emit
 
 COMMANDS = (
@@ -61,6 +62,25 @@ def test_help_lists_every_command_and_loads_no_torch() -> None:
     assert done.stdout.endswith("False 0\n")
     for command in COMMANDS:
         assert f"\n  {command} " in done.stdout
+
+
+def test_ctrl_c_while_commands_are_imported_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+_INTERRUPTED = """
+import signal, sys
+import upriver.cli
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "upriver.cli.push":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+sys.exit(upriver.cli.main(["--version"]))
+"""
 
 
 def test_module_and_script_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:

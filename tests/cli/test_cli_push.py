@@ -203,6 +203,26 @@ def test_weights_alone_may_be_trained_ones(tmp_path: Path, capsys: pytest.Captur
     assert not torch.equal(random["head.weight"], trained["head.weight"])
 
 
+def test_published_weights_may_be_pushed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pushed(tmp_path, capsys, "--weights-to", "first")
+    first = tmp_path / "first.safetensors"
+    assert any(name.startswith("__pad__") for name in load_file(first))
+    pushed(tmp_path, capsys, "--weights-to", "second", "--weights", str(first))
+    assert (tmp_path / "second.safetensors").read_bytes() == first.read_bytes()
+
+
+def test_a_pickled_checkpoint_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trained.pt").write_bytes(b"PK\x03\x04" + bytes(100))
+    command = ["push", "push_models:sound", tmp_path.as_uri(), "--weights-to", "sounds"]
+    assert main([*command, "--weights", str(tmp_path / "trained.pt")]) == 2
+    told = capsys.readouterr().err
+    assert "trained.pt is a pickled checkpoint" in told
+    assert "safetensors.torch.save_model" in told
+    assert not list(tmp_path.glob("sounds*"))
+
+
 def test_weights_alone_of_a_model_with_an_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["push", "push_models:given", tmp_path.as_uri(), "--weights-to", "given", "--json"]
     assert main(command) == 0

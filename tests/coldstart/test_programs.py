@@ -446,15 +446,26 @@ def test_no_weight_is_read_whose_checksum_is_wrong(weight: int) -> None:
         coming.wait(60)
 
 
-def test_an_object_that_changed_is_read_whole_and_held_against_its_name() -> None:
+def test_a_copy_of_a_program_arrives_as_the_original_does(monkeypatch: pytest.MonkeyPatch) -> None:
     store, program, inputs = published("small")
     path = weights_of(program)
     store.put(path, store.get(path))
+    monkeypatch.setattr(under_test.files, "load", None)  # so it is not read whole
     cold = under_test.open(store=store, digest=program.digest)
-    assert arriving(cold) is None
     assert same(cold.run(inputs, 0, cold.num_stages), whole("small").run(inputs, 0, cold.num_stages))
-    store.put(path, store.get(path)[:-1] + b"\x01")
-    with pytest.raises(ProgramError, match="weights file has digest"):
+    damaged = bytearray(store.get(path))
+    damaged[layout.read(store, path, copies=True).tensors[0].start] ^= 1
+    store.put(path, bytes(damaged))
+    cold = under_test.open(store=store, digest=program.digest)
+    with pytest.raises(Damaged, match="have another checksum"):
+        cold.run(inputs, 0, cold.num_stages)
+
+
+def test_an_object_that_changed_is_read_whole_and_held_against_its_name() -> None:
+    store, program, _ = published("small")
+    path = weights_of(program)
+    store.put(path, store.get(path)[:-1])
+    with pytest.raises(ProgramError, match=f"program {program.digest} in store .*weights file has digest"):
         under_test.open(store=store, digest=program.digest)
 
 

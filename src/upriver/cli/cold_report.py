@@ -64,7 +64,7 @@ def _of_model(document: Mapping[str, Any]) -> dict[str, str]:
 def _of_program(document: Mapping[str, Any]) -> dict[str, str]:
     stop, stages, weights = document["stop"], document["stages"], bytes_text(document["weight_bytes"])
     if not document["streamed"]:
-        weights += ", read whole before the first stage: no manifest is beside them; push the program again"
+        weights += ", read whole before the first stage: no manifest is of these; push the program again"
     elif stop < stages:
         weights += f" of the {bytes_text(document['program_bytes'])} that all stages read"
     return {

@@ -168,10 +168,14 @@ def publish(
     try:
         if info.size == planned.nbytes:
             store.put(beside, manifest.encode())
-    except BaseException:
+    except BaseException as error:
         with suppress(StoreError):  # somebody else may have published it meanwhile
             if is_new and store.head(path).etag == info.etag and not store.exists(beside):
                 store.delete(path)
+        if isinstance(error, StoreError) and not is_new:
+            raise StoreError(
+                f"{error}; {path!r} is written already: publish it again, until then it does not load"
+            ) from error
         raise
     if info.size != planned.nbytes or store.head(path).etag != info.etag:
         raise ObjectChanged(

@@ -313,7 +313,7 @@ def find(
     """
     path = weights_path(prefix, weights_digest)
     try:
-        manifest = layout.read(store, path, caps=caps, ahead=ahead)
+        manifest = layout.read(store, path, caps=caps, ahead=ahead, copies=True)
     except (ObjectNotFound, ObjectChanged, AccessDenied) as error:
         log.info("program %s is read whole before it runs: %s", digest, error)
         return None
@@ -356,7 +356,10 @@ def _graph_bytes(store: Store, path: str, digest: str, caps: GraphCaps) -> bytes
     except ObjectNotFound as error:
         raise ProgramNotFound(f"no program {digest} in store {store.name!r}: {error}") from None
     if digest_of(data) != digest:
-        raise ProgramError(f"graph.json has digest {digest_of(data)}, not {digest}")
+        raise ProgramError(
+            f"{path} in store {store.name!r} has digest {digest_of(data)}, not {digest}; push the program "
+            "with --rewrite"
+        )
     return data
 
 

@@ -34,6 +34,7 @@ from upriver.errors import (
 )
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.fetch import get_at_most
+from upriver.program.pickled import BEGINNINGS, has_pickled_name, refusal
 from upriver.program.weights import (
     LENGTH_BYTES,
     METADATA,
@@ -57,11 +58,6 @@ MOST_SHARDS = 1_000
 
 SHARDS_AT_ONCE = 8
 """How many headers are read at the same time: a latency each, hardly any bytes."""
-
-_PICKLED_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
-
-_PICKLED_BEGINNINGS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
-"""Of the archives that PyTorch writes, and of a pickle of each protocol that says which it is."""
 
 _PICKLED_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """What Hugging Face's libraries call them."""
@@ -123,7 +119,7 @@ class Source:
 def object_at(path: str) -> str | None:
     """The object with weights that :func:`find` looks at first; None where it looks at something else."""
     path = path.removesuffix("/")
-    if path.endswith(INDEX_ENDING) or _has_pickled_name(path):
+    if path.endswith(INDEX_ENDING) or has_pickled_name(path):
         return None
     return path if path.endswith(ENDING) else f"{path}{ENDING}"
 
@@ -147,8 +143,8 @@ def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahea
         StoreError: If the store cannot be read.
     """
     path = check_name(path.removesuffix("/"))
-    if _has_pickled_name(path):
-        raise _pickled(path)
+    if has_pickled_name(path):
+        raise ProgramError(refusal(path))
     if path.endswith(INDEX_ENDING):
         found = _shards(store, path, get_at_most(store, path, caps.header_bytes), caps)
     elif path.endswith(ENDING):
@@ -178,7 +174,7 @@ def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> Sou
     for name in _PICKLED_NAMES:
         with absent:
             if store.exists(f"{path}/{name}"):
-                raise _pickled(f"{path}/{name}")
+                raise ProgramError(refusal(f"{path}/{name}"))
     if absent.refused:
         raise AccessDenied(absent.refused)
     looked = ", ".join(repr(name) for name in files)
@@ -335,8 +331,8 @@ def _header(store: Store | Ahead, info: ObjectInfo, caps: GraphCaps) -> tuple[by
     try:
         body = LENGTH_BYTES + header_length(first, info.size, caps)
     except ProgramError:
-        if first.startswith(_PICKLED_BEGINNINGS):
-            raise _pickled(info.path) from None
+        if first.startswith(BEGINNINGS):
+            raise ProgramError(refusal(info.path)) from None
         raise
     if info.size > caps.weights_bytes:
         raise ProgramError(f"a weights file has 1..{caps.weights_bytes} bytes, got {info.size}")
@@ -399,8 +395,8 @@ def _text(path: str, file: Any) -> str:
 
 
 def _beside(path: str, folder: str, file: str) -> str:
-    if _has_pickled_name(file):
-        raise _pickled(f"{folder}{file[:200]}")
+    if has_pickled_name(file):
+        raise ProgramError(refusal(f"{folder}{file[:200]}"))
     try:
         shard = check_name(f"{folder}{file}")
     except ConfigError as error:
@@ -433,18 +429,6 @@ def _check_shards(
 # -------------------------------------------------------------------------------- what can run code
 
 
-def _has_pickled_name(path: str) -> bool:
-    return path.removesuffix(".index.json").lower().endswith(_PICKLED_ENDINGS)
-
-
-def _pickled(path: str) -> ProgramError:
-    return ProgramError(
-        f"{path} is a pickled checkpoint: reading it can run code, so it is never read. Convert it where it "
-        "comes from, with safetensors.torch.save_model(model, FILE) or, of transformers, "
-        "model.save_pretrained(DIRECTORY, safe_serialization=True)"
-    )
-
-
 def _refuse_object(store: Store, path: str) -> None:
     """A name without an ending is no object; an empty one is how some stores write a directory.
 
@@ -458,8 +442,8 @@ def _refuse_object(store: Store, path: str) -> None:
     if not info.size:
         return
     first = store.get_range(path, 0, min(LENGTH_BYTES, info.size), etag=info.etag or None)
-    if first.startswith(_PICKLED_BEGINNINGS):
-        raise _pickled(path)
+    if first.startswith(BEGINNINGS):
+        raise ProgramError(refusal(path))
     raise ProgramError(f"{path} in store {store.name!r} is no weights file: those are called NAME{ENDING}")
 
 

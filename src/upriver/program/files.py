@@ -98,4 +98,7 @@ def load(
         weights = get_at_most(store, weights_path(prefix, weights_digest_of(graph)), caps.weights_bytes)
     except ObjectNotFound as error:
         raise ProgramNotFound(f"no program {digest} in store {store.name!r}: {error}") from None
-    return Program.from_bytes(graph, weights, device=device, digest=digest, caps=caps)
+    try:
+        return Program.from_bytes(graph, weights, device=device, digest=digest, caps=caps)
+    except ProgramError as error:
+        raise ProgramError(f"program {digest} in store {store.name!r}: {error}") from None

@@ -22,7 +22,9 @@ from torch import nn
 from upriver.errors import ConfigError, ModelError
 from upriver.program.example import Example
 from upriver.program.inputs import InputSpec, ModelInputs
+from upriver.program.pickled import BEGINNINGS, refusal
 from upriver.program.published import build, inputs_of
+from upriver.program.weights import LENGTH_BYTES, is_reserved
 
 __all__ = ["IMAGE_SHAPE", "InputSpec", "ModelInputs", "load_model", "load_weights"]
 
@@ -69,7 +71,7 @@ def load_model(
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a safetensors file into a model.
+    """Load a safetensors file into a model; the padding of one that was published is no weight.
 
     Raises:
         ModelError: If the file cannot be read, or its tensors are not the model's.
@@ -78,9 +80,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
     from safetensors.torch import load_file
 
     try:
-        state = load_file(path)
+        state = {name: value for name, value in load_file(path).items() if not is_reserved(name)}
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read weights from {path}: {error}") from error
+        told = refusal(str(path)) if _is_pickled(path) else f"cannot read weights from {path}: {error}"
+        raise ModelError(told) from error
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
@@ -88,6 +91,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
     for what, names in (("lacks", missing), ("has, and the model has not,", unexpected)):
         if names:
             raise ModelError(f"{path} {what} {len(names)} tensors, first {sorted(names)[0]!r}")
+
+
+def _is_pickled(path: Path) -> bool:
+    """Whether a file that is no safetensors file begins as a pickled checkpoint does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(LENGTH_BYTES).startswith(BEGINNINGS)
+    except OSError:
+        return False
 
 
 # ------------------------------------------------------------------------------------------ sources

@@ -1,0 +1,133 @@
+"""All commands, and one way of ending for all of them.
+
+Heavy imports (torch above all) happen inside the commands, so that ``--help`` and a mistyped option answer at
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+from typer.exceptions import TyperException
+
+from upriver import __version__
+from upriver.cli import (
+    INTERRUPTED,
+    calibrate,
+    coldstart,
+    cuts,
+    demo,
+    index,
+    infer,
+    plan,
+    push,
+    serve,
+    serving,
+    token,
+    train,
+    worker,
+)
+from upriver.cli.common import ReaderGone, checked_stdout
+from upriver.errors import StoreError, UpriverError
+
+EXIT_ERROR, EXIT_BAD_INPUT = 1, 2
+EXIT_READER_GONE = 128 + signal.SIGPIPE
+"""What a shell says of most programs that write to a pipe which nobody reads any more."""
+
+app = typer.Typer(
+    name="upriver",
+    help="Decide where each part of a PyTorch job runs; the answer never changes, only where it is computed.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.command("demo")(demo.demo)
+app.command("index")(index.index)
+app.command("push")(push.push)
+app.command("cuts")(cuts.cuts)
+app.command("calibrate")(calibrate.calibrate)
+app.command("plan")(plan.plan)
+app.command("infer")(infer.infer)
+app.command("coldstart")(coldstart.coldstart)
+app.command("serve")(serve.serve)
+app.command("token")(token.token)
+app.command("train")(train.train)
+app.command("worker")(worker.worker)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=_show_version, help="Show it."),
+) -> None:
+    """Decide where each part of a PyTorch job runs; the answer never changes, only where it is computed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        0 on success, 2 for bad input or an error named on purpose, 130 when interrupted, 141 when stdout is a
+        pipe that nobody reads, 1 for anything else.
+    """
+    with checked_stdout():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Whoever ends this process with SIGTERM wants what it started to be stopped too, as for Ctrl-C. A server
+    # is ended that way in its normal life, and has not started anything before it has handlers of its own.
+    ending = serving.leave if arguments[:1] in (["serve"], ["worker"]) else signal.default_int_handler
+    before = signal.signal(signal.SIGTERM, ending)
+    try:
+        result = app(arguments, prog_name="upriver", standalone_mode=False)
+        print(end="", flush=True)
+        return result if isinstance(result, int) else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ReaderGone:
+        return EXIT_READER_GONE
+    except Exception as error:
+        return _report(error, debug="--debug" in arguments, as_json="--json" in arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _report(error: Exception, *, debug: bool, as_json: bool) -> int:
+    """Say what went wrong, in one line, and with which code to leave."""
+    if debug:
+        traceback.print_exception(error)
+    status, code, message = _described(error)
+    message = " ".join(message.split())
+    hint = " (an error we did not expect; --debug shows where)" if status == EXIT_ERROR and not debug else ""
+    with contextlib.suppress(OSError):  # the disk that is full may be that of stderr, too
+        print(f"error: {message}{hint}", file=sys.stderr)
+    if as_json:
+        with contextlib.suppress(StoreError, ReaderGone):  # which may be what went wrong
+            print(json.dumps({"error": {"code": code, "message": message}}), flush=True)
+    return status
+
+
+def _described(error: Exception) -> tuple[int, str, str]:
+    """Exit status, machine-readable code, and message."""
+    if isinstance(error, TyperException):
+        message = getattr(error, "format_message", lambda: str(error))()
+        return EXIT_BAD_INPUT, "bad_command", message
+    if isinstance(error, UpriverError):
+        return EXIT_BAD_INPUT, error.code, str(error)
+    return EXIT_ERROR, "unexpected", f"{type(error).__name__}: {error}"
