@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.server.running import wait_for
-from upriver import cli
+from upriver.cli import app, main
 from upriver.cli.serving import leave, split_store
 from upriver.errors import ConfigError
 
@@ -208,9 +208,9 @@ def test_sigterm_is_an_end_and_no_interruption_before_the_options_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []
-    monkeypatch.setattr(cli, "app", lambda *_, **__: found.append(signal.getsignal(signal.SIGTERM)))
+    monkeypatch.setattr(app, "app", lambda *_, **__: found.append(signal.getsignal(signal.SIGTERM)))
     before = signal.getsignal(signal.SIGTERM)
-    assert cli.main(["serve"]) == cli.main(["worker"]) == cli.main(["train"]) == 0
+    assert [main([command]) for command in ("serve", "worker", "train")] == [0, 0, 0]
     assert found == [leave, leave, signal.default_int_handler]
     assert signal.getsignal(signal.SIGTERM) is before
 
