@@ -41,6 +41,11 @@ def sound():
 def given():
     return Pooled(), torch.randn(2, 8)
 
+def tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    return model
+
 def chatty():
     print("printed")
     os.write(1, b"written\\n")
@@ -209,6 +214,21 @@ def test_published_weights_may_be_pushed_again(tmp_path: Path, capsys: pytest.Ca
     assert any(name.startswith("__pad__") for name in load_file(first))
     pushed(tmp_path, capsys, "--weights-to", "second", "--weights", str(first))
     assert (tmp_path / "second.safetensors").read_bytes() == first.read_bytes()
+
+
+def test_weights_with_two_names_are_needed_under_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["push", "push_models:tied", tmp_path.as_uri(), "--input-shape", "8"]
+    first = tmp_path / "first.safetensors"
+    assert main([*command, "--weights-to", "first"]) == 0
+    assert "1.weight" not in load_file(first)
+    assert main([*command, "--weights-to", "second", "--weights", str(first)]) == 0
+    assert (tmp_path / "second.safetensors").read_bytes() == first.read_bytes()
+    save_file({name: value for name, value in load_file(first).items() if "weight" not in name}, first)
+    capsys.readouterr()
+    assert main([*command, "--weights-to", "third", "--weights", str(first)]) == 2
+    assert "lacks 2 tensors, first '0.weight'" in capsys.readouterr().err
 
 
 def test_a_pickled_checkpoint_is_refused_with_what_to_do(

@@ -71,7 +71,9 @@ def load_model(
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a safetensors file into a model; the padding of one that was published is no weight.
+    """Load a safetensors file into a model.
+
+    The padding of one that was published is no weight. A weight with several names needs to be there under one.
 
     Raises:
         ModelError: If the file cannot be read, or its tensors are not the model's.
@@ -88,9 +90,19 @@ def load_weights(model: nn.Module, path: Path) -> None:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise ModelError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from error
+    own = model.state_dict()
+    there = {_place(own[name]) for name in state.keys() & own.keys()}
+    missing = [name for name in missing if name not in own or _place(own[name]) not in there]
     for what, names in (("lacks", missing), ("has, and the model has not,", unexpected)):
         if names:
             raise ModelError(f"{path} {what} {len(names)} tensors, first {sorted(names)[0]!r}")
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What is the same for a tensor's other names, and for nothing else."""
+    if not tensor.numel():
+        return (id(tensor),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _is_pickled(path: Path) -> bool:
