@@ -73,7 +73,7 @@ def load_model(
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a safetensors file into a model.
 
-    The padding of one that was published is no weight. A weight with several names needs to be there under one.
+    The padding of one that was published is no weight. A tied one needs to be there under one of its names.
 
     Raises:
         ModelError: If the file cannot be read, or its tensors are not the model's.
