@@ -218,7 +218,7 @@ def measure(models: Sequence[str], *, calls: int, runs: Path) -> dict[str, Count
                     console.print(f"{model}: {found[model].ratio(ARRIVED):.5f}", markup=False)
                 keep(found, runs)
                 status.update(f"under Valgrind: {number} of {len(models)} models are done")
-    return found
+    return kept(runs)
 
 
 def kept(runs: Path) -> dict[str, Counted]:
