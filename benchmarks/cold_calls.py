@@ -9,7 +9,7 @@ it and two plain ones answer in turns: one that was made in that process, and on
 to see how far plain ones differ. One thread computes. The store is on the same host, behind loopback.
 
 Run ``python benchmarks/cold_calls.py``; it writes ``results/cold_calls.md``. It needs Valgrind, under which
-a model takes two minutes and more, a core for each. What is counted is kept beside the report as it comes:
+a model takes two to thirty minutes, a core for each. What is counted is kept beside the report as it comes:
 ``--models gpt2`` counts one anew.
 """
 
