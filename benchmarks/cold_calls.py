@@ -180,16 +180,13 @@ def in_turns(totals: Sequence[int], calls: int) -> Counts:
     return found
 
 
-def measure(models: Sequence[str], *, calls: int, runs: Path) -> dict[str, Counted]:
+def measure(models: Sequence[str], *, calls: int, runs: Path) -> None:
     """A process for each model, as many beside each other as there are cores: counts stay the same.
 
     Args:
         models: Names of `MODELS`.
         calls: How many of each network count.
         runs: File that has earlier ones, and gets these as they come.
-
-    Returns:
-        All of that file.
     """
     console, found = Console(stderr=True), kept(runs)
     where = f"Upriver at {commit()}; {machine()}; {versions('torch', 'transformers', 'torchvision')}."
@@ -218,7 +215,6 @@ def measure(models: Sequence[str], *, calls: int, runs: Path) -> dict[str, Count
                     console.print(f"{model}: {found[model].ratio(ARRIVED):.5f}", markup=False)
                 keep(found, runs)
                 status.update(f"under Valgrind: {number} of {len(models)} models are done")
-    return kept(runs)
 
 
 def kept(runs: Path) -> dict[str, Counted]:
@@ -298,11 +294,12 @@ def main() -> None:
     if chosen.spec:
         print(json.dumps(called(chosen.spec, begin=follow)))
         return
-    models = [] if chosen.write else chosen.models.split(",")
+    models = chosen.models.split(",")
     if unknown := set(models) - set(MODELS):
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
-    found = measure(models, calls=chosen.calls, runs=chosen.runs) if models else kept(chosen.runs)
-    chosen.runs.with_suffix(".md").write_text(text(found), encoding="utf-8")
+    if not chosen.write:
+        measure(models, calls=chosen.calls, runs=chosen.runs)
+    chosen.runs.with_suffix(".md").write_text(text(kept(chosen.runs)), encoding="utf-8")
 
 
 if __name__ == "__main__":

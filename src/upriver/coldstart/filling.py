@@ -14,6 +14,7 @@ from upriver.coldstart.source import Placed, Source
 from upriver.errors import ModelError, ProgramError
 from upriver.program.devices import copy_beside
 from upriver.program.graph import DTYPES
+from upriver.program.weights import is_dense, place_of
 
 Queued = Mapping[torch.device, "torch.cuda.Event"]
 """What was asked of accelerators by some moment."""
@@ -47,7 +48,7 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
         ModelError: If it was constructed without memory.
     """
     state = [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)]
-    to_come = {tensor.untyped_storage()._cdata for tensor in state if _is_dense(tensor)}
+    to_come = {tensor.untyped_storage()._cdata for tensor in state if is_dense(tensor)}
     there: dict[int, torch.UntypedStorage] = {}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
             return tensor
         if tensor.is_meta:
             raise _without_memory(model)
-        if not _is_dense(tensor) or (here := tensor.untyped_storage())._cdata not in to_come:
+        if not is_dense(tensor) or (here := tensor.untyped_storage())._cdata not in to_come:
             return tensor.to(device)
         if here._cdata not in there:
             there[here._cdata] = torch.empty(
@@ -138,7 +139,7 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     own = {
         tensor.untyped_storage()._cdata
         for tensor in (*model.parameters(), *model.buffers())
-        if _is_dense(tensor)
+        if is_dense(tensor)
     }
     found: dict[str, torch.Tensor] = {}
     for name, value in state.items():
@@ -158,7 +159,7 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
                 f"{kind}: {name!r} is of layout {value.layout}; only dense tensors can arrive while the "
                 "model runs: load it with load_state_dict"
             )
-        if not _is_dense(value) or value.untyped_storage()._cdata not in own:
+        if not is_dense(value) or value.untyped_storage()._cdata not in own:
             raise ModelError(
                 f"{kind}: {name!r} in its state dict is made anew each time, not a parameter or buffer; load "
                 "it with load_state_dict"
@@ -167,17 +168,12 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor)
-
-
 def _tied(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     """For each name all those that stand for the same elements, in order."""
     groups: dict[object, list[str]] = {}
     found: dict[str, list[str]] = {}
     for name, tensor in wanted.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        group = groups.setdefault(place if tensor.numel() else name, [])
+        group = groups.setdefault(place_of(tensor) if tensor.numel() else name, [])
         group.append(name)
         found[name] = group
     return found

@@ -31,7 +31,15 @@ from upriver.errors import ConfigError, ObjectChanged, ProgramError, StoreError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.fetch import get_at_most
 from upriver.program.graph import DTYPES, Count
-from upriver.program.weights import ALIGNMENT, LENGTH_BYTES, Entry, head_of, is_reserved, raw_bytes
+from upriver.program.weights import (
+    ALIGNMENT,
+    LENGTH_BYTES,
+    Entry,
+    head_of,
+    is_reserved,
+    place_of,
+    raw_bytes,
+)
 from upriver.store import Store
 
 if TYPE_CHECKING:
@@ -251,7 +259,7 @@ def _untied(
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
         check_dense(name, tensor)
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place = place_of(tensor)
         if tied and tensor.numel() and first.setdefault(place, name) != name:
             ties[name] = first[place]
         else:

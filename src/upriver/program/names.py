@@ -24,7 +24,7 @@ from upriver.program.example import Example
 from upriver.program.inputs import InputSpec, ModelInputs
 from upriver.program.pickled import BEGINNINGS, refusal
 from upriver.program.published import build, inputs_of
-from upriver.program.weights import LENGTH_BYTES, is_reserved
+from upriver.program.weights import LENGTH_BYTES, is_dense, is_reserved, place_of
 
 __all__ = ["IMAGE_SHAPE", "InputSpec", "ModelInputs", "load_model", "load_weights"]
 
@@ -90,19 +90,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise ModelError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from error
-    own = model.state_dict()
-    there = {_place(own[name]) for name in state.keys() & own.keys()}
-    missing = [name for name in missing if name not in own or _place(own[name]) not in there]
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    places = {name: place_of(value) for name, value in tensors.items() if is_dense(value) and value.numel()}
+    there = {places[name] for name in state.keys() & places.keys()}
+    missing = [name for name in missing if places.get(name) not in there]
     for what, names in (("lacks", missing), ("has, and the model has not,", unexpected)):
         if names:
             raise ModelError(f"{path} {what} {len(names)} tensors, first {sorted(names)[0]!r}")
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What is the same for a tensor's other names, and for nothing else."""
-    if not tensor.numel():
-        return (id(tensor),)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _is_pickled(path: Path) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from upriver.errors import ProgramError
 from upriver.program.caps import DEFAULT_CAPS, GraphCaps
@@ -45,6 +46,16 @@ _CODES = {
     "bool": "BOOL",
 }
 _NAMES = {code: name for name, code in _CODES.items()}
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie somewhere: it is not sparse, on the meta device, or still without a shape."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What is the same for all names of the same elements; of a tensor without any it says nothing."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:
