@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.coldstart.leaving import threads
 from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, all_made_up, answer
 from tests.coldstart.ordered import Ordered, hesitating, published
+from tests.server.running import wait_for
 from upriver.coldstart import grouping, kept
 from upriver.coldstart import model_load as under_test
 from upriver.coldstart.layout import publish
@@ -47,13 +49,10 @@ def whole() -> dict[str, nn.Module]:
 
 def is_left_alone(model: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether nothing of the loading is left."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("upriver-coldstart"):
-            thread.join(60)
+    wait_for(lambda: not threads())  # one may begin another, such as one that keeps groupings
     hooks = [name for name in vars(model) if "hook" in name and vars(model)[name]]
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("upriver-coldstart")]
     modes = torch._C._len_torch_dispatch_stack()
-    return type(model) is kind and not hooks and not threads and not modes and loading(model) is None
+    return type(model) is kind and not hooks and not modes and loading(model) is None
 
 
 # ---------------------------------------------------------------------------------------------- answers
