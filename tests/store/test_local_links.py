@@ -141,6 +141,131 @@ def test_links_in_a_circle_are_an_error(root):
         Store.open(root.as_uri()).get("x")
 
 
+def folders(root, *names):
+    """Folders that hold an object each."""
+    for name in names:
+        (root / name).mkdir(parents=True)
+        (root / name / "x").write_bytes(name.encode())
+
+
+def mutual(root):
+    folders(root, "a", "b")
+    link(root / "a" / "l", "../b")
+    link(root / "b" / "l", "../a")
+    return "", ["a/x", "b/x"]
+
+
+def up_beyond_the_folder_that_is_listed(root):
+    folders(root, "ds/a", "ds/b", "other/c")
+    link(root / "ds" / "up", "..")
+    return "ds", ["ds/a/x", "ds/b/x"]
+
+
+def another_name_for_a_class(root):
+    folders(root, "ds/a")
+    link(root / "ds" / "b", "a")
+    return "ds", ["ds/a/x", "ds/b/x"]
+
+
+def another_name_for_a_class_with_a_link_up(root):
+    folders(root, "ds/a/deep")
+    link(root / "ds" / "b", "a")
+    link(root / "ds" / "a" / "deep" / "up", "..")
+    return "ds", ["ds/a/deep/x", "ds/b/deep/x"]
+
+
+def classes_that_lie_elsewhere(root):
+    folders(root, "pool/a", "pool/b")
+    for name in ("a", "b"):
+        link(root / "train" / name, f"../pool/{name}")
+    return "train", ["train/a/x", "train/b/x"]
+
+
+def classes_behind_two_links(root):
+    folders(root, "pool/a", "v2/b")
+    link(root / "v2" / "a", "../pool/a")
+    link(root / "train", "v2")
+    link(root / "val", "v2")
+    return "", ["pool/a/x", "train/a/x", "train/b/x", "v2/a/x", "v2/b/x", "val/a/x", "val/b/x"]
+
+
+def a_class_elsewhere_that_links_back(root):
+    folders(root, "pool/a")
+    link(root / "train" / "a", "../pool/a")
+    link(root / "pool" / "a" / "all", "../../train")
+    return "train", ["train/a/x"]
+
+
+def a_circle_elsewhere_behind_two_names(root):
+    folders(root, "pool/p", "pool/q")
+    link(root / "pool" / "p" / "q", "../q")
+    link(root / "pool" / "q" / "p", "../p")
+    link(root / "ds" / "a", "../pool/p")
+    link(root / "ds" / "b", "../pool/p")
+    return "ds", ["ds/a/q/x", "ds/a/x", "ds/b/q/x", "ds/b/x"]
+
+
+def one_name_within_a_circle_of_the_listed(root):
+    folders(root, "ds/a/deep", "ds/b")
+    link(root / "ds" / "b" / "deep", "../a/deep")
+    link(root / "ds" / "a" / "deep" / "b", "../../b")
+    return "ds", ["ds/a/deep/x", "ds/b/x"]
+
+
+def itself(root):
+    folders(root, "a")
+    link(root / "a" / "l", ".")
+    return "", ["a/x"]
+
+
+def a_crowd(root):
+    """Twelve folders that all link to each other have 12! ways through them."""
+    names = [f"d{number:02}" for number in range(12)]
+    folders(root, *names)
+    for one in names:
+        for other in names:
+            if other != one:
+                link(root / one / f"to_{other}", f"../{other}")
+    return "", [f"{name}/x" for name in names]
+
+
+def a_crowd_elsewhere(root):
+    _, names = a_crowd(root / "pool")
+    link(root / "ds" / "all", "../pool/d00")
+    return "ds", ["ds/all/x", *(f"ds/all/to_{name}" for name in names[1:])]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        mutual,
+        up_beyond_the_folder_that_is_listed,
+        another_name_for_a_class,
+        another_name_for_a_class_with_a_link_up,
+        classes_that_lie_elsewhere,
+        classes_behind_two_links,
+        a_class_elsewhere_that_links_back,
+        a_circle_elsewhere_behind_two_names,
+        one_name_within_a_circle_of_the_listed,
+        itself,
+        a_crowd,
+    ],
+    ids=lambda make: make.__name__,
+)
+def test_list_of_linked_folders_gives_each_object_once_a_name(tmp_path, make):
+    prefix, names = make(tmp_path)
+    found = [info.path for info in Store.open(tmp_path.as_uri()).list(prefix)]
+    assert sorted(found) == sorted(names)
+
+
+def test_list_of_a_circle_elsewhere_gives_each_of_its_objects_once(tmp_path):
+    prefix, names = a_crowd_elsewhere(tmp_path)
+    store = Store.open(tmp_path.as_uri())
+    found = [info.path for info in store.list(prefix)]
+    contents = [store.get(name) for name in found]
+    assert len(found) == len(names) == len(set(contents))
+
+
 def test_a_neighbour_whose_name_begins_like_the_root_is_outside(root):
     (root.parent / "root-of-others").mkdir()
     (root.parent / "root-of-others" / "a").write_bytes(b"theirs")

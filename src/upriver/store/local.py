@@ -45,7 +45,11 @@ def inside(root: Path, path: str) -> Path:
 
 
 def walk(root: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Every object under a prefix, by name, with its status.
+    """List every object under a prefix, by name, with its status.
+
+    A link to a folder is followed, so that a folder may be listed under several names. A link that leads to a
+    folder on the way to it, or above one, is not followed. Folders that links join in a circle are listed
+    once each: by their own names, else once behind each link that leads into the circle.
 
     Raises:
         ObjectNotFound: If a symbolic link under the prefix leads out of ``root``: leaving it out would drop
@@ -55,27 +59,118 @@ def walk(root: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
     """
     start = inside(root, prefix) if prefix else root
     if start.is_dir():
-        yield from _walk(root, prefix, (start,))
+        yield from _Walk(root, start).own(prefix, (start,))
     elif start.is_file():
         yield prefix, start.stat()
 
 
-def _walk(root: Path, prefix: str, way: tuple[Path, ...]) -> Iterator[tuple[str, os.stat_result]]:
-    with os.scandir(way[-1]) as entries:
-        ordered = sorted(entries, key=lambda entry: entry.name)
-    for entry in ordered:
-        name = f"{prefix}/{entry.name}" if prefix else entry.name
-        if entry.is_symlink() and inside(root, name) in way:
-            continue  # a link to a directory above: following it would never end
-        if entry.is_dir():
-            yield from _walk(root, name, (*way, inside(root, name)))
-        elif entry.is_file() and not _STAGED.search(name):
+class _Walk:
+    """List one folder.
+
+    Args:
+        root: The store's.
+        start: The folder, resolved.
+    """
+
+    def __init__(self, root: Path, start: Path) -> None:
+        self._root, self._start = root, start
+        self._known: dict[Path, int] | None = None
+
+    def own(self, prefix: str, way: tuple[Path, ...]) -> Iterator[tuple[str, os.stat_result]]:
+        """List a folder below the start by its own name; ``way`` holds the folders from the start to it."""
+        seen: set[Path] = set()
+        for name, entry, real in self._entries(prefix, way[-1]):
+            if real is None:
+                yield from _object(name, entry)
+            elif entry.is_symlink():
+                yield from self._linked(name, (*way, real), len(way), seen)
+            else:
+                yield from self.own(name, (*way, real))
+
+    def _linked(
+        self, prefix: str, way: tuple[Path, ...], num_own: int, seen: set[Path]
+    ) -> Iterator[tuple[str, os.stat_result]]:
+        """List a folder that was reached through a link, unless that would list it again.
+
+        Args:
+            prefix: Its name.
+            way: The folders from the start to it, resolved.
+            num_own: How many of those were reached by their own names.
+            seen: Folders of its circle that were listed since a link led into the circle.
+        """
+        *before, folder = way
+        if any(passed.is_relative_to(folder) for passed in before):
+            return
+        circle = self._circle(folder)
+        if circle != self._circle(before[-1]):
+            seen = set()
+        named = circle == self._circle(way[num_own - 1]) and folder.is_relative_to(self._start)
+        if named or folder in seen:
+            return
+        seen.add(folder)
+        for name, entry, real in self._entries(prefix, folder):
+            if real is None:
+                yield from _object(name, entry)
+            else:
+                yield from self._linked(name, (*way, real), num_own, seen)
+
+    def _entries(self, prefix: str, folder: Path) -> Iterator[tuple[str, os.DirEntry[str], Path | None]]:
+        """Each entry of a folder with its name, and the real path of those that are folders."""
+        with os.scandir(folder) as entries:
+            ordered = sorted(entries, key=lambda entry: entry.name)
+        for entry in ordered:
+            name = f"{prefix}/{entry.name}" if prefix else entry.name
+            real = inside(self._root, name) if entry.is_symlink() else folder / entry.name
+            yield name, entry, real if entry.is_dir() else None
+
+    def _circle(self, folder: Path) -> int:
+        """Which folders lead to each other, through links and folders: those that have the same number."""
+        if self._known is None:
+            self._known = self._circles()
+        return self._known[folder]
+
+    def _circles(self) -> dict[Path, int]:
+        """Number the strongly connected components of the folders (Tarjan, SIAM J. Comput. 1972)."""
+        found: dict[Path, int] = {}
+        low: dict[Path, int] = {}
+        numbered: dict[Path, int] = {}
+        open_ones: list[Path] = []
+        ahead: list[tuple[Path, Iterator[Path]]] = []
+
+        def enter(folder: Path) -> None:
+            numbered[folder] = low[folder] = len(numbered)
+            open_ones.append(folder)
+            name = "" if folder == self._root else folder.relative_to(self._root).as_posix()
+            below = (real for _, _, real in self._entries(name, folder) if real is not None)
+            # Links to folders above are never followed, so they close no circle.
+            ahead.append((folder, (real for real in below if not folder.is_relative_to(real))))
+
+        enter(self._start)
+        while ahead:
+            folder, others = ahead[-1]
+            other = next(others, None)
+            if other is None:
+                ahead.pop()
+                if ahead:
+                    low[ahead[-1][0]] = min(low[ahead[-1][0]], low[folder])
+                if low[folder] == numbered[folder]:
+                    while folder not in found:
+                        found[open_ones.pop()] = numbered[folder]
+            elif other not in numbered:
+                enter(other)
+            elif other not in found:
+                low[folder] = min(low[folder], numbered[other])
+        return found
+
+
+def _object(name: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """List what is no folder."""
+    if entry.is_file():
+        if not _STAGED.search(name):
             yield name, entry.stat()
-        elif not entry.is_file() and not entry.name.startswith("."):
-            what = (
-                "a symbolic link that leads nowhere" if entry.is_symlink() else "neither file nor directory"
-            )
-            raise OSError(f"{name!r} is {what}; remove it, or index a folder without it")
+    elif not entry.name.startswith("."):
+        what = "a symbolic link that leads nowhere" if entry.is_symlink() else "neither file nor directory"
+        raise OSError(f"{name!r} is {what}; remove it, or index a folder without it")
 
 
 def etag_of(status: os.stat_result) -> str:
