@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 from types import TracebackType
 
-from upriver.client.spawned import Tail, announced_url, end
+from upriver.client.spawned import Lifeline, Tail, announced_url, end
 from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
 
@@ -36,7 +36,7 @@ class EmbeddedServer:
         url: Where it listens, on loopback.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], lifeline: int, errors: Tail, url: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], lifeline: Lifeline, errors: Tail, url: str) -> None:
         self.url = url
         self._process = process
         self._errors = errors
@@ -109,17 +109,15 @@ class EmbeddedServer:
         token: str | None,
         timeout_s: float,
     ) -> EmbeddedServer:
-        # The server holds the reading end and stops at its end of file: when this process ends, however it
-        # does, the kernel closes the writing end. (A death signal would follow the *thread* that started it.)
-        theirs, ours = os.pipe()
+        lifeline = Lifeline()
         try:
-            line = _command(command, options, {**numbers, "--parent-pipe": theirs})
-            process = _spawn(line, pass_fd=theirs, cpu=cpu, token=token)
+            line = _command(command, options, {**numbers, "--parent-pipe": lifeline.reader})
+            process = _spawn(line, pass_fd=lifeline.reader, cpu=cpu, token=token)
         except BaseException:
-            os.close(ours)
+            lifeline.close()
             raise
         finally:
-            os.close(theirs)
+            lifeline.hand_over()
         errors = Tail(process.stderr)
         try:
             deadline = time.monotonic() + timeout_s
@@ -127,9 +125,9 @@ class EmbeddedServer:
             if url is None:
                 raise _not_there(process, errors, deadline)
             _wait_until_ready(process, errors, url, token, deadline)
-            return cls(process, ours, errors, url)
+            return cls(process, lifeline, errors, url)
         except BaseException:
-            _end(process, ours, errors, os.getpid())
+            _end(process, lifeline, errors, os.getpid())
             raise
 
     @property
@@ -235,7 +233,7 @@ def _said(errors: Tail) -> str:
     return f"; it said:\n{errors.text}" if errors.text else ""
 
 
-def _end(process: subprocess.Popen[bytes], lifeline: int, errors: Tail, owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], lifeline: Lifeline, errors: Tail, owner: int) -> None:
     """End it, unless this is not the process that started it."""
     if owner != os.getpid():  # a fork of the process that started the server, on its own way out
         return

@@ -14,8 +14,38 @@ from collections import deque
 from collections.abc import Iterator
 from typing import IO
 
+from upriver.client import forking
+
 TAIL_LINES = 20
 """Of the server's stderr, kept for the error if it ends."""
+
+
+class Lifeline:
+    """Hold the writing end of a pipe: the child that reads it ends when this process does.
+
+    The kernel closes the writing end however this process dies. A fork of this process closes its own copy
+    at once, as it would otherwise keep the child alive. (A death signal would follow the *thread* that
+    started the child.)
+
+    Attributes:
+        reader: The reading end, for the child.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        forking.tell(self)
+
+    def hand_over(self) -> None:
+        """Close the reading end here, once the child has it."""
+        os.close(self.reader)
+
+    def close(self) -> None:
+        """Close the writing end. May be called again."""
+        writer, self._writer = self._writer, -1
+        if writer >= 0:
+            os.close(writer)
+
+    forked = close
 
 
 class Tail:
@@ -63,11 +93,11 @@ def announced_url(process: subprocess.Popen[bytes], deadline: float) -> str | No
     return None
 
 
-def end(process: subprocess.Popen[bytes], tail: Tail, lifeline: int, *, timeout_s: float) -> None:
+def end(process: subprocess.Popen[bytes], tail: Tail, lifeline: Lifeline, *, timeout_s: float) -> None:
     """End exactly this process: by its handle, which knows whether the id is still its own.
 
     Args:
-        lifeline: The writing end of the pipe whose end of file stops the server; closed at the end.
+        lifeline: What it was started with; closed at the end.
         timeout_s: How long it may take after SIGTERM before it is killed.
     """
     process.terminate()
@@ -76,7 +106,7 @@ def end(process: subprocess.Popen[bytes], tail: Tail, lifeline: int, *, timeout_
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    os.close(lifeline)
+    lifeline.close()
     tail.join(timeout_s)
     if process.stdout is not None:
         process.stdout.close()

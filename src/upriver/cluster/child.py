@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from upriver.client.spawned import Tail, announced_url, end
+from upriver.client.spawned import Lifeline, Tail, announced_url, end
 from upriver.cluster.asking import get, own_server
 from upriver.cluster.document import for_replica, tls_files, toml_text
 from upriver.errors import ServerUnavailable
@@ -57,7 +57,7 @@ class ServerProcess:
         *,
         url: str,
         tail: Tail,
-        lifeline: int,
+        lifeline: Lifeline,
         token: str | None,
         tls: Mapping[str, str],
         grace_s: float,
@@ -96,17 +96,17 @@ class ServerProcess:
         token = secrets.token_urlsafe(32)
         told, asks = for_replica(document, host=host, keeper_token=token)
         deadline = time.monotonic() + timeout_s
-        # The server holds the reading end and stops at its end of file: however this process ends, the kernel
-        # then closes the writing end.
-        theirs, ours = os.pipe()
+        lifeline = Lifeline()
         with tempfile.TemporaryDirectory(prefix="upriver-") as folder:
             try:
-                process = _spawn(command, _written(Path(folder), toml_text(told)), parent_pipe=theirs)
+                process = _spawn(
+                    command, _written(Path(folder), toml_text(told)), parent_pipe=lifeline.reader
+                )
             except BaseException:
-                os.close(ours)
+                lifeline.close()
                 raise
             finally:
-                os.close(theirs)
+                lifeline.hand_over()
             tail = Tail(process.stderr, echo=True)
             try:
                 url = announced_url(process, deadline)
@@ -116,14 +116,14 @@ class ServerProcess:
                     process,
                     url=url,
                     tail=tail,
-                    lifeline=ours,
+                    lifeline=lifeline,
                     token=token if asks else None,
                     tls=tls_files(document),
                     grace_s=grace_s,
                 )
                 server._wait_until_ready(deadline)
             except BaseException:
-                end(process, tail, ours, timeout_s=KILL_S)
+                end(process, tail, lifeline, timeout_s=KILL_S)
                 raise
         return server
 
