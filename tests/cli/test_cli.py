@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -400,3 +401,17 @@ def test_push_publishes_a_program_that_loads(
     model, spec = load_model("pushed_models:small", input_shape=(3,))
     inputs = spec.example(4)
     assert torch.equal(program.run([inputs], 0, 2)[0], model[:2](inputs))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252", "utf-8"])
+def test_main_prints_names_that_the_encoding_of_stdout_lacks_as_escapes(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    (photos / "photos" / "cat").rename(photos / "photos" / "\u732b")
+    printed = io.BytesIO()
+    stdout = io.TextIOWrapper(printed, encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert main(["index", photos.as_uri(), "--path", "photos", "--size", "16"]) == 0
+    assert stdout.errors == "strict"
+    name = "\u732b" if encoding == "utf-8" else "\\u732b"
+    assert f"dog, {name}" in printed.getvalue().decode(encoding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -103,13 +104,27 @@ def checked_stdout() -> Iterator[None]:
         yield
         return
     try:
-        with contextlib.redirect_stdout(_Stdout(stream)):
+        with _any_text(stream), contextlib.redirect_stdout(_Stdout(stream)):
             yield
     finally:
         try:
             stream.flush()
         except OSError:
             _drop(stream)
+
+
+@contextlib.contextmanager
+def _any_text(stream: TextIO) -> Iterator[None]:
+    """Print characters that the stream's encoding lacks as escapes, as Python does on stderr."""
+    if not isinstance(stream, io.TextIOWrapper) or stream.errors != "strict":
+        yield
+        return
+    stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it flushes first
+            stream.reconfigure(errors="strict")
 
 
 def _drop(stream: TextIO) -> None:

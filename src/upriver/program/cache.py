@@ -10,10 +10,17 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where what was found out once is remembered: ``$UPRIVER_CACHE`` or the user's cache folder."""
+    """Where what was found out once is remembered: ``$UPRIVER_CACHE`` or the user's cache folder.
+
+    A user without a home folder has no cache: nothing can be read from or written to the path given then.
+    A folder that others may write to would not do, as proofs lie there.
+    """
     if own := os.environ.get("UPRIVER_CACHE"):
         return Path(own).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "upriver"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "upriver"
+    except RuntimeError:  # a user id without an entry in the password file, as in many containers
+        return Path(os.devnull)
 
 
 def write_whole(path: Path, text: str) -> None:
