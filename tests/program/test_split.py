@@ -94,7 +94,7 @@ def test_the_tail_shares_everything_with_the_model() -> None:
     assert model.block1.conv1.weight.grad is None
 
 
-def test_hooks_on_the_tail_run_and_hooks_on_skipped_modules_are_refused_by_name() -> None:
+def test_hooks_on_the_tail_run_and_modules_with_hooks_are_not_skipped() -> None:
     model = frozen_small()
     seen: list[str] = []
     model.block3.register_forward_hook(lambda *_: seen.append("block3"))
@@ -106,8 +106,9 @@ def test_hooks_on_the_tail_run_and_hooks_on_skipped_modules_are_refused_by_name(
     parts.tail(parts.program.run((x,), 0, parts.freeze)[0])
     assert seen == ["block3", "root"]
     model.block1.bn2.register_forward_hook(lambda *_: None)
-    with pytest.raises(ModelError, match=r"block1\.bn2"):
-        split(model, x)
+    parts = split(model, x)
+    assert parts.boundary == "block1.conv2"
+    assert "'block1.bn2' has hooks" in parts.note
 
 
 def test_frozen_units_stay_in_eval_across_train() -> None:

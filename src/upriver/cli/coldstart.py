@@ -318,7 +318,7 @@ def _until_there(handle: Arriving | Loading) -> None:
 
 def _compared(plainly: Callable[[], Ask], given: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Everything one after the other: what that took, and whether the answer is the same."""
-    from upriver.program.proof import same_bits
+    from upriver.program.layouts import same_bits
 
     began_s = time.monotonic()
     ask = plainly()

@@ -171,7 +171,8 @@ class Near:
 
         Raises:
             ConfigError: If an argument is outside what is allowed, or the connection was closed.
-            ModelError: If nothing or everything is frozen, or a skipped module has hooks.
+            ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model
+                does not run.
             NoFeasibleCut: If no cut fits the memory.
         """
         self._check_open()

@@ -202,7 +202,9 @@ def export(
         except CaptureError:
             raise
         except Exception as error:  # export raises whatever the user's code or its own tracing raises
-            raise CaptureError(_reason(error, wrapper.notes.entered)) from error
+            entered = wrapper.notes.entered
+            inside = entered[-1] if entered else ""
+            raise CaptureError(_reason(error, entered), module=inside or None) from error
     return exported, wrapper.notes
 
 

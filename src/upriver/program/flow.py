@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.program.example import tensors_in
+from upriver.program.layouts import unusual
 
 
 class Value(NamedTuple):
@@ -92,6 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._makers: dict[int, int] = {}
         self._origins: dict[int, Origin] = {}
         self._numbers: dict[int, int] = {}
+        self._places: dict[object, int] = {}
         self._tensors: list[torch.Tensor] = []  # kept, so that no identity is given out twice
         self._made_at: list[int] = []
         self._writers: dict[int, int] = {}
@@ -146,8 +149,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = len(self._operations)
         name = func._schema.name
         owners = [self._owners[_storage(tensor)] for tensor in written if _storage(tensor) in self._owners]
-        trouble = f"changes {owners[0]}" if owners else f"runs the random operator {name}" if random else ""
         made = tensors_in(result)
+        odd = next((kind for tensor in (*self._read_of(reads), *made) if (kind := unusual(tensor))), "")
+        trouble = f"changes {owners[0]}" if owners else f"runs the random operator {name}" if random else ""
+        trouble = trouble or (f"computes with {odd}" if odd else "")
         seen = bool(reads) and not made and not written
         self._operations.append(
             Operation(name=name, call=self.call, reads=reads, trouble=trouble, observes=seen or sized)
@@ -158,19 +163,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             self._writers[_storage(tensor)] = index
 
+    def _read_of(self, reads: tuple[Value, ...]) -> Iterator[torch.Tensor]:
+        return (self._tensors[value.tensor] for value in reads)
+
     def _originate(self, tensor: torch.Tensor, origin: Origin) -> None:
         if id(tensor) not in self._numbers:
-            self._origins[self._number(tensor)] = origin
+            self._origins[self._new(tensor)] = origin
 
     def _number(self, tensor: torch.Tensor, *, made_at: int | None = None) -> int:
         known = self._numbers.get(id(tensor))
         if known is not None:
             return known
+        if made_at is not None:
+            return self._new(tensor, made_at)
+        place = _place(tensor)
+        if place is not None and (same := self._places.get(place)) is not None:
+            # Another object for it, which no operator made: ``.data``, or of another class by as_subclass().
+            self._tensors.append(tensor)
+            self._made_at.append(self._made_at[same])
+            self._numbers[id(tensor)] = same
+            return same
+        number = self._new(tensor)
+        self._origins[number] = Origin(kind="constant", trained=tensor.requires_grad)
+        return number
+
+    def _new(self, tensor: torch.Tensor, made_at: int = -1) -> int:
         number = self._numbers[id(tensor)] = len(self._tensors)
         self._tensors.append(tensor)
-        self._made_at.append(-1 if made_at is None else made_at)
-        if made_at is None and number not in self._origins:
-            self._origins[number] = Origin(kind="constant", trained=tensor.requires_grad)
+        self._made_at.append(made_at)
+        if (place := _place(tensor)) is not None:
+            self._places[place] = number
         return number
 
 
@@ -192,8 +214,16 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(given)
 
 
+def _place(tensor: torch.Tensor) -> object:
+    """What tells a tensor from all others but those that are the same elements; None where nothing does."""
+    if unusual(tensor):
+        return None
+    return _storage(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """What all views of a tensor share; of one without memory of its own it is the tensor's alone."""
+    return -id(tensor) if unusual(tensor) else int(tensor.untyped_storage()._cdata)
 
 
 def _random_state() -> bytes:
@@ -203,10 +233,15 @@ def _random_state() -> bytes:
     return b"".join(state.numpy().tobytes() for state in states)
 
 
-def has_only_plain_leaves(value: Any) -> str:
-    """The type of a leaf that is neither a tensor nor a constant, such as a cache; empty if there is none."""
+def opaque_in(value: Any) -> str:
+    """What in a module's result no stub could give, such as a cache; empty if there is nothing.
+
+    The rows of a packed sequence are in order of time, not of samples.
+    """
     plain = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-    for leaf in pytree.tree_leaves(value):
+    for leaf in pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, PackedSequence)):
         if leaf is not None and not isinstance(leaf, plain):
             return type(leaf).__name__
+        if isinstance(leaf, torch.Tensor) and (kind := unusual(leaf)):
+            return kind
     return ""

@@ -12,8 +12,10 @@ from collections.abc import Iterable
 import torch
 import xxhash
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from upriver.errors import ConfigError, FrozenChanged, ModelError
+from upriver.program.layouts import unusual
 
 
 def freeze_to(model: nn.Module, last: str) -> None:
@@ -70,6 +72,20 @@ def check_trainable(model: nn.Module) -> None:
         raise ModelError("everything is frozen: leave requires_grad on for the layers that are to be trained")
 
 
+def check_initialized(model: nn.Module) -> None:
+    """Every parameter and buffer of a model has a shape and values.
+
+    Raises:
+        ModelError: Naming the first that waits for a first call, as those of ``nn.LazyLinear`` do.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name!r} is not initialized yet, as its module is a lazy one: call the model once on an "
+                "input, model(example), before giving it here"
+            )
+
+
 def keep_in_eval(model: nn.Module, units: list[str]) -> None:
     """Put these modules back into eval, as after ``model.train()``."""
     for path in units:
@@ -103,7 +119,8 @@ class FrozenGuard:
         for unit in self._units:
             module = self._model.get_submodule(unit)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                found[f"{unit}.{name}" if unit else name] = tensor
+                if not unusual(tensor):  # no prefix holds any other
+                    found[f"{unit}.{name}" if unit else name] = tensor
         # A tied tensor is known under any of its names.
         named = [
             *self._model.named_parameters(remove_duplicate=False),

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from upriver.program.example import Source
 from upriver.program.flow import Operation, Value
@@ -121,7 +120,10 @@ class _Search:
                 why_not=f"no tensor was found in the model's answer ({self.seen.whole.opaque})"
             )
         if all(ship.source.path is None for ship in ships):
-            return FreezePoint(why_not="the tail reads nothing that the frozen modules give")
+            return FreezePoint(
+                why_not="the tail reads nothing that the frozen modules give, unless by way of NumPy or of a "
+                "tensor class of its own, which cannot be followed"
+            )
         skipped.sort(key=lambda call: call.exit)
         return FreezePoint(
             skipped=tuple(call.index for call in skipped),
@@ -219,7 +221,7 @@ class _Search:
                     overwritten=any(run.flow.writes_into_input(leaf) for run in self._passes()),
                 )
         for call in sorted(skipped, key=lambda call: call.exit):
-            shapes = [leaf for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, Shape)]
+            shapes = [leaf for leaf in call.leaves if isinstance(leaf, Shape)]
             for source, value, shape in zip(call.sources(), call.values, shapes, strict=True):
                 if value in needed and value not in ships:
                     twins = (run.by_name.get((call.path, call.number)) for run in self._passes())

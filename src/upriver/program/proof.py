@@ -22,6 +22,7 @@ from upriver.program.alignment import as_shipped
 from upriver.program.devices import random_kept
 from upriver.program.example import Example, tensors_in
 from upriver.program.freeze import keep_in_eval
+from upriver.program.layouts import dense_parts, same_bits
 from upriver.program.point import EvalPlan
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
@@ -186,16 +187,6 @@ def _same_answers(
         raise CaptureError(f"the model cut after {tail.boundary!r} writes into what it was given")
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor | None) -> bool:
-    """Whether two tensors are ``torch.equal``, a NaN being equal to itself."""
-    # NaN equals NaN here: a network that gives one whole must give it when split, too.
-    if b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or (
-        a.is_floating_point() and torch.equal(torch.nan_to_num(a, 7.0), torch.nan_to_num(b, 7.0))
-    )
-
-
 def _answer(
     model: nn.Module,
     run: nn.Module,
@@ -219,7 +210,8 @@ def _answer(
     ):
         torch.manual_seed(0)
         with autocasting(device, autocast):
-            answers = tensors_in(run(*args, **dict(kwargs)))  # type: ignore[call-overload]
+            returned = tensors_in(run(*args, **dict(kwargs)))  # type: ignore[call-overload]
+        answers = [part for tensor in returned for part in dense_parts(tensor)]
         # Squares, so that a gradient depends on the values; scaled, so that it stays finite in half
         # precision.
         terms = [(t.float() / 16).square().mean() for t in answers if t.requires_grad]

@@ -18,7 +18,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from upriver.errors import CaptureError, ProgramError
 from upriver.program.example import Example, Source
 from upriver.program.export import ROOT, export
+from upriver.program.freeze import check_initialized
 from upriver.program.graph import Node, TensorSpec, Value, Weight, constants, references
+from upriver.program.layouts import unusual
 from upriver.program.nodes import flops_of, is_operator, merge_parts, node_of, place_of, where
 from upriver.program.stages import Chain
 
@@ -68,7 +70,9 @@ def record(
 
     Raises:
         CaptureError: If torch cannot record it.
+        ModelError: If a parameter is not initialized yet.
     """
+    check_initialized(model)
     sources = [*first, *(outputs or ())]
     exported, notes = export(model, example, sources, whole=outputs is None, autocast=autocast)
     reader = _Reader(exported, num_first=len(first), num_sources=len(sources), num_answers=notes.num_answers)
@@ -224,12 +228,17 @@ class _Reader:
             if name not in self._fixed:
                 continue
             key, tensor = self._weight(name)
+            owner = key.rpartition(".")[0] if self._fixed[name][0] is not InputKind.CONSTANT_TENSOR else ""
+            if kind := unusual(tensor):
+                raise CaptureError(
+                    f"weight {key!r} is {kind}, which no program may hold", module=owner or None
+                )
             identity = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
             key = keys.setdefault(identity, key)  # tied weights are stored once
             try:
                 weights.append(Weight(name=name, key=key, spec=TensorSpec.of(tensor)))
             except ProgramError as error:
-                raise CaptureError(f"weight {key!r}: {error}") from error
+                raise CaptureError(f"weight {key!r}: {error}", module=owner or None) from error
             tensors[key] = _stored(tensor, weights[-1].spec)
         return weights, tensors
 
@@ -238,7 +247,7 @@ class _Reader:
         tensor = self._exported.state_dict.get(target, self._exported.constants.get(target))
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(f"constant {target!r} is no tensor")
-        if kind is InputKind.CONSTANT_TENSOR:
+        if kind is InputKind.CONSTANT_TENSOR and not unusual(tensor):
             return f"constant.{_content(tensor)}", tensor  # named alike in every program that holds it
         return target.removeprefix(f"{ROOT}."), tensor
 

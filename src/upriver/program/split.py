@@ -137,7 +137,8 @@ def split(
         on_progress: Told what is being done.
 
     Raises:
-        ModelError: If nothing or everything is frozen, or a module that would be skipped has hooks.
+        ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model does
+            not run.
         ConfigError: If an argument is outside what is allowed.
     """
     if granularity not in _LEVELS:
@@ -161,17 +162,22 @@ class _Splitting:
         """Try one way after the other."""
         check_trainable(self.model)
         units = frozen_units(self.model)
+        step = "trace"
         try:
             self.tell("tracing the model")
             calls = trace(self.model, self.example, autocast=self.autocast)
             training = self._in_training(calls, units)
+            step = "freeze point"
+            for point in self._points(calls, training):
+                done = self._cut(calls, point, units, granularity)
+                if done is not None:
+                    return done
         except CaptureError as error:
-            self.attempts.append(Attempt(step="trace", why_not=str(error)))
-            return self._unsplit(units)
-        for point in self._points(calls, training):
-            done = self._cut(calls, point, units, granularity)
-            if done is not None:
-                return done
+            self.attempts.append(Attempt(step=step, why_not=str(error)))
+        except (ConfigError, ModelError):
+            raise
+        except Exception as error:  # of torch or of the model's own classes, on what only a watcher does
+            self.attempts.append(Attempt(step=step, why_not=_unforeseen(error)))
         return self._unsplit(units)
 
     def _in_training(self, calls: Trace, units: list[str]) -> Pass | None:
@@ -229,6 +235,10 @@ class _Splitting:
             self.attempts.append(Attempt(step=step, why_not=str(error)))
             if error.module is not None and error.module not in self.left:
                 self.left[error.module] = str(error)  # the next point leaves it to the tail
+        except (ConfigError, ModelError):
+            raise
+        except Exception as error:  # as in run(); a shorter prefix may do
+            self.attempts.append(Attempt(step=step, why_not=_unforeseen(error)))
         return None
 
     def _proven(self, program: Program, tail: Tail, in_eval: EvalPlan, step: str) -> bool:
@@ -288,6 +298,11 @@ class _Splitting:
             why_not=self.attempts[0].why_not,
             attempts=tuple(self.attempts),
         )
+
+
+def _unforeseen(error: Exception) -> str:
+    """Why a model cannot be cut, where nobody knew that it could not."""
+    return f"the model cannot be watched while it runs: {type(error).__name__}: {error}".splitlines()[0]
 
 
 _LEVELS: dict[Granularity, str] = {

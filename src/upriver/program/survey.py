@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ConfigError
 from upriver.program.example import Example, Inputs, Source
@@ -249,7 +248,7 @@ def _reachable(
         for parameter in flags:
             parameter.requires_grad_(False)
         calls = trace(model, example, autocast=autocast)
-        answer = [leaf for leaf in pytree.tree_leaves(calls.whole.result) if isinstance(leaf, Shape)]
+        answer = [leaf for leaf in calls.whole.leaves if isinstance(leaf, Shape)]
         return find(model, calls, before_branches=True), answer
     except CaptureError as error:
         return FreezePoint(why_not=str(error)), ()

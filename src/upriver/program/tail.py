@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from upriver.errors import CaptureError, ModelError
+from upriver.errors import CaptureError
 from upriver.program.example import Example
 from upriver.program.freeze import keep_in_eval
 from upriver.program.passes import Pass
@@ -204,8 +204,8 @@ class Tail(nn.Module):
             autocast: Run under autocast to this type.
 
         Raises:
-            CaptureError: If an ancestor of a skipped module has a ``forward`` of its own instance.
-            ModelError: If a module that will be skipped has hooks.
+            CaptureError: If an ancestor of a skipped module has a ``forward`` of its own instance, or a
+                module that will be skipped has hooks; names that module.
         """
         super().__init__()
         self.boundary = point.name
@@ -296,16 +296,15 @@ class _Recipe:
 
     def _result(self, call: Call) -> tuple[list[Any], Any]:
         """A call's result as its stub gives it, flattened."""
-        leaves, spec = pytree.tree_flatten(call.result)
         values = iter(call.values)
         made: list[Any] = []
-        for leaf in leaves:
+        for leaf in call.leaves:
             if not isinstance(leaf, Shape):
                 made.append(leaf)
                 continue
             index = self.given.get(next(values))
             made.append(_Poison(shape=leaf, dense=call.overwritten) if index is None else _Given(index=index))
-        return made, spec
+        return made, call.form
 
     def make(self) -> _Cloned:
         """The recipe.
@@ -390,7 +389,11 @@ def _refuse_hooks(model: nn.Module, recipe: _Cloned, path: str = "") -> None:
         for inner, module in model.get_submodule(here).named_modules():
             if _hooks(module):
                 full = f"{here}.{inner}" if inner else here
-                raise ModelError(f"module {full!r} has hooks, but it will not run on this tier; remove them")
+                raise CaptureError(
+                    f"module {full!r} has hooks, which run on this tier only, so it stays here; "
+                    "remove them to have it run elsewhere",
+                    module=full,
+                )
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

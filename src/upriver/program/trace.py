@@ -7,6 +7,7 @@ later stage can say what shape a skipped module would have given for any number 
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,9 @@ from torch.utils import _pytree as pytree
 from upriver.errors import CaptureError, ModelError
 from upriver.program.devices import random_kept
 from upriver.program.example import Example, Source, tensors_in
-from upriver.program.flow import Flow, Recorder, Value, has_only_plain_leaves
-from upriver.program.freeze import keep_in_eval
+from upriver.program.flow import Flow, Recorder, Value, opaque_in
+from upriver.program.freeze import check_initialized, keep_in_eval
+from upriver.program.layouts import same_bits, unusual
 from upriver.program.precision import autocasting
 
 
@@ -35,7 +37,8 @@ class Call:
         parent: Index of the call around it; -1 for the model itself.
         enter: Index of the event at which it began, in the order of all events.
         exit: Index of the event at which it ended.
-        result: What it returned, tensors as :class:`Shape`.
+        leaves: What it returned, flattened; tensors as :class:`Shape`.
+        form: What these are parts of. Nothing is put together but of tensors: a class may look at its fields.
         values: The tensors of its result, in order, as they were when it ended.
         opaque: Type of something in its result that is no tensor and no constant; empty for most.
         overwritten: Whether something wrote into its result in place afterwards.
@@ -47,7 +50,8 @@ class Call:
     parent: int
     enter: int
     exit: int
-    result: Any
+    leaves: tuple[Any, ...]
+    form: pytree.TreeSpec
     values: tuple[Value, ...] = ()
     opaque: str = ""
     overwritten: bool = False
@@ -194,7 +198,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                if not torch.equal(buffer, values[name]):
+                if not same_bits(buffer, values[name]):
                     buffer.copy_(values[name])
 
 
@@ -218,7 +222,7 @@ class _Attributes:
         now.update(self.values)
         for name, content in self.contents.items():
             value = self.values[name]
-            if value != content:
+            if not _holds_the_same(value, content):
                 value.clear()
                 value.extend(content) if isinstance(value, list) else value.update(content)
         self.module._parameters.clear()
@@ -235,6 +239,13 @@ class _Attributes:
             if before is not value and before != value:
                 return name
         return ""
+
+
+def _holds_the_same(value: Any, content: Any) -> bool:
+    """Whether a list, dict or set holds the same objects: of two tensors ``==`` says nothing."""
+    if isinstance(value, dict):
+        return list(value) == list(content) and all(map(operator.is_, value.values(), content.values()))
+    return len(value) == len(content) and all(map(operator.is_, value, content))
 
 
 class Counting:
@@ -301,9 +312,10 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         autocast: Run under autocast to this type.
 
     Raises:
-        CaptureError: If the two passes call different modules.
-        ModelError: If the model cannot be called with such an input.
+        CaptureError: If the two passes call different modules, or the model runs and cannot be watched.
+        ModelError: If the model cannot be called with such an input, or a parameter is not initialized yet.
     """
+    check_initialized(model)
     two, three = example.resized(2), example.resized(3)
     with (
         torch.no_grad(),
@@ -313,9 +325,9 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         no_fast_path(),
         autocasting(example.tensors[0].device, autocast),
     ):
-        first, flow = _watch(model, two)
+        first, flow = _watch(model, two, example)
         between = Counting(model)
-        second = _Pass(model, three)
+        second = _Pass(model, three, example)
         second.run()
         counting = between.found()
     if [call.path for call in first] != [call.path for call in second.calls]:
@@ -350,22 +362,26 @@ def watch_training(
         autocasting(device, autocast),
     ):
         keep_in_eval(model, list(in_eval))
-        return _watch(model, example)
+        return _watch(model, example, example)
 
 
-def _watch(model: nn.Module, example: Example) -> tuple[list[Call], Flow]:
-    run = _Pass(model, example)
-    with run.recorder:
-        run.run()
+def _watch(model: nn.Module, example: Example, given: Example) -> tuple[list[Call], Flow]:
+    run = _Pass(model, example, given)
+    run.run(recorded=True)
     return run.calls, run.recorder.flow()
 
 
 class _Pass:
-    """One forward pass, watched from hooks on every module."""
+    """One forward pass, watched from hooks on every module.
 
-    def __init__(self, model: nn.Module, example: Example) -> None:
+    Args:
+        example: What the model is called with.
+        given: What the user calls it with, where that is of another number of samples.
+    """
+
+    def __init__(self, model: nn.Module, example: Example, given: Example) -> None:
         self.model = model
-        self.example = example
+        self.example, self.given = example, given
         self.calls: list[Call] = []
         self.recorder = Recorder(model, example.tensors)
         self._open: list[tuple[int, int]] = []  # index, event
@@ -374,12 +390,29 @@ class _Pass:
         self._events = 0
         self._results: list[list[tuple[torch.Tensor, int]]] = []
 
-    def run(self) -> None:
+    def run(self, *, recorded: bool = False) -> None:
         """Run it.
 
+        Args:
+            recorded: Whether its operators are written down, too.
+
         Raises:
+            CaptureError: If it runs when nobody watches.
             ModelError: With whatever the user's forward raised.
         """
+        try:
+            self._watched(self.recorder if recorded else contextlib.nullcontext())
+        except CaptureError:
+            raise
+        except Exception as error:  # whatever the user's forward raises, or those who watch it
+            raise self._failed(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        self.calls = [
+            replace(call, overwritten=any(tensor._version != version for tensor, version in kept))
+            for call, kept in zip(self.calls, self._results, strict=True)
+        ]
+        self._results.clear()
+
+    def _watched(self, recording: contextlib.AbstractContextManager[Any]) -> None:
         with contextlib.ExitStack() as stack:
             for path, module in self.model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
@@ -388,27 +421,25 @@ class _Pass:
                 # Ours run first on the way in and last on the way out, around whatever hooks the user has.
                 stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(path)).remove)
-            try:
+            with recording:
                 self.model(*self.example.args, **self.example.kwargs)
-            except Exception as error:  # whatever the user's forward raises
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                if self._runs_with_gradients():
-                    raise CaptureError(f"the model cannot be watched without gradients: {reason}") from error
-                raise ModelError(
-                    f"the model cannot be called with {self.example.describe()}: {reason}"
-                ) from error
-        self.calls = [
-            replace(call, overwritten=any(tensor._version != version for tensor, version in kept))
-            for call, kept in zip(self.calls, self._results, strict=True)
-        ]
-        self._results.clear()
 
-    def _runs_with_gradients(self) -> bool:
-        """Whether the model is one that differentiates in its forward."""
+    def _failed(self, reason: str) -> CaptureError | ModelError:
+        """Whose fault it is: the model is run once more, and nobody watches."""
+        if self._runs(self.example):
+            return CaptureError(f"the model cannot be watched while it runs: {reason}")
+        with torch.enable_grad():
+            if self._runs(self.example):  # it differentiates in its forward
+                return CaptureError(f"the model cannot be watched without gradients: {reason}")
+        if self._runs(self.given):
+            return CaptureError(f"the model does not run on {self.example.samples} samples: {reason}")
+        return ModelError(f"the model cannot be called with {self.example.describe()}: {reason}")
+
+    def _runs(self, example: Example) -> bool:
+        call = example.resized(example.samples)  # copies, as it may write into them
         try:
-            with torch.enable_grad():
-                self.model(*self.example.args, **self.example.kwargs)
-        except Exception:  # it cannot be called at all
+            self.model(*call.args, **call.kwargs)
+        except Exception:  # whatever the user's forward raises
             return False
         return True
 
@@ -438,6 +469,7 @@ class _Pass:
         self._numbers[path] = number + 1
         parent = self._open[-1][0] if self._open else -1
         self.recorder.call = max(parent, 0)
+        leaves, form = pytree.tree_flatten(result)
         self.calls.append(
             Call(
                 path=path,
@@ -446,9 +478,10 @@ class _Pass:
                 parent=parent,
                 enter=enter,
                 exit=self._events,
-                result=_detached(result),
+                leaves=tuple(_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+                form=form,
                 values=tuple(self.recorder.value(tensor) for tensor in tensors_in(result)),
-                opaque=has_only_plain_leaves(result),
+                opaque=opaque_in(result),
             )
         )
         self._results.append(
@@ -457,36 +490,30 @@ class _Pass:
         self._events += 1
 
 
-def _detached(result: Any) -> Any:
-    # Shapes are all that is needed; keeping the tensors would keep every activation alive.
-    return pytree.tree_map_only(torch.Tensor, _form, result)
-
-
 @dataclass(frozen=True, slots=True)
 class _Form:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-def _form(tensor: torch.Tensor) -> _Form:
-    return _Form(tensor.dtype, tuple(tensor.shape))
+def _form(tensor: torch.Tensor) -> _Form | str:
+    """All that is needed of a tensor; to keep it would keep every activation alive."""
+    return unusual(tensor) or _Form(tensor.dtype, tuple(tensor.shape))
 
 
 def _merge(a: Call, b: Call) -> Call:
-    leaves_a, spec_a = pytree.tree_flatten(a.result)
-    leaves_b, spec_b = pytree.tree_flatten(b.result)
-    if spec_a != spec_b:
+    if a.form != b.form:
         raise CaptureError(f"module {a.path!r} returns different structures for 2 and for 3 samples")
-    leaves = []
+    leaves: list[Any] = []
     opaque = a.opaque
-    for x, y in zip(leaves_a, leaves_b, strict=True):
+    for x, y in zip(a.leaves, b.leaves, strict=True):
         if isinstance(x, _Form) and isinstance(y, _Form):
             leaves.append(_shape(x, y))
             continue
         if not opaque and not (x is y or x == y):
             opaque = "number that depends on the batch"
         leaves.append(x)
-    return replace(a, result=pytree.tree_unflatten(leaves, spec_a), opaque=opaque)
+    return replace(a, leaves=tuple(leaves), opaque=opaque)
 
 
 def _shape(two: _Form | torch.Tensor, three: _Form | torch.Tensor) -> Shape:

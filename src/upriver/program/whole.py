@@ -19,9 +19,11 @@ from upriver.errors import CaptureError
 from upriver.program.capture import bound, checked, graph_of
 from upriver.program.devices import random_kept
 from upriver.program.example import Example, Inputs
+from upriver.program.freeze import check_initialized
+from upriver.program.layouts import same_bits
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
-from upriver.program.proof import random_like, same_bits, through_cuts
+from upriver.program.proof import random_like, through_cuts
 from upriver.program.recording import Recording, record
 from upriver.program.stages import Granularity
 from upriver.program.trace import Counting, in_eval, no_fast_path, state_kept
@@ -102,11 +104,13 @@ def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | N
 
     Raises:
         CaptureError: If it cannot be captured, or its program gives other bits; the message says why.
+        ModelError: If a parameter is not initialized yet.
         ConfigError: If ``inputs`` is nothing that a model can be called with.
     """
     example = Example.of(inputs)
+    check_initialized(model)
+    answer = _answer_of(model, example, autocast, counting=True)  # first: does it run at all?
     recording = checked(record(model, example, autocast=autocast), whole=model)
-    answer = _answer_of(model, example, autocast, counting=True)
     random = random_like(example, torch.Generator().manual_seed(0))
     try:
         compared = [(example, answer), (random, _answer_of(model, random, autocast))]
