@@ -109,6 +109,12 @@ class Planner:
             ConfigError: If a cut that was asked for is none that training allows.
             NoFeasibleCut: If no cut fits the memory.
         """
+        plan, pool = self._planned()
+        if self.parts.program is not None and self.parts.note:
+            plan = self._noted(plan, f"the frozen part ends where it does since {self.parts.note}")
+        return plan, pool
+
+    def _planned(self) -> tuple[Plan, ServerPool | None]:
         shares = self._shares()
         if self.parts.program is None:
             log.warning("the model runs unsplit: %s", self.parts.why_not)
