@@ -488,7 +488,7 @@ def test_a_frozen_module_that_counts_in_an_attribute_stays_where_the_model_runs(
     model = frozen(nn.Sequential(nn.Linear(6, 6), Late(6, 6), nn.Linear(6, 2)), "0", "1")
     parts = split(model, torch.randn(4, 6))
     assert parts.boundary == "0"
-    assert "counts in its attribute 'calls'" in parts.note
+    assert "keeps 'calls' from one call for the next" in parts.note
 
 
 def test_a_flag_that_says_hooks_are_in_place_is_no_count() -> None:

@@ -19,11 +19,11 @@ from upriver.policies import choose
 from upriver.profile import build_profile, cluster_from
 from upriver.profile.keep import Kept
 from upriver.profile.tail import tail_memory, tail_weights
-from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
 from upriver.program.split import Split
-from upriver.program.trace import mode, state_kept
+from upriver.program.state import state_kept
+from upriver.program.trace import mode
 from upriver.types import (
     Cluster,
     MicroBatch,
@@ -68,8 +68,9 @@ def measure_tail(
         samples: How many samples that is.
         batch_size: Of a training batch; as many by default.
     """
-    seconds, saved = time_tail(model, split, features)
-    fixed, growing = _tail_bytes(model, split, features, samples, batch_size or samples, saved)
+    with state_kept(model, idle=split.prefix_units):
+        seconds, saved = time_tail(model, split, features)
+        fixed, growing = _tail_bytes(model, split, features, samples, batch_size or samples, saved)
     return TailProfile(seconds=(0.0, seconds / samples), param_bytes=fixed, peak_bytes=growing)
 
 
@@ -82,7 +83,7 @@ def time_tail(model: nn.Module, split: Split, features: Values) -> tuple[float, 
     # One sample is too few for a BatchNorm that trains.
     times = 2 if values.samples_of(features) == 1 else 1
     given = features if times == 1 else values.concatenate([features] * times)
-    with mode(model, training=True):
+    with state_kept(model, idle=split.prefix_units), mode(model, training=True):
         keep_in_eval(model, list(split.in_eval))
         for _ in range(2):
             seconds, saved = _train_once(model, split, given)
@@ -102,7 +103,7 @@ def _train_once(model: nn.Module, split: Split, features: Values) -> tuple[float
         return tensor
 
     device, given = features[0].device, split.tail.values.one_or_all(features)
-    with state_kept(model), random_kept([device]), torch.enable_grad():
+    with state_kept(model, idle=split.prefix_units), torch.enable_grad():
         began = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             answers = [t for t in tensors_in(split.tail(given)) if t.requires_grad]

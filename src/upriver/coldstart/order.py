@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upriver.coldstart.execution import NOTHING, Execution
 from upriver.coldstart.layout import Manifest, check_dense, publish
 from upriver.errors import ModelError, ProgramError
-from upriver.pipeline.seeding import generators_kept
 from upriver.program.check import flops_of_call, silent
 from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.flow import written_by
-from upriver.program.trace import attributes_kept, in_eval, no_fast_path, state_kept
+from upriver.program.state import attributes_kept, state_kept
+from upriver.program.trace import in_eval, no_fast_path
 from upriver.store import Store
 from upriver.text import error_text
 from upriver.types import require_type
@@ -92,8 +92,7 @@ def counted(
             raise ModelError(f"weight {name!r} has no shape yet: call the model once before")
     with (
         torch.no_grad(),
-        generators_kept(),
-        random_kept(tensor.device for tensor in state.values()),
+        random_kept(),
         in_eval(model),
         no_fast_path(),
     ):

@@ -27,15 +27,15 @@ from upriver.profile.convolution import FEW_SAMPLES
 from upriver.profile.ledger import Ledger, storages
 from upriver.profile.libraries import Kept
 from upriver.profile.lines import Line, high_lines, same_calls
-from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.freeze import frozen_units, keep_in_eval
 from upriver.program.graph import Graph
 from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.program import Program, live_values
 from upriver.program.reuse import overwritable
+from upriver.program.state import state_kept
 from upriver.program.steps import Step, Values, bind, first_line, mark_last_uses, schedule
-from upriver.program.trace import mode, no_fast_path, state_kept
+from upriver.program.trace import mode, no_fast_path
 
 log = logging.getLogger("upriver")
 
@@ -333,7 +333,7 @@ def _first_dimension(features: Sequence[torch.Tensor], samples: int, number: int
 @contextlib.contextmanager
 def _without_data(model: nn.Module) -> Iterator[None]:
     """Train a user's module, but for its frozen units, on tensors without data and leave it as it was."""
-    with mode(model, training=True), state_kept(model), random_kept(p.device for p in model.parameters()):
+    with state_kept(model), mode(model, training=True):
         keep_in_eval(model, frozen_units(model))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             yield

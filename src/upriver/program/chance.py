@@ -20,7 +20,8 @@ def random_branch(training: Pass, skipped: Collection[str]) -> tuple[str, str] |
     random: set[int] = set()
     ended = _ended(training)
     for index, operation in enumerate(training.operations):
-        depends = training.follows(operation, random)
+        drawn = operation.trouble.startswith("draws ")  # Python has the number, whatever it does with it
+        depends = drawn or training.follows(operation, random)
         if depends or operation.trouble.startswith("runs the random"):
             random.add(index)
         path = training.calls[operation.call].path
@@ -28,6 +29,12 @@ def random_branch(training: Pass, skipped: Collection[str]) -> tuple[str, str] |
         # What was over by then is not decided about; what never ran may have been left out.
         open_ones = [name for name in skipped if name.startswith(inside) and ended.get(name, index) >= index]
         if depends and operation.observes and open_ones:
+            if drawn:
+                return path, (
+                    f"{training.where(index)} {operation.trouble} before all of its frozen layers have run, "
+                    "and may decide by them which of these run (layer drop?); draw them behind those layers, "
+                    "or by an operator of torch"
+                )
             return path, (
                 f"{training.where(index)} decides by a random number which of its layers run (layer drop?); "
                 "set that probability to 0"

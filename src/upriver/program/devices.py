@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import contextlib
+import random
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import torch
+from numpy import random as numpy_random
 
 from upriver.errors import ConfigError
 
@@ -37,9 +39,32 @@ def check_device(device: str | torch.device) -> torch.device:
     return found
 
 
-def random_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Leave the random state of the processor, and of these devices, as it was."""
-    return torch.random.fork_rng(devices=list({device for device in devices if device.type == "cuda"}))
+@contextlib.contextmanager
+def random_kept() -> Iterator[None]:
+    """Leave the generators that everybody shares as they were: Python's, NumPy's, torch's of all devices."""
+    python, numpy = random.getstate(), numpy_random.get_state()
+    processor, accelerators = torch.default_generator.get_state(), _accelerator_states()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy_random.set_state(numpy)
+        torch.default_generator.set_state(processor)
+        for number, state in enumerate(accelerators):
+            torch.cuda.set_rng_state(state, number)
+
+
+def seed(number: int) -> None:
+    """Seed all of them."""
+    random.seed(number)
+    numpy_random.seed(number)
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # else it would be seeded some day
+        torch.cuda.manual_seed_all(number)
+
+
+def _accelerator_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

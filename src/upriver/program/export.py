@@ -25,13 +25,18 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError
-from upriver.program.devices import random_kept
+from upriver.program.devices import seed
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.precision import autocasting
-from upriver.program.trace import in_eval, no_fast_path, state_kept
+from upriver.program.state import state_kept
+from upriver.program.trace import in_eval, no_fast_path
 
 ROOT = "model"
 """What the wrapper calls the user's model; the first part of each path that export notes down."""
+
+CAPTURED = 1
+"""Seed of all generators while a model is recorded. A proof has another: so it finds out a number that Python
+drew and that stands in the graph as a constant."""
 
 _TORCH_LOGGERS = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """Those that write pages when a model cannot be captured; each has a level of its own."""
@@ -185,14 +190,14 @@ def export(
     with (
         _ONE_AT_A_TIME,
         torch.no_grad(),
-        random_kept([tensors[0].device]),
+        state_kept(wrapper),
         _quiet(),
         _backends_kept(),
         in_eval(wrapper),
-        state_kept(wrapper),
         no_fast_path(),
         autocasting(tensors[0].device, autocast),
     ):
+        seed(CAPTURED)
         try:
             exported: torch.export.ExportedProgram = torch.export.export(wrapper, tensors, strict=False)
             _mark_dropouts(exported)

@@ -7,7 +7,7 @@ of* the last operator that had written into its memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.program.example import tensors_in
+from upriver.program.held import HeldTensor
 from upriver.program.layouts import unusual
 
 
@@ -48,7 +49,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """A tensor that no operator made: an input, a parameter, a buffer, or one the code had all along."""
+    """A tensor that no operator made: an input, one of the model's, or one that the code had all along."""
 
     kind: str
     name: str = ""
@@ -64,16 +65,25 @@ class Flow:
         makers: Number of a tensor to the operation that made it.
         origins: Number of a tensor to where it comes from, for those that no operation made.
         overwritten: Those of them whose memory an operator writes into.
+        changed: Names of the parameters, buffers and other tensors of the model that the pass has changed.
     """
 
     operations: tuple[Operation, ...]
     makers: Mapping[int, int]
     origins: Mapping[int, Origin]
     overwritten: frozenset[int] = frozenset()
+    changed: frozenset[str] = frozenset()
 
     def inputs(self) -> dict[int, int]:
         """Index of each input that the model was seen with to its number."""
         return {int(o.name): number for number, o in self.origins.items() if o.kind == "input"}
+
+    def carried(self) -> dict[str, str]:
+        """Path of each module that reads a tensor among its attributes and replaces it, to the attribute."""
+        read = {value.tensor for operation in self.operations for value in operation.reads}
+        names = (o.name for n, o in self.origins.items() if n in read and o.kind == "tensor")
+        found = (name.rpartition(".") for name in names if name in self.changed)
+        return {path: attribute for path, _, attribute in found}
 
     def writes_into_input(self, index: int) -> bool:
         """Whether the model writes into what it was given."""
@@ -87,7 +97,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call: Index of the module call that is running; set by whoever follows the modules.
     """
 
-    def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
+    def __init__(self, held: Sequence[HeldTensor], inputs: list[torch.Tensor]) -> None:
+        """Nothing is written yet.
+
+        Args:
+            held: The model's parameters, buffers and other tensors.
+            inputs: What it is called with.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.call = 0
         self._operations: list[Operation] = []
@@ -99,23 +115,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_at: list[int] = []
         self._writers: dict[int, int] = {}
         self._owners: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._originate(parameter, Origin(kind="parameter", name=name, trained=parameter.requires_grad))
-            self._owners.setdefault(_storage(parameter), f"parameter {name!r}")
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            self._originate(buffer, Origin(kind="buffer", name=name))
-            self._owners.setdefault(_storage(buffer), f"buffer {name!r}")
+        for each in held:
+            origin = Origin(kind=each.kind, name=each.name, trained=each.tensor.requires_grad)
+            self._originate(each.tensor, origin)
+            self._owners.setdefault(_storage(each.tensor), f"{each.kind} {each.name!r}")
         for index, tensor in enumerate(inputs):
             self._originate(tensor, Origin(kind="input", name=str(index)))
 
-    def flow(self) -> Flow:
-        """What was recorded."""
+    def flow(self, *, changed: Collection[str] = ()) -> Flow:
+        """What was recorded.
+
+        Args:
+            changed: Names of what was found to have changed, if not by an operator that was seen.
+        """
         written = frozenset(n for n in self._origins if _storage(self._tensors[n]) in self._writers)
         return Flow(
             operations=tuple(self._operations),
             makers=self._makers,
             origins=self._origins,
             overwritten=written,
+            changed=frozenset(changed) | {self._origins[number].name for number in written},
+        )
+
+    def draw(self, whose: str) -> None:
+        """Note that the call that is running has drawn random numbers that no operator shows."""
+        self._operations.append(
+            Operation(name="random", call=self.call, reads=(), trouble=f"draws {whose}", observes=True)
         )
 
     def value(self, tensor: torch.Tensor) -> Value:
@@ -167,7 +192,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (self._tensors[value.tensor] for value in reads)
 
     def _originate(self, tensor: torch.Tensor, origin: Origin) -> None:
-        if id(tensor) not in self._numbers:
+        if origin.kind == "tensor" and _place(tensor) in self._places:
+            self._number(tensor)  # another name for what has one
+        elif id(tensor) not in self._numbers:
             self._origins[self._new(tensor)] = origin
 
     def _number(self, tensor: torch.Tensor, *, made_at: int | None = None) -> int:

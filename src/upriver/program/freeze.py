@@ -7,7 +7,7 @@ depends belong to the prefix, too; those behind the last one belong to the tail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import xxhash
@@ -53,6 +53,24 @@ def frozen_units(model: nn.Module) -> list[str]:
 
     visit("", model)
     return units
+
+
+def without_written(
+    model: nn.Module, units: list[str], in_training: Collection[str], in_eval: Collection[str]
+) -> list[str]:
+    """Those units that the model does not train itself.
+
+    One of which the forward writes every parameter, or some in training alone, follows ``model.train()`` as
+    a trained layer does: an average of trained layers for example.
+
+    Args:
+        in_training: Names of what the forward in training writes to.
+        in_eval: Likewise.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {path: {first[id(p)] for p in model.get_submodule(path).parameters()} for path in units}
+    alone = set(in_training) - set(in_eval)
+    return [path for path in units if names[path].isdisjoint(alone) and not names[path] <= set(in_training)]
 
 
 def check_trainable(model: nn.Module) -> None:

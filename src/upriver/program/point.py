@@ -99,7 +99,7 @@ class _Search:
         self.blocked |= {call.index: False for call in calls.calls if call.path in left}
         self.notes += left.values()
         self.notes += [
-            f"module {path!r} counts in its attribute {name!r}" if path else f"the model counts in {name!r}"
+            f"{f'module {path!r}' if path else 'the model'} keeps {name!r} from one call for the next"
             for path, name in calls.counting.items()
         ]
 
@@ -238,15 +238,21 @@ class _Search:
     def _held(self, *, before_branches: bool) -> set[int]:
         """Operations that must run where the user's model runs, and all that depend on them."""
         run, held, stateful = self.seen, set[int](), self._stateful()
+        told = set[int]()
         left = run.inside({call.index for call in self.trace.calls if call.path in self.left})
         data = run.reached_from_inputs() if before_branches else set()
         branched = False
         for index, operation in enumerate(run.operations):
-            reads_state = any(value.tensor in stateful for value in operation.reads)
-            own = bool(operation.trouble) or reads_state or self._trained(operation)
+            own = bool(operation.trouble) or self._trained(operation)
             own = own or left[index] >= 0 or run.calls[operation.call].path in self.trace.counting
-            if own or branched or run.follows(operation, held):
+            own = own or branched or run.follows(operation, held)
+            read = {value.tensor for value in operation.reads} & stateful
+            if own or read:
                 held.add(index)
+            for number in sorted(read - told) if not own else ():
+                origin = run.flow.origins[number]
+                self.notes.append(f"the model changes {origin.kind} {origin.name!r} while it runs")
+                told.add(number)
             if operation.trouble:
                 self.notes.append(f"{run.where(index)} {operation.trouble}")
             if operation.observes and not branched:
@@ -267,15 +273,17 @@ class _Search:
         return any(value.tensor in origins and origins[value.tensor].trained for value in operation.reads)
 
     def _stateful(self) -> set[int]:
-        """Buffers that something writes into."""
-        origins = self.seen.flow.origins
-        return {
-            value.tensor
-            for operation in self.seen.operations
-            if operation.trouble.startswith("changes")
-            for value in operation.reads
-            if value.tensor in origins and origins[value.tensor].kind == "buffer"
-        }
+        """Parameters, buffers and other tensors of the model that a pass changes."""
+        changed = set(self.seen.flow.changed)
+        if self.training is not None:
+            # What is in eval in a job whatever train() says changes nothing there.
+            named = self.training.flow.changed
+            changed |= {name for name in named if self.kinds.get(name.rpartition(".")[0]) != "free"}
+        return {n for n, o in self.seen.flow.origins.items() if o.kind in _HELD and o.name in changed}
+
+
+_HELD = ("parameter", "buffer", "tensor")
+"""Kinds of what hangs on the model itself."""
 
 
 def _kind(module: nn.Module) -> str:

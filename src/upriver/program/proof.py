@@ -19,15 +19,16 @@ from torch import nn
 
 from upriver.errors import CaptureError
 from upriver.program.alignment import as_shipped
-from upriver.program.devices import random_kept
+from upriver.program.devices import seed
 from upriver.program.example import Example, tensors_in
 from upriver.program.freeze import keep_in_eval
 from upriver.program.layouts import dense_parts, same_bits
 from upriver.program.point import EvalPlan
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
+from upriver.program.state import state_kept
 from upriver.program.tail import Tail
-from upriver.program.trace import calls_in_eval, mode, no_fast_path, state_kept
+from upriver.program.trace import calls_in_eval, no_fast_path
 
 Answer: TypeAlias = "tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]"
 """A model's answer, and the gradient of each trainable parameter."""
@@ -81,19 +82,19 @@ class Proof:
         compared = zip((*self._random, self._padded), (*self._values, padded), strict=True)
         for number, (example, values) in enumerate(compared):
             # As in training and as in evaluation; one sample is too few for a BatchNorm that trains.
-            with mode(model, training=number != 1 and program.micro_batch > 1):
-                try:
-                    # On copies: the model may write into what it is given.
-                    fresh = example.with_tensors([tensor.clone() for tensor in example.tensors])
-                    whole = _answer(model, model, fresh.args, fresh.kwargs, in_eval, autocast)
-                except CaptureError:
-                    raise
-                except Exception as error:  # the user's forward, on values that are none of theirs
-                    if example is self._padded:
-                        continue  # it takes no padding; such rows never reach it
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                    raise CaptureError(f"the model does not run on random values: {reason}") from error
-                _same_answers(model, tail, in_eval, whole, values, autocast)
+            step = _Step(model, training=number != 1 and program.micro_batch > 1, autocast=autocast)
+            try:
+                # On copies: the model may write into what it is given.
+                fresh = example.with_tensors([tensor.clone() for tensor in example.tensors])
+                whole = step.taken(model, fresh.args, fresh.kwargs, in_eval)
+            except CaptureError:
+                raise
+            except Exception as error:  # the user's forward, on values that are none of theirs
+                if example is self._padded:
+                    continue  # it takes no padding; such rows never reach it
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise CaptureError(f"the model does not run on random values: {reason}") from error
+            _same_answers(step, tail, in_eval, whole, values)
 
     def _rows_are_independent(self, tail: Tail, padded: tuple[torch.Tensor, ...]) -> None:
         """Change some rows: the features of the others must not move."""
@@ -158,12 +159,7 @@ def _changed_from(first: int, given: Example, other: Example | None = None) -> E
 
 
 def _same_answers(
-    model: nn.Module,
-    tail: Tail,
-    in_eval: EvalPlan,
-    reference: Answer,
-    values: tuple[torch.Tensor, ...],
-    autocast: torch.dtype | None,
+    step: _Step, tail: Tail, in_eval: EvalPlan, reference: Answer, values: tuple[torch.Tensor, ...]
 ) -> None:
     kept = [value.clone() for value in values]
     whole, whole_gradients = reference
@@ -171,7 +167,7 @@ def _same_answers(
         features = tail.values.one_or_all(values)
         # Calls that belong to the prefix are not made here, so none of them is to be put in eval.
         rest = EvalPlan(modules=in_eval.modules)
-        split, split_gradients = _answer(model, tail, (features,), {}, rest, autocast)
+        split, split_gradients = step.taken(tail, (features,), {}, rest)
     except CaptureError:
         raise
     except Exception as error:  # the user's forward, on a model of which a part is missing
@@ -187,35 +183,36 @@ def _same_answers(
         raise CaptureError(f"the model cut after {tail.boundary!r} writes into what it was given")
 
 
-def _answer(
-    model: nn.Module,
-    run: nn.Module,
-    args: Sequence[object],
-    kwargs: object,
-    in_eval: EvalPlan,
-    autocast: torch.dtype | None,
-) -> Answer:
-    training = model.training
-    for again in (True, training):  # modules that keep what they computed in eval drop it when that changes
-        model.train(again)
-    keep_in_eval(model, list(in_eval.modules))
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    device = next(iter(trainable.values())).device
-    with (
-        calls_in_eval(model, in_eval.calls),
-        state_kept(model),
-        no_fast_path(),
-        random_kept([device]),
-        torch.enable_grad(),
-    ):
-        torch.manual_seed(0)
-        with autocasting(device, autocast):
-            returned = tensors_in(run(*args, **dict(kwargs)))  # type: ignore[call-overload]
-        answers = [part for tensor in returned for part in dense_parts(tensor)]
-        # Squares, so that a gradient depends on the values; scaled, so that it stays finite in half
-        # precision.
-        terms = [(t.float() / 16).square().mean() for t in answers if t.requires_grad]
-        if not terms:
-            raise CaptureError("the model's answer does not depend on its trainable parameters")
-        gradients = torch.autograd.grad(torch.stack(terms).sum(), list(trainable.values()), allow_unused=True)
-    return [t.detach() for t in answers], dict(zip(trainable, gradients, strict=True))
+class _Step:
+    """A step of training, forward and backward, that leaves a model as it was.
+
+    Args:
+        model: The user's.
+        training: Whether in training mode.
+        autocast: Under autocast to this type.
+    """
+
+    def __init__(self, model: nn.Module, *, training: bool, autocast: torch.dtype | None) -> None:
+        self._model, self._training, self._autocast = model, training, autocast
+
+    def taken(self, run: nn.Module, args: Sequence[object], kwargs: object, in_eval: EvalPlan) -> Answer:
+        """The answer of ``run``, which is the model or a part, and the gradients."""
+        model = self._model
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        device = next(iter(trainable.values())).device
+        with state_kept(model), no_fast_path(), torch.enable_grad():
+            for training in (True, self._training):  # some modules drop what they kept in eval then
+                model.train(training)
+            keep_in_eval(model, list(in_eval.modules))
+            seed(0)
+            with calls_in_eval(model, in_eval.calls), autocasting(device, self._autocast):
+                returned = tensors_in(run(*args, **dict(kwargs)))  # type: ignore[call-overload]
+            answers = [part for tensor in returned for part in dense_parts(tensor)]
+            # Squares, so that a gradient depends on the values; scaled, so that it stays finite in half
+            # precision.
+            terms = [(t.float() / 16).square().mean() for t in answers if t.requires_grad]
+            if not terms:
+                raise CaptureError("the model's answer does not depend on its trainable parameters")
+            total = torch.stack(terms).sum()
+            gradients = torch.autograd.grad(total, list(trainable.values()), allow_unused=True)
+        return [t.detach() for t in answers], dict(zip(trainable, gradients, strict=True))

@@ -22,7 +22,7 @@ from upriver.errors import CaptureError, ConfigError, ModelError
 from upriver.program.capture import capture
 from upriver.program.chance import random_branch
 from upriver.program.example import Example, Inputs, Source
-from upriver.program.freeze import check_trainable, frozen_units
+from upriver.program.freeze import check_trainable, frozen_units, without_written
 from upriver.program.passes import Pass
 from upriver.program.point import EvalPlan, FreezePoint, Ship, find, in_eval_for
 from upriver.program.precision import autocast_dtype, autocasting
@@ -30,8 +30,9 @@ from upriver.program.program import Program
 from upriver.program.proof import Proof
 from upriver.program.remember import is_proven, proof_digest, remember
 from upriver.program.stages import Granularity
+from upriver.program.state import state_kept
 from upriver.program.tail import Tail
-from upriver.program.trace import Shape, Trace, trace, watch_training
+from upriver.program.trace import Shape, Trace, trace, watch_training, written_in_training
 from upriver.program.values import Values
 
 
@@ -161,12 +162,19 @@ class _Splitting:
     def run(self, granularity: Granularity) -> Split:
         """Try one way after the other."""
         check_trainable(self.model)
+        with state_kept(self.model):  # the values are copied once, for all that follows
+            return self._run(granularity)
+
+    def _run(self, granularity: Granularity) -> Split:
         units = frozen_units(self.model)
         step = "trace"
         try:
             self.tell("tracing the model")
             calls = trace(self.model, self.example, autocast=self.autocast)
             training = self._in_training(calls, units)
+            if training is not None:
+                changed = training.flow.changed
+                units = without_written(self.model, units, changed, calls.flow.changed)
             step = "freeze point"
             for point in self._points(calls, training):
                 done = self._cut(calls, point, units, granularity)
@@ -178,6 +186,9 @@ class _Splitting:
             raise
         except Exception as error:  # of torch or of the model's own classes, on what only a watcher does
             self.attempts.append(Attempt(step=step, why_not=_unforeseen(error)))
+        if step == "trace":
+            changed = written_in_training(self.model, self.example, autocast=self.autocast)
+            units = without_written(self.model, units, changed, changed)
         return self._unsplit(units)
 
     def _in_training(self, calls: Trace, units: list[str]) -> Pass | None:

@@ -7,7 +7,6 @@ later stage can say what shape a skipped module would have given for any number 
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +17,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ModelError
-from upriver.program.devices import random_kept
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.flow import Flow, Recorder, Value, opaque_in
 from upriver.program.freeze import check_initialized, keep_in_eval
-from upriver.program.layouts import same_bits, unusual
+from upriver.program.layouts import unusual
 from upriver.program.precision import autocasting
+from upriver.program.state import Kept, state_kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +114,8 @@ class Trace:
 
     Attributes:
         example: What the model was called with.
-        counting: Modules that change a number among their attributes while they run, and which one.
+        counting: Modules that keep something from one pass for the next, and the attribute that they do it
+            in: a number that they change, a list that grows, a tensor that they read and replace.
     """
 
     calls: tuple[Call, ...]
@@ -177,96 +177,6 @@ class _Switch:
         self.next += 1
 
 
-@contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Leave attributes of modules as they were, parameters and buffers among them, whatever those hold."""
-    kept = [_Attributes(m) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    try:
-        yield
-    finally:
-        for attributes in kept:
-            attributes.restore()
-
-
-@contextlib.contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Leave what a forward changes as it was: running statistics, and attributes of modules."""
-    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        with attributes_kept(model):
-            yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if not same_bits(buffer, values[name]):
-                    buffer.copy_(values[name])
-
-
-class _Attributes:
-    """What one module holds beside submodules; hooks come and go as they like."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.values = {name: value for name, value in vars(module).items() if not _is_machinery(name)}
-        self.contents = {
-            name: value.copy() for name, value in self.values.items() if isinstance(value, list | dict | set)
-        }
-        self.parameters = dict(module._parameters)
-        self.buffers = dict(module._buffers)
-
-    def restore(self) -> None:
-        """Put it back."""
-        now = vars(self.module)
-        for name in [name for name in now if name not in self.values and not _is_machinery(name)]:
-            del now[name]
-        now.update(self.values)
-        for name, content in self.contents.items():
-            value = self.values[name]
-            if not _holds_the_same(value, content):
-                value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
-        self.module._parameters.clear()
-        self.module._parameters.update(self.parameters)
-        self.module._buffers.clear()
-        self.module._buffers.update(self.buffers)
-
-    def counted(self) -> str:
-        """A number, flag or word among them that is another one now; empty if there is none."""
-        for name, value in vars(self.module).items():
-            if name == "training" or _is_machinery(name) or not isinstance(value, int | float | str):
-                continue
-            before = self.values.get(name)
-            if before is not value and before != value:
-                return name
-        return ""
-
-
-def _holds_the_same(value: Any, content: Any) -> bool:
-    """Whether a list, dict or set holds the same objects: of two tensors ``==`` says nothing."""
-    if isinstance(value, dict):
-        return list(value) == list(content) and all(map(operator.is_, value.values(), content.values()))
-    return len(value) == len(content) and all(map(operator.is_, value, content))
-
-
-class Counting:
-    """Tells which modules change a number among their attributes with every pass.
-
-    Args:
-        model: Behind a first pass: what that sets and the next one sets to the same again is no count.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._between = {path: _Attributes(module) for path, module in model.named_modules()}
-
-    def found(self) -> dict[str, str]:
-        """Behind another pass: path of each such module to the attribute."""
-        return {path: name for path, kept in self._between.items() if (name := kept.counted())}
-
-
-def _is_machinery(name: str) -> bool:
-    return name in ("_parameters", "_buffers", "_modules") or "hook" in name
-
-
 class _FastPath:
     """Whether torch takes the fused transformer path is one flag for all threads of a process."""
 
@@ -319,21 +229,19 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
     two, three = example.resized(2), example.resized(3)
     with (
         torch.no_grad(),
-        random_kept(tensor.device for tensor in example.tensors),
+        state_kept(model) as kept,
         in_eval(model),
-        state_kept(model),
         no_fast_path(),
         autocasting(example.tensors[0].device, autocast),
     ):
-        first, flow = _watch(model, two, example)
-        between = Counting(model)
-        second = _Pass(model, three, example)
-        second.run()
-        counting = between.found()
-    if [call.path for call in first] != [call.path for call in second.calls]:
+        first, flow = _watch(model, two, example, kept)
+        with state_kept(model) as between:
+            second, again = _watch(model, three, example, between)
+            counting = between.counted() | again.carried()
+    if [call.path for call in first] != [call.path for call in second]:
         raise CaptureError("the model calls different modules for 2 and for 3 samples")
     return Trace(
-        calls=tuple(_merge(a, b) for a, b in zip(first, second.calls, strict=True)),
+        calls=tuple(_merge(a, b) for a, b in zip(first, second, strict=True)),
         inputs=tuple(_shape(a, b) for a, b in zip(two.tensors, three.tensors, strict=True)),
         example=two,
         flow=flow,
@@ -355,20 +263,36 @@ def watch_training(
     device = example.tensors[0].device
     with (
         torch.no_grad(),
-        random_kept([device]),
+        state_kept(model) as kept,
         mode(model, training=True),
-        state_kept(model),
         no_fast_path(),
         autocasting(device, autocast),
     ):
         keep_in_eval(model, list(in_eval))
-        return _watch(model, example, example)
+        return _watch(model, example, example, kept)
 
 
-def _watch(model: nn.Module, example: Example, given: Example) -> tuple[list[Call], Flow]:
-    run = _Pass(model, example, given)
-    run.run(recorded=True)
-    return run.calls, run.recorder.flow()
+def written_in_training(
+    model: nn.Module, example: Example, *, autocast: torch.dtype | None
+) -> frozenset[str]:
+    """Names of the tensors that a model's forward in training changes; none if it cannot be called so."""
+    call = example.with_tensors([tensor.clone() for tensor in example.tensors])
+    with (
+        torch.no_grad(),
+        state_kept(model) as kept,
+        mode(model, training=True),
+        autocasting(call.tensors[0].device, autocast),
+        contextlib.suppress(Exception),  # whatever the user's forward raises
+    ):
+        model(*call.args, **call.kwargs)
+        return kept.written()
+    return frozenset()
+
+
+def _watch(model: nn.Module, example: Example, given: Example, kept: Kept) -> tuple[list[Call], Flow]:
+    run = _Pass(model, example, given, kept)
+    run.run()
+    return run.calls, run.recorder.flow(changed=kept.written())
 
 
 class _Pass:
@@ -379,29 +303,27 @@ class _Pass:
         given: What the user calls it with, where that is of another number of samples.
     """
 
-    def __init__(self, model: nn.Module, example: Example, given: Example) -> None:
+    def __init__(self, model: nn.Module, example: Example, given: Example, kept: Kept) -> None:
         self.model = model
         self.example, self.given = example, given
         self.calls: list[Call] = []
-        self.recorder = Recorder(model, example.tensors)
+        self.recorder = Recorder(kept.tensors, example.tensors)
+        self._draws = kept.draws()
         self._open: list[tuple[int, int]] = []  # index, event
         self._numbers: dict[str, int] = {}
         self._begun = 0
         self._events = 0
         self._results: list[list[tuple[torch.Tensor, int]]] = []
 
-    def run(self, *, recorded: bool = False) -> None:
+    def run(self) -> None:
         """Run it.
-
-        Args:
-            recorded: Whether its operators are written down, too.
 
         Raises:
             CaptureError: If it runs when nobody watches.
             ModelError: With whatever the user's forward raised.
         """
         try:
-            self._watched(self.recorder if recorded else contextlib.nullcontext())
+            self._watched()
         except CaptureError:
             raise
         except Exception as error:  # whatever the user's forward raises, or those who watch it
@@ -412,7 +334,7 @@ class _Pass:
         ]
         self._results.clear()
 
-    def _watched(self, recording: contextlib.AbstractContextManager[Any]) -> None:
+    def _watched(self) -> None:
         with contextlib.ExitStack() as stack:
             for path, module in self.model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
@@ -421,7 +343,7 @@ class _Pass:
                 # Ours run first on the way in and last on the way out, around whatever hooks the user has.
                 stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(path)).remove)
-            with recording:
+            with self.recorder:
                 self.model(*self.example.args, **self.example.kwargs)
 
     def _failed(self, reason: str) -> CaptureError | ModelError:
@@ -444,6 +366,7 @@ class _Pass:
         return True
 
     def _enter(self, _module: nn.Module, _args: Any) -> None:
+        self._look_for_draws()
         self._open.append((self._begun, self._events))
         self.recorder.call = self._begun
         self._begun += 1
@@ -463,7 +386,13 @@ class _Pass:
 
         return hook
 
+    def _look_for_draws(self) -> None:
+        """Since the last call began or ended: what draws is the innermost one that is open."""
+        if self._open and (whose := self._draws.made()):
+            self.recorder.draw(whose)
+
     def _note(self, path: str, result: Any) -> None:
+        self._look_for_draws()
         index, enter = self._open.pop()
         number = self._numbers.get(path, 0)
         self._numbers[path] = number + 1

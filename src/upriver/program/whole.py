@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError
 from upriver.program.capture import bound, checked, graph_of
-from upriver.program.devices import random_kept
 from upriver.program.example import Example, Inputs
 from upriver.program.freeze import check_initialized
 from upriver.program.layouts import same_bits
@@ -26,7 +25,8 @@ from upriver.program.program import Program
 from upriver.program.proof import random_like, through_cuts
 from upriver.program.recording import Recording, record
 from upriver.program.stages import Granularity
-from upriver.program.trace import Counting, in_eval, no_fast_path, state_kept
+from upriver.program.state import state_kept
+from upriver.program.trace import in_eval, no_fast_path
 from upriver.program.weights import WeightsFile
 
 GRANULARITIES: tuple[Granularity, ...] = ("op", "module", "end")
@@ -177,17 +177,16 @@ def _answer_of(
     device = example.tensors[0].device
     with (
         torch.no_grad(),
-        random_kept([device]),
-        in_eval(model),
         state_kept(model),
+        in_eval(model),
         no_fast_path(),
         autocasting(device, autocast),
     ):
         answer = _run(model, example)
         if counting:
-            between = Counting(model)
-            _run(model, example)
-            _check_counts_nothing(between.found())
+            with state_kept(model) as between:
+                _run(model, example)
+                _check_counts_nothing(between.counted())
     leaves, form = pytree.tree_flatten(answer)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):

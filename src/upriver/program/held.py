@@ -1,0 +1,323 @@
+"""Everything that hangs on a model and can change in place, found by walking from attribute to attribute."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import itertools
+import operator
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_DEPTH = 4
+"""How many objects that are neither modules nor lists and the like may lie around what is found."""
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+_CODE: tuple[type, ...] = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_CODE = (*_CODE, types.ModuleType, functools.partial, torch.jit.ScriptModule)
+
+_NOT_FOLLOWED = frozenset({"_io", "_thread", "asyncio", "concurrent", "ctypes", "logging", "multiprocessing"})
+_NOT_FOLLOWED |= {"queue", "socket", "threading", "weakref"}
+"""Packages whose objects belong to the process, or to other threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The attribute of a module through which something was found."""
+
+    path: str
+    attribute: str
+
+    @property
+    def is_machinery(self) -> bool:
+        """Whether torch, and not the user, keeps something there: tensors, modules, hooks."""
+        return self.attribute in ("", "_parameters", "_buffers", "_modules") or "hook" in self.attribute
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Thing:
+    """A list, a module's attributes, a generator: what can change in place and be put back.
+
+    Attributes:
+        owner: Through what it was found.
+        value: The object.
+        kind: How its state is read and written.
+        before: Its state when it was found.
+    """
+
+    owner: Owner
+    value: Any
+    kind: Kind
+    before: Any
+
+    def now(self) -> Any:
+        """Its state now."""
+        return self.kind.read(self.value)
+
+    def changed(self) -> bool:
+        """Whether its state is another one now."""
+        return not self.kind.same(self.before, self.now())
+
+    def tensors_gone(self) -> set[int]:
+        """Identities of the tensors that stood in it and do not stand there any more."""
+        now = self.now()
+        if self.kind.same(self.before, now):
+            return set()
+        pairs: Iterable[tuple[Any, Any]]
+        if self.kind is _LIST:
+            pairs = itertools.zip_longest(self.before, now)
+        elif self.kind.inner is _in_mapping:
+            pairs = ((item, now.get(key)) for key, item in self.before.items())
+        else:
+            return set()
+        return {id(item) for item, other in pairs if isinstance(item, torch.Tensor) and item is not other}
+
+    def counted(self) -> str:
+        """The attribute by which it counts, if any: other numbers, more items, random numbers drawn."""
+        if isinstance(self.value, nn.Module):
+            names = (name for name, value in self.now().items() if self._is_other_number(name, value))
+            return next(names, "")
+        return self.owner.attribute if not self.owner.is_machinery and self._counted() else ""
+
+    def _is_other_number(self, name: str, value: Any) -> bool:
+        plain = isinstance(value, int | float | str) and name != "training"
+        return plain and not Owner("", name).is_machinery and self.before.get(name) != value
+
+    def _counted(self) -> bool:
+        now = self.now()
+        if self.kind.random:
+            return not self.kind.same(self.before, now)
+        if self.kind is _LIST:
+            return len(now) != len(self.before) or any(map(_other_number, self.before, now))
+        # A mapping may have more items: what is cached for each shape counts nothing.
+        return self.kind.inner is _in_mapping and any(
+            key in now and _other_number(item, now[key]) for key, item in self.before.items()
+        )
+
+    def put_back(self) -> None:
+        """Give it the state that it had."""
+        if self.changed():
+            self.kind.write(self.value, self.before)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the state of one kind of object is read, written, and compared; what lies in it.
+
+    Attributes:
+        random: Whether it is a generator of random numbers.
+    """
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+    same: Callable[[Any, Any], bool]
+    inner: Callable[[Any], Iterator[Any]] = lambda state: iter(())
+    random: bool = False
+
+
+def _other_number(before: Any, now: Any) -> bool:
+    return isinstance(before, int | float | str) and isinstance(now, int | float | str) and before != now
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _same_mapping(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    return _same_items(a, b) and _same_items(a.values(), b.values())
+
+
+def _in_mapping(state: dict[Any, Any]) -> Iterator[Any]:
+    return itertools.chain(state, state.values())
+
+
+def _write_list(value: Any, items: Any) -> None:
+    value.clear()
+    value.extend(items)
+
+
+def _write_items(value: Any, items: Any) -> None:
+    value.clear()
+    value.update(items)
+
+
+def _read_attributes(value: Any) -> dict[str, Any]:
+    return dict(vars(value))
+
+
+def _write_attributes(value: Any, state: dict[str, Any]) -> None:
+    _write_items(vars(value), state)
+
+
+def _read_slots(value: Any) -> dict[str, Any]:
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _write_slots(value: Any, state: dict[str, Any]) -> None:
+    for name in _read_slots(value).keys() - state.keys():
+        object.__delattr__(value, name)
+    for name, item in state.items():
+        object.__setattr__(value, name, item)
+
+
+def _same_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two states of a generator are equal, arrays in them included."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    if isinstance(a, np.ndarray | torch.Tensor):
+        return bool((a == b).all())
+    return bool(a == b)
+
+
+_LIST = Kind(read=list, write=_write_list, same=_same_items, inner=iter)
+_DICT = Kind(read=dict, write=_write_items, same=_same_mapping, inner=_in_mapping)
+_SET = Kind(read=set, write=_write_items, same=operator.eq, inner=iter)
+_BYTES = Kind(read=bytes, write=_write_list, same=operator.eq)
+_ARRAY = Kind(read=np.copy, write=np.copyto, same=_same_arrays)
+_ATTRIBUTES = Kind(read=_read_attributes, write=_write_attributes, same=_same_mapping, inner=_in_mapping)
+_SLOTS = Kind(read=_read_slots, write=_write_slots, same=_same_mapping, inner=_in_mapping)
+
+
+def _generator(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> Kind:
+    return Kind(read=read, write=write, same=same_state, random=True)
+
+
+def _write_bits(value: Any, state: Any) -> None:
+    value.state = state
+
+
+_KINDS: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
+    (random.Random, _generator(lambda g: g.getstate(), lambda g, state: g.setstate(state))),
+    (np.random.RandomState, _generator(lambda g: g.get_state(legacy=False), lambda g, s: g.set_state(s))),
+    (
+        np.random.Generator,
+        _generator(lambda g: g.bit_generator.state, lambda g, state: _write_bits(g.bit_generator, state)),
+    ),
+    (np.random.BitGenerator, _generator(lambda g: g.state, _write_bits)),
+    (torch.Generator, _generator(lambda g: g.get_state(), lambda g, state: g.set_state(state))),
+    (dict, _DICT),
+    ((list, deque), _LIST),
+    (set, _SET),
+    (bytearray, _BYTES),
+    (np.ndarray, _ARRAY),
+)
+
+
+def shared_generators() -> list[Thing]:
+    """Those of Python and NumPy that everybody draws from."""
+    shared = {"Python's": random.getstate, "NumPy's": np.random.get_state}
+    values = {whose: getattr(read, "__self__", None) for whose, read in shared.items()}
+    kinds = {whose: _kind_of(value) for whose, value in values.items()}
+    return [
+        Thing(Owner("", f"{whose} random numbers"), value, kind, kind.read(value))
+        for whose, value in values.items()
+        if (kind := kinds[whose]) is not None
+    ]
+
+
+def _kind_of(value: Any) -> Kind | None:
+    return next((kind for types_, kind in _KINDS if isinstance(value, types_)), None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensor:
+    """A tensor that hangs on a model.
+
+    Attributes:
+        kind: ``parameter``, ``buffer``, or ``tensor`` for one among other attributes.
+        name: Of one way to it.
+    """
+
+    kind: str
+    name: str
+    tensor: torch.Tensor
+
+
+class Held:
+    """What hangs on a model, each object once.
+
+    Attributes:
+        things: All that is no tensor.
+        tensors: Parameters, buffers and others.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Walk through it; nothing is changed."""
+        self.things: list[Thing] = []
+        self.tensors: list[HeldTensor] = []
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._seen: dict[int, Any] = {}  # kept alive, so that no identity is given out twice
+        self._todo: list[tuple[Any, Owner, int]] = [(model, Owner("", ""), _DEPTH)]
+        for name, parameter in model.named_parameters():
+            self._add_tensor("parameter", name, parameter)
+        for name, buffer in model.named_buffers():
+            self._add_tensor("buffer", name, buffer)
+        while self._todo:
+            self._visit(*self._todo.pop())
+
+    def _visit(self, value: Any, owner: Owner, depth: int) -> None:
+        if isinstance(value, (*_PLAIN, *_CODE)) or id(value) in self._seen:
+            return
+        if isinstance(value, torch.Tensor):
+            self._add_tensor("tensor", f"{owner.path}.{owner.attribute}".lstrip("."), value)
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, tuple | frozenset):
+            self._todo += [(item, owner, depth) for item in value]
+        elif isinstance(value, nn.Module):
+            self._add_module(value, owner)
+        else:
+            self._add_thing(value, owner, depth)
+
+    def _add_module(self, module: nn.Module, owner: Owner) -> None:
+        path = self._paths.get(id(module), owner.path)
+        self._add(module, Owner(path, ""), _ATTRIBUTES)
+        self._todo += [(value, Owner(path, name), _DEPTH) for name, value in vars(module).items()]
+
+    def _add_thing(self, value: Any, owner: Owner, depth: int) -> None:
+        kind = _kind_of(value)
+        if kind is _ARRAY and not (value.flags.writeable and value.dtype != object):
+            return
+        if kind is not None:
+            state = self._add(value, owner, kind)
+            self._todo += [(item, owner, depth) for item in kind.inner(state)]
+        elif depth and type(value).__module__.partition(".")[0] not in _NOT_FOLLOWED:
+            for kind in self._kinds_of_object(value):
+                state = self._add(value, owner, kind)
+                self._todo += [(item, owner, depth - 1) for item in kind.inner(state)]
+
+    def _kinds_of_object(self, value: Any) -> Iterator[Kind]:
+        if isinstance(getattr(value, "__dict__", None), dict):
+            yield _ATTRIBUTES
+        if "__slots__" in type(value).__dict__ and type(value).__module__ != "builtins":
+            yield _SLOTS
+
+    def _add(self, value: Any, owner: Owner, kind: Kind) -> Any:
+        state = kind.read(value)
+        self.things.append(Thing(owner, value, kind, state))
+        return state
+
+    def _add_tensor(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._seen:
+            return
+        self._seen[id(tensor)] = tensor
+        self.tensors.append(HeldTensor(kind, name, tensor))
+        if (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None:  # it is made of others
+            for attribute in flatten()[0]:
+                self._add_tensor(kind, name, getattr(tensor, attribute))
