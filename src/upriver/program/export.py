@@ -190,7 +190,7 @@ def export(
     with (
         _ONE_AT_A_TIME,
         torch.no_grad(),
-        state_kept(wrapper),
+        state_kept(model),
         _quiet(),
         _backends_kept(),
         in_eval(wrapper),

@@ -89,8 +89,9 @@ class Thing:
         return self.owner.attribute if not self.owner.is_machinery and self._counted() else ""
 
     def _is_other_number(self, name: str, value: Any) -> bool:
-        plain = isinstance(value, int | float | str) and name != "training"
-        return plain and not Owner("", name).is_machinery and self.before.get(name) != value
+        before = self.before.get(name)
+        other = isinstance(value, int | float | str) and before is not value and before != value
+        return other and name != "training" and not Owner("", name).is_machinery
 
     def _counted(self) -> bool:
         now = self.now()
@@ -125,7 +126,8 @@ class Kind:
 
 
 def _other_number(before: Any, now: Any) -> bool:
-    return isinstance(before, int | float | str) and isinstance(now, int | float | str) and before != now
+    numbers = isinstance(before, int | float | str) and isinstance(now, int | float | str)
+    return numbers and before is not now and bool(before != now)
 
 
 def _same_items(a: Any, b: Any) -> bool:
