@@ -22,7 +22,7 @@ from upriver.client.order import epoch_order
 from upriver.client.servers import Gate
 from upriver.client.transport import ServerClient
 from upriver.cost import route_between
-from upriver.errors import BadSample, DoesNotFit
+from upriver.errors import BadSample, DoesNotFit, NotExact
 from upriver.pipeline import Dataset
 from upriver.types import Plan, Timings
 
@@ -297,3 +297,58 @@ def test_an_embedded_server_computes_with_as_many_threads_as_this_side(data: Dat
         assert same(*weights)
     finally:
         torch.set_num_threads(before)
+
+
+def test_another_number_of_threads_is_an_error_while_servers_take_part(
+    data: Dataset, near: upriver.Near
+) -> None:
+    before = torch.get_num_threads()
+    said = f"num_threads was '{before}' when the job started and is '{before + 1}' now"
+    with near.finetune(frozen_small(), data, batch_size=8, micro_batch=MICRO, policy="freeze") as job:
+        steps = iter(job)
+        next(steps)
+        torch.set_num_threads(before + 1)
+        try:
+            with pytest.raises(NotExact, match=said):
+                next(steps)
+            with pytest.raises(NotExact, match=said):
+                job.evaluate(data, lambda outputs, targets: 0.0)
+        finally:
+            torch.set_num_threads(before)
+        next(iter(job))
+
+
+def test_another_number_of_threads_is_none_of_a_job_that_is_computed_here(data: Dataset) -> None:
+    before = torch.get_num_threads()
+    with (
+        upriver.connect() as near,
+        near.finetune(frozen_small(), data, batch_size=8, micro_batch=MICRO, policy="nosplit") as job,
+    ):
+        torch.set_num_threads(before + 1)
+        try:
+            next(iter(job))
+        finally:
+            torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("policy", ["freeze", "nosplit"])
+def test_a_job_under_another_default_device_and_type_yields_the_same(
+    data: Dataset, near: upriver.Near, policy: str
+) -> None:
+    model = frozen_small()
+
+    def first() -> tuple[torch.Tensor, torch.Tensor]:
+        with near.finetune(model, data, batch_size=8, micro_batch=MICRO, policy=policy) as job:
+            features, targets = next(iter(job))
+            assert job(features).device.type == "cpu"
+            assert bool(job.servers) == (policy == "freeze")
+            return features, targets
+
+    wanted = first()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            given = first()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))

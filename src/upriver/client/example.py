@@ -16,7 +16,7 @@ def example_of(model: nn.Module, dataset: Dataset, options: JobOptions) -> torch
 
     Of whole numbers it holds real samples: any others could be out of an embedding's range.
     """
-    device = next(model.parameters(), torch.empty(0)).device
+    device = next(model.parameters(), torch.empty(0, dtype=torch.uint8, device="cpu")).device
     spec = dataset.chain.output_spec()
     if spec is None:
         example = _real_example(dataset, options)
@@ -25,7 +25,11 @@ def example_of(model: nn.Module, dataset: Dataset, options: JobOptions) -> torch
             return example.to(device)
     dtype, shape = spec
     generator = torch.Generator().manual_seed(0)
-    return torch.randn((options.micro_batch, *shape), generator=generator).to(dtype).to(device)
+    return (
+        torch.randn((options.micro_batch, *shape), generator=generator, dtype=torch.float32, device="cpu")
+        .to(dtype)
+        .to(device)
+    )
 
 
 def _real_example(dataset: Dataset, options: JobOptions) -> torch.Tensor:

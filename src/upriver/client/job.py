@@ -37,7 +37,7 @@ from upriver.client.standing import Standing
 from upriver.client.waits import IdleWaits
 from upriver.client.window import told
 from upriver.client.wrapping import TailRunner
-from upriver.engine.fingerprint import flags
+from upriver.engine.fingerprint import flags, here
 from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
 from upriver.pipeline import Dataset
 from upriver.program.freeze import FrozenGuard, keep_in_eval
@@ -118,7 +118,7 @@ class FinetuneJob:
         self._device = next(model.parameters()).device
         weights = split.program.graph.weights if split.program is not None else ()
         exactly = choices.exact == "bitwise" and split.program is not None
-        self._flags = flags() if exactly else None
+        self._flags = self._flags_now() if exactly else None
         self._guard = FrozenGuard(model, list(split.prefix_units), also=[weight.key for weight in weights])
         self._epoch = 0
         self._step = 0
@@ -168,13 +168,17 @@ class FinetuneJob:
 
     def _check_flags(self) -> None:
         """Frozen stages that run here would have other low bits from now on, and those elsewhere not."""
-        if self._flags is None or (now := flags()) == self._flags:
+        if self._flags is None or (now := self._flags_now()) == self._flags:
             return
         name = next(name for name in now if now[name] != self._flags[name])
         raise NotExact(
             f"{name} was {self._flags[name]!r} when the job started and is {now[name]!r} now: features would "
             "depend on where they are made. Put it back, or start a new job after setting it"
         )
+
+    def _flags_now(self) -> Mapping[str, str]:
+        """What low bits hang on; threads may change where all is computed here, as for any model."""
+        return flags() if self._pool is None else here()
 
     def _check_features(self, features: object) -> None:
         wanted = len(self._split.tail.values)
@@ -207,7 +211,8 @@ class FinetuneJob:
         Raises:
             BadSample: If a stored sample cannot be read and the job was not asked to skip it.
             FrozenChanged: If a frozen parameter changed since the job started.
-            NotExact: If a numerics flag of this process did, and low bits count.
+            NotExact: If a numerics flag of this process did, or its number of threads while servers take
+                part, and low bits count.
             ConfigError: If the job was closed.
         """
         self._check_open()
@@ -303,8 +308,10 @@ class FinetuneJob:
 
         Raises:
             ConfigError: If the job was closed, or an argument is none that can be used.
+            NotExact: As while training.
         """
         self._check_open()
+        self._check_flags()
         require_type("dataset", dataset, Dataset, "from upriver.index()")
         keeps_count = all(callable(getattr(metric, name, None)) for name in ("update", "compute"))
         if not keeps_count and not callable(metric):

@@ -73,7 +73,7 @@ def epoch_order(
     if shuffle:
         draw = Draw(seed=seed, epoch=epoch, sample=0, stage=_ORDER_STAGE)
         generator = torch.Generator().manual_seed(int(draw.uniforms(1)[0] * 2**53))
-        ids = torch.randperm(num_samples, generator=generator).tolist()
+        ids = torch.randperm(num_samples, generator=generator, device="cpu").tolist()
     else:
         ids = list(range(num_samples))
     if drop_last:

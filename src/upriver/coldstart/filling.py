@@ -225,7 +225,7 @@ class Memory:
     def room(self) -> memoryview:
         """For its bytes."""
         if self._own is None:
-            self._staged = torch.empty(self._placed.shape, dtype=DTYPES[self._placed.dtype])
+            self._staged = torch.empty(self._placed.shape, dtype=DTYPES[self._placed.dtype], device="cpu")
         return _bytes_of(self._source())
 
     def settle(self) -> None:

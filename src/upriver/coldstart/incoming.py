@@ -46,7 +46,7 @@ class ArrivingFile(Stored):
         chosen = [each for each in manifest.tensors if wanted is None or each.name in wanted]
         held = chosen if self._whole or self._here else []
         end = manifest.nbytes if self._whole else max((tensor.stop for tensor in held), default=0)
-        self._data = torch.empty(end, dtype=torch.uint8)
+        self._data = torch.empty(end, dtype=torch.uint8, device="cpu")
         if self._whole:
             self._write_between(manifest)
         self._held = {tensor.name: self._view(tensor) for tensor in held}

@@ -166,7 +166,7 @@ class InStore:
         rows = [batch.tensors[0][: len(batch.ids)] for batch in answers]
         targets = self.source.targets(task.indices)
         if task.whole and self.joins:
-            return [rows[0] if len(rows) == 1 else torch.cat(rows), torch.tensor(targets)]
+            return [rows[0] if len(rows) == 1 else torch.cat(rows), torch.tensor(targets, device="cpu")]
         return list(zip([row for piece in rows for row in piece], targets, strict=True))
 
 

@@ -69,7 +69,14 @@ class Declared:
             StoreError: If one cannot be read.
             IndexError: If there is no such row.
         """
-        values = self._read(indices) if given is None else [torch.as_tensor(each) for each in given]
+        values = (
+            self._read(indices)
+            if given is None
+            else [
+                each if isinstance(each, torch.Tensor) else torch.as_tensor(each, device="cpu")
+                for each in given
+            ]
+        )
         first = max(start, self.dataset.chain.start)
         if stop > first:
             values = [

@@ -292,7 +292,7 @@ class DataLoader(TorchLoader[Any]):
 
     def _draw(self) -> int:
         """A number for loader processes."""
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.generator).item())
 
     # ------------------------------------------------------------------------------------------ state
 

@@ -95,7 +95,7 @@ def packed(samples: list[Any]) -> list[Any] | Packed:
     placed = pytree.tree_map_only((torch.Tensor, np.ndarray), place, samples)
     if not places:
         return samples
-    memory = torch.empty(0, dtype=torch.uint8)
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
     memory.set_(torch.UntypedStorage._new_shared(places[-1].stop))  # type: ignore[no-untyped-call]
     for tensor, at in zip(tensors, places, strict=True):
         at.span(memory).copy_(tensor.as_strided((at.extent,), (1,)))

@@ -179,7 +179,7 @@ class Engine:
                 "no sample of a micro-batch could be read, and nothing else says what shape it has"
             )
         shape, dtype = form
-        rows = torch.zeros((self.micro_batch, *shape), dtype=dtype)
+        rows = torch.zeros((self.micro_batch, *shape), dtype=dtype, device="cpu")
         for row, value in zip(rows, values, strict=False):
             if value is not None:
                 row.copy_(value)
@@ -193,4 +193,4 @@ def _check_form(value: torch.Tensor, form: tuple[tuple[int, ...], torch.dtype]) 
 
 
 def _or_nothing(value: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8) if value is None else value
+    return torch.empty(0, dtype=torch.uint8, device="cpu") if value is None else value

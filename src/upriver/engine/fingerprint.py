@@ -112,6 +112,15 @@ def flags() -> dict[str, str]:
     }
 
 
+def here() -> dict[str, str]:
+    """The same and what only this process is compared by with itself, as it was and as it is.
+
+    Tiers with other numbers of threads may have the same bits, as a canary shows.
+    """
+    default = str(torch.get_default_dtype()).removeprefix("torch.")
+    return {**flags(), "num_threads": str(torch.get_num_threads()), "default_dtype": default}
+
+
 def _precisions(cuda: Any, cpu: Any) -> str:
     """Of one kind of operators; none that was set is that of the standard."""
     return f"cuda {cuda.fp32_precision}, cpu {cpu.fp32_precision}".replace("none", "ieee")

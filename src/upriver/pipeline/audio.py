@@ -96,7 +96,7 @@ def fix_length(value: torch.Tensor, samples: int, uniform: float) -> torch.Tenso
     check_bytes("audio", 4 * channels * samples)
     if has == samples:
         return value
-    out = torch.zeros((channels, samples), dtype=torch.float32)
+    out = torch.zeros((channels, samples), dtype=torch.float32, device="cpu")
     start = int(uniform * (max(has - samples, 0) + 1))
     out[:, : min(has, samples)] = value[:, start : start + samples]
     return out
@@ -129,7 +129,7 @@ def resample(value: torch.Tensor, orig: int, new: int) -> torch.Tensor:
     orig, new = _in_steps(orig, new)
     kernel = _kernel(orig, new)
     reach = (kernel.shape[2] - orig) // 2
-    out = torch.empty((channels, length), dtype=torch.float32)
+    out = torch.empty((channels, length), dtype=torch.float32, device="cpu")
     steps = max(1, _BLOCK // max(kernel.shape[2], new))
     for start in range(0, length, steps * new):
         count = min(length - start, steps * new)
@@ -175,7 +175,7 @@ def _kernel(orig: int, new: int) -> torch.Tensor:
     window = np.cos(times * (math.pi / 2 / ZERO_CROSSINGS)) ** 2
     weights = np.where(np.abs(times) < ZERO_CROSSINGS, np.sinc(times) * window, 0.0)
     weights /= weights.sum(axis=1, keepdims=True)
-    return torch.tensor(weights, dtype=torch.float32).unsqueeze(1)
+    return torch.tensor(weights, dtype=torch.float32, device="cpu").unsqueeze(1)
 
 
 def _stretch(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -207,7 +207,7 @@ def add_noise(value: torch.Tensor, snr_db: float, draw: Draw, *, after: int) -> 
         return value
     noise = draw.normals(len(signal), after=after)
     noise *= math.sqrt(power) * 10.0 ** (-snr_db / 20.0)
-    out = torch.empty(value.shape, dtype=torch.float32)
+    out = torch.empty(value.shape, dtype=torch.float32, device="cpu")
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(signal, noise, out=_flat(out), casting="same_kind")
     return out
@@ -215,7 +215,7 @@ def add_noise(value: torch.Tensor, snr_db: float, draw: Draw, *, after: int) -> 
 
 def standardize(value: torch.Tensor, eps: float) -> torch.Tensor:
     """``(x - mean) / (std + eps)`` over all of a float32 tensor; a constant one becomes zeros."""
-    numbers, out = _flat(value), torch.empty(value.shape, dtype=torch.float32)
+    numbers, out = _flat(value), torch.empty(value.shape, dtype=torch.float32, device="cpu")
     centred = _flat(out)
     with np.errstate(over="ignore", invalid="ignore"):
         # Rounded first: the mean of equal numbers is then that number, and what is left is 0.
@@ -251,7 +251,7 @@ def fft(value: torch.Tensor) -> torch.Tensor:
     channels, samples = check_audio(value)
     if samples < 2:
         raise SampleError(f"audio of {samples} sample; a Fourier transform has no half below 2")
-    out = torch.empty((channels, samples // 2), dtype=torch.complex64)
+    out = torch.empty((channels, samples // 2), dtype=torch.complex64, device="cpu")
     for row, signal in zip(out.numpy(), value.numpy(), strict=True):
         row[...] = np.fft.rfft(signal)[: samples // 2]
     return out
@@ -280,7 +280,7 @@ def stft(value: torch.Tensor, n_fft: int, hop: int, win: int) -> torch.Tensor:
         raise SampleError(f"audio of {samples} samples; frames of {n_fft} need at least {side + 1}")
     frames = 1 + (samples + 2 * side - n_fft) // hop
     check_bytes("a spectrum", 8 * channels * (side + 1) * frames)
-    out = torch.empty((channels, side + 1, frames), dtype=torch.complex64)
+    out = torch.empty((channels, side + 1, frames), dtype=torch.complex64, device="cpu")
     window, at_once = _hann(n_fft, win), max(1, _BLOCK // n_fft)
     for rows, signal in zip(out.numpy(), value.numpy(), strict=True):
         mirrored = np.pad(signal, side, mode="reflect")
@@ -298,7 +298,7 @@ def spectrogram(value: torch.Tensor, power: float, *, log: bool) -> torch.Tensor
         SampleError: If it is no spectrum.
     """
     check_spectrum(value)
-    out = torch.empty(value.shape, dtype=torch.float32)
+    out = torch.empty(value.shape, dtype=torch.float32, device="cpu")
     found, parts = _flat(out), value.contiguous().numpy().reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
         np.multiply(parts.real, parts.real, out=found)

@@ -179,7 +179,7 @@ class RandomCrop(InputStage):
             for uniform, room in zip(draw.uniforms(2), free, strict=True)
         )
         image.check_limit(width, height)
-        out = torch.zeros((height, width, 3), dtype=torch.uint8)
+        out = torch.zeros((height, width, 3), dtype=torch.uint8, device="cpu")
         part = value[max(top, 0) : max(top + height, 0), max(left, 0) : max(left + width, 0)]
         above, before = max(-top, 0), max(-left, 0)
         out[above : above + part.shape[0], before : before + part.shape[1]] = part
@@ -339,7 +339,10 @@ class RandAugment(InputStage):
         """
         bins, at = self.num_magnitude_bins, self.magnitude
         if name == "posterize":
-            return float(8 - (torch.arange(bins, dtype=torch.float32) / ((bins - 1) / 4)).round().int()[at])
+            return float(
+                8
+                - (torch.arange(bins, dtype=torch.float32, device="cpu") / ((bins - 1) / 4)).round().int()[at]
+            )
         if name == "solarize":
             return _at(255.0, 0.0, bins, at)
         if name not in STRONGEST:
@@ -351,7 +354,7 @@ class RandAugment(InputStage):
 
 def _at(first: float, last: float, bins: int, at: int) -> float:
     """In single precision, as torchvision has it: another rounding would be another pixel now and then."""
-    return float(torch.linspace(first, last, bins, dtype=torch.float32)[at])
+    return float(torch.linspace(first, last, bins, dtype=torch.float32, device="cpu")[at])
 
 
 def _around(centre: float, value: float | tuple[float, float]) -> tuple[float, float]:

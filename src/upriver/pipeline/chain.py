@@ -160,6 +160,6 @@ def _nbytes(spec: Spec) -> int:
 
 def stored_tensor(blob: bytes | memoryview) -> torch.Tensor:
     """A stored sample as the value that a chain starts from: a fresh uint8 tensor of shape (n,)."""
-    out = torch.empty(len(blob), dtype=torch.uint8)
+    out = torch.empty(len(blob), dtype=torch.uint8, device="cpu")
     out.numpy()[...] = np.frombuffer(blob, dtype=np.uint8)
     return out

@@ -60,7 +60,7 @@ class Dataset:
         self._index_bytes = index_bytes
         self._starts, self._stops = table["start"].to_numpy(), table["stop"].to_numpy()
         self._table = table.select(["object", "etag", "name"]).combine_chunks()
-        self.targets: torch.Tensor = torch.tensor(table["target"].to_numpy(), dtype=torch.int64)
+        self.targets: torch.Tensor = torch.tensor(table["target"].to_numpy(), dtype=torch.int64, device="cpu")
         _check_objects(self._table)
 
     def __len__(self) -> int:

@@ -206,7 +206,7 @@ def change(value: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
     """RGB image to a fresh uint8 tensor of shape (height, width, 3)."""
-    out = torch.empty((image.height, image.width, 3), dtype=torch.uint8)
+    out = torch.empty((image.height, image.width, 3), dtype=torch.uint8, device="cpu")
     rows, pixels = max(1, _STRIP_PIXELS // image.width), out.numpy()
     for top in range(0, image.height, rows):  # Pillow makes two copies of what is asked for
         bottom = min(top + rows, image.height)

@@ -161,7 +161,9 @@ class CenterCrop(InputStage):
         above, left = max(height - has_height, 0) // 2, max(width - has_width, 0) // 2
         if has_height < height or has_width < width:
             image.check_limit(max(width, has_width), max(height, has_height))
-            padded = torch.zeros((max(height, has_height), max(width, has_width), 3), dtype=torch.uint8)
+            padded = torch.zeros(
+                (max(height, has_height), max(width, has_width), 3), dtype=torch.uint8, device="cpu"
+            )
             padded[above : above + has_height, left : left + has_width] = value
             value, has_height, has_width = padded, padded.shape[0], padded.shape[1]
         # Halves are rounded to even, as torchvision rounds them.
@@ -201,7 +203,10 @@ class Normalize(InputStage):
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
         """uint8 (height, width, 3) to contiguous float32 (3, height, width)."""
-        mean, std = (torch.tensor(each, dtype=torch.float32).view(3, 1, 1) for each in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(each, dtype=torch.float32, device="cpu").view(3, 1, 1)
+            for each in (self.mean, self.std)
+        )
         return planes(value).div_(255).sub_(mean).div_(std)
 
     def spec(self, before: Spec | None) -> Spec | None:

@@ -111,7 +111,7 @@ def _fresh(body: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.
         raise SampleError(
             f"a {dtype} tensor of shape {tuple(shape)} takes {needed} bytes, {len(body)} are stored"
         )
-    out = torch.empty(needed, dtype=torch.uint8)
+    out = torch.empty(needed, dtype=torch.uint8, device="cpu")
     out.numpy()[...] = np.frombuffer(body, dtype=np.uint8)
     if dtype is torch.bool and int(out.max()) > 1:
         raise SampleError("a bool tensor with bytes other than 0 and 1")

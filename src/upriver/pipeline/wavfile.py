@@ -149,7 +149,7 @@ def _count(form: WavForm, samples: int) -> int:
 def _floats(stored: Stored, form: WavForm, *, mono: bool) -> torch.Tensor:
     """Stored samples of shape (samples, channels, 1), or 3 in place of 1 where each is three bytes."""
     samples, channels, _ = stored.shape
-    out = torch.empty((1 if mono else channels, samples), dtype=torch.float32)
+    out = torch.empty((1 if mono else channels, samples), dtype=torch.float32, device="cpu")
     rows = out.numpy()
     with np.errstate(over="ignore", invalid="ignore"):  # what becomes infinite is found below
         for channel, row in enumerate(rows):

@@ -67,7 +67,7 @@ class Bench:
         self._pool = _random(POOL_BYTES // 4, seed).to(self.device)
         self._next = 0
         if self.device.type == "cpu":
-            torch.empty(GROWN_BYTES, dtype=torch.uint8).zero_()
+            torch.empty(GROWN_BYTES, dtype=torch.uint8, device="cpu").zero_()
 
     @torch.no_grad()
     def seconds(self, call: Call, timing: Timing | None = None) -> float:
@@ -134,7 +134,7 @@ class Bench:
             return self._stretch(count).to(dtype)
         generator = torch.Generator().manual_seed(0)
         below = 2 if spec.dtype == "bool" else _places(call, name)
-        return torch.randint(0, below, (count,), generator=generator).to(self.device, dtype)
+        return torch.randint(0, below, (count,), generator=generator, device="cpu").to(self.device, dtype)
 
     def _stretch(self, count: int) -> torch.Tensor:
         """The next random numbers of the pool, in place if it has so many."""
@@ -155,8 +155,8 @@ def _formed(call: Call, name: str, numbers: torch.Tensor) -> torch.Tensor:
 def _random(count: int, seed: int) -> torch.Tensor:
     """Numbers of either sign between a half and one and a half: no kernel is slow at these."""
     generator = torch.Generator().manual_seed(seed)
-    numbers = torch.rand(count, generator=generator).add_(0.5)
-    signs = torch.randint(0, 2, (count,), dtype=torch.float32, generator=generator)
+    numbers = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu").add_(0.5)
+    signs = torch.randint(0, 2, (count,), dtype=torch.float32, generator=generator, device="cpu")
     return numbers.mul_(signs.mul_(2).sub_(1))
 
 

@@ -54,7 +54,7 @@ class _Range:
         nbytes = self.stop - self.start
         raw = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         raw = raw.set_(self.storage, self.start, (nbytes,), (1,))
-        buffer = torch.empty(nbytes + 2 * BOUNDARY, dtype=torch.uint8)
+        buffer = torch.empty(nbytes + 2 * BOUNDARY, dtype=torch.uint8, device="cpu")
         skew = self.storage.data_ptr() % BOUNDARY if nbytes else 0
         begin = -buffer.data_ptr() % BOUNDARY + skew
         buffer[begin : begin + nbytes] = raw.cpu()
@@ -66,5 +66,5 @@ class _Range:
 
 def _view(tensor: torch.Tensor, start: int, region: torch.UntypedStorage) -> torch.Tensor:
     offset = int(tensor.storage_offset()) - start // tensor.itemsize if tensor.numel() else 0
-    view = torch.empty(0, dtype=tensor.dtype)
+    view = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return view.set_(region, offset, tensor.shape, tensor.stride())

@@ -110,7 +110,9 @@ def copy_beside(tensor: torch.Tensor, there: torch.Tensor, *, after: torch.cuda.
 def _copied_by_pieces(tensor: torch.Tensor, there: torch.Tensor, stream: torch.cuda.Stream) -> bool:
     """Fill one piece of page-locked memory while the one before is copied; False where none may be locked."""
     try:
-        pieces = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        pieces = [
+            torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2)
+        ]
     except RuntimeError:
         return False
     copied = [stream.record_event() for _ in pieces]
@@ -132,7 +134,7 @@ def make_ready(device: torch.device) -> None:
     """
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if device.type == "cuda" and not started:  # so nobody has chosen another one by now
-        copy_beside(torch.empty(1), torch.empty(1, device=device))
+        copy_beside(*(torch.empty(1, dtype=torch.uint8, device=each) for each in ("cpu", device)))
 
 
 def copying(device: torch.device) -> torch.cuda.Stream:

@@ -104,12 +104,21 @@ def check_initialized(model: nn.Module) -> None:
             )
 
 
+def switch(model: nn.Module, *, training: bool) -> None:
+    """Put every module into training or evaluation mode, but for those that torch has exported in one."""
+    try:
+        model.train(training)
+    except NotImplementedError:  # of such a one
+        for module in model.modules():
+            module.training = training
+
+
 def keep_in_eval(model: nn.Module, units: list[str]) -> None:
     """Put these modules back into eval, as after ``model.train()``."""
     for path in units:
         unit = model.get_submodule(path)
         if unit.training:
-            unit.eval()
+            switch(unit, training=False)
 
 
 class FrozenGuard:

@@ -48,24 +48,30 @@ class InputSpec:
         generator = torch.Generator().manual_seed(seed)
         shape = (batch, *self.shape)
         if self.dtype.is_floating_point:
-            return torch.randn(shape, generator=generator, dtype=self.dtype)
+            return torch.randn(shape, generator=generator, dtype=self.dtype, device="cpu")
         text = self._text(batch, lengths)
         if self.mask:
             return text.to(self.dtype)
         if self.pad is None:
-            return torch.randint(0, self.below, shape, generator=generator, dtype=self.dtype)
+            return torch.randint(0, self.below, shape, generator=generator, dtype=self.dtype, device="cpu")
         return self._tokens(shape, text, generator)
 
     def _text(self, batch: int, lengths: torch.Tensor | None) -> torch.Tensor:
         """True where a sample has text."""
-        positions = torch.arange(self.shape[-1]) if self.shape else torch.zeros((), dtype=torch.int64)
-        ends = torch.full((batch,), positions.numel()) if lengths is None else lengths
+        positions = (
+            torch.arange(self.shape[-1], device="cpu")
+            if self.shape
+            else torch.zeros((), dtype=torch.int64, device="cpu")
+        )
+        ends = torch.full((batch,), positions.numel(), device="cpu") if lengths is None else lengths
         return (positions < ends.view(batch, *[1] * len(self.shape))).expand(batch, *self.shape)
 
     def _tokens(self, shape: tuple[int, ...], text: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         special = {self.pad, self.end}
-        usual = torch.tensor([t for t in range(min(_SPECIAL, self.below), self.below) if t not in special])
-        drawn = usual[torch.randint(0, len(usual), shape, generator=generator)]
+        usual = torch.tensor(
+            [t for t in range(min(_SPECIAL, self.below), self.below) if t not in special], device="cpu"
+        )
+        drawn = usual[torch.randint(0, len(usual), shape, generator=generator, device="cpu")]
         if self.end is not None:
             last = text.sum(-1, keepdim=True) - 1
             drawn = drawn.scatter(-1, last, self.end)
@@ -152,7 +158,7 @@ class ModelInputs:
         if not masks:
             return None
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint((masks[0] + 1) // 2, masks[0] + 1, (batch,), generator=generator)
+        return torch.randint((masks[0] + 1) // 2, masks[0] + 1, (batch,), generator=generator, device="cpu")
 
 
 def made_up(values: Iterable[Value], device: str | torch.device = "cpu") -> list[torch.Tensor]:
@@ -169,7 +175,7 @@ def made_up(values: Iterable[Value], device: str | torch.device = "cpu") -> list
     found = []
     for value in values:
         dtype = DTYPES[value.spec.dtype]
-        numbers = torch.zeros(value.spec.span, dtype=dtype)
+        numbers = torch.zeros(value.spec.span, dtype=dtype, device="cpu")
         if dtype.is_floating_point:
             numbers.normal_(generator=generator)
         found.append(numbers.to(device).as_strided(value.spec.shape, value.spec.stride))

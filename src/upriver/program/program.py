@@ -302,7 +302,7 @@ def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torc
             return tensor  # a mapped file, say: its pages stay shared with whoever else reads it
     # Copied into the allocator's own memory: a bytes object lies on a 16-byte boundary, and alignment decides
     # low bits.
-    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     tensor.numpy().data[:] = view
     return tensor
 

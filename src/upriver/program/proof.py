@@ -21,7 +21,7 @@ from upriver.errors import CaptureError
 from upriver.program.alignment import as_shipped
 from upriver.program.devices import seed
 from upriver.program.example import Example, tensors_in
-from upriver.program.freeze import keep_in_eval
+from upriver.program.freeze import keep_in_eval, switch
 from upriver.program.layouts import dense_parts, same_bits
 from upriver.program.point import EvalPlan
 from upriver.program.precision import autocasting
@@ -136,12 +136,18 @@ def random_like(example: Example, generator: torch.Generator) -> Example:
 
 def _random(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if tensor.is_floating_point():
-        made = torch.randn(tensor.shape, generator=generator).to(tensor.dtype).to(tensor.device)
+        made = (
+            torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
+            .to(tensor.dtype)
+            .to(tensor.device)
+        )
         return torch.empty_like(tensor).copy_(made)  # strides decide low bits
     if tensor.numel() == 0:
         return tensor
     flat = tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
-    chosen = torch.randint(0, flat.shape[0], (flat.shape[0],), generator=generator).to(tensor.device)
+    chosen = torch.randint(0, flat.shape[0], (flat.shape[0],), generator=generator, device="cpu").to(
+        tensor.device
+    )
     # Whole rows, so that what makes a sample legal (a mask that ends, an index that grows) stays.
     return flat.index_select(0, chosen).reshape(tensor.shape)
 
@@ -202,7 +208,7 @@ class _Step:
         device = next(iter(trainable.values())).device
         with state_kept(model), no_fast_path(), torch.enable_grad():
             for training in (True, self._training):  # some modules drop what they kept in eval then
-                model.train(training)
+                switch(model, training=training)
             keep_in_eval(model, list(in_eval.modules))
             seed(0)
             with calls_in_eval(model, in_eval.calls), autocasting(device, self._autocast):

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from upriver.errors import CaptureError, ModelError
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.flow import Flow, Recorder, Value, opaque_in
-from upriver.program.freeze import check_initialized, keep_in_eval
+from upriver.program.freeze import check_initialized, keep_in_eval, switch
 from upriver.program.layouts import unusual
 from upriver.program.precision import autocasting
 from upriver.program.state import Kept, state_kept
@@ -145,11 +145,11 @@ def in_eval(model: nn.Module) -> Iterator[None]:
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Put every module into training or evaluation mode, and back afterwards."""
     before = {module: module.training for module in model.modules()}
-    model.train(training)
+    switch(model, training=training)
     try:
         yield
     finally:
-        model.train(before[model])  # some modules drop what they kept in eval
+        switch(model, training=before[model])  # some modules drop what they kept in eval
         for module, was in before.items():
             module.training = was
 

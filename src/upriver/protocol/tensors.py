@@ -75,10 +75,10 @@ def aligned(nbytes: int) -> int:
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
     """A fresh uint8 tensor of ``nbytes`` bytes that starts on a 64-byte boundary."""
-    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     skew = buffer.data_ptr() % ALIGNMENT
     if skew:  # not seen on Linux, where PyTorch aligns to 64 by itself
-        buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
         skew = buffer.data_ptr() % ALIGNMENT
         start = (ALIGNMENT - skew) % ALIGNMENT
         buffer = buffer[start : start + nbytes]
@@ -278,10 +278,10 @@ def build_tensors(
 
 
 def _view(header: TensorHeader, region: torch.UntypedStorage) -> torch.Tensor:
-    view = torch.empty(0, dtype=DTYPES[header.dtype])
+    view = torch.empty(0, dtype=DTYPES[header.dtype], device="cpu")
     view.set_(region, header.offset, header.shape, header.strides)
     if header.dtype == "bool" and view.numel():
-        raw = torch.empty(0, dtype=torch.uint8)
+        raw = torch.empty(0, dtype=torch.uint8, device="cpu")
         raw.set_(region, header.offset, _without_repeats(header), header.strides)
         if int(raw.max()) > 1:
             raise ProtocolError("a bool tensor may hold 0 and 1 only")

@@ -118,8 +118,8 @@ def _resident_bytes() -> int:
 
 def _warm_up(device: str) -> None:
     """That torch sees a device is not yet that it can be used; and whoever is ready is ready for work."""
-    image = torch.ones(1, 3, 32, 32, device=device)
-    convolved = torch.nn.functional.conv2d(image, torch.ones(8, 3, 3, 3, device=device))
+    image = torch.ones(1, 3, 32, 32, dtype=torch.float32, device=device)
+    convolved = torch.nn.functional.conv2d(image, torch.ones(8, 3, 3, 3, dtype=torch.float32, device=device))
     torch.mm(convolved.reshape(8, -1), convolved.reshape(8, -1).T).sum().item()
 
 

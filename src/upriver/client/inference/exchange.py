@@ -165,7 +165,9 @@ def packing() -> tuple[float, float]:
 
 
 def _packing_s(num_bytes: int) -> tuple[float, float]:
-    batch = MicroBatch(ids=(0,), position=0, tensors=(torch.zeros(1, num_bytes, dtype=torch.uint8),))
+    batch = MicroBatch(
+        ids=(0,), position=0, tensors=(torch.zeros(1, num_bytes, dtype=torch.uint8, device="cpu"),)
+    )
     packed, unpacked = [], []
     for _ in range(PACKINGS):
         began = time.perf_counter()

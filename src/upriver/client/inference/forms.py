@@ -37,11 +37,24 @@ class Network:
         captured: It.
         device_s: Seconds of each stage on the device.
         total_s: Of all of them.
+        threads: That torch computed with when it was captured; None where low bits do not count.
     """
 
     captured: Captured
     device_s: tuple[float, ...]
     total_s: float
+    threads: int | None = None
+
+    @property
+    def other_threads(self) -> str:
+        """Why no server may be asked now: its bits were compared with those of another number."""
+        now = torch.get_num_threads()
+        if self.threads is None or now == self.threads:
+            return ""
+        return (
+            f"torch computes with {now} threads here and did with {self.threads} when the model was "
+            "captured, which changes the bits of some networks"
+        )
 
 
 @dataclass(frozen=True, slots=True)

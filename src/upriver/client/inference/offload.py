@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from upriver.client import checks, forking
 from upriver.client.compare import Exact
@@ -34,6 +35,7 @@ from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError
 from upriver.profile.predict import Predictor
 from upriver.program.example import Example, Inputs
+from upriver.program.layouts import unusual
 from upriver.program.precision import autocast_dtype, autocast_here
 from upriver.program.program import Program
 from upriver.program.whole import capture_whole
@@ -96,17 +98,20 @@ class Offload:
         self._decision: Decision | None = None
         self._close = weakref.finalize(self, _end, fars, patience.helpers)
         self._fars_anew, self._in_child, self._unchanged = fars_anew, False, unchanged
+        self._default_dtype = torch.get_default_dtype()
         forking.tell(self)
 
     # --------------------------------------------------------------------------------------- asking
 
+    @_disable_dynamo  # a compiled caller goes on as it is, around what may ask a server
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives for these inputs in eval.
 
         Raises:
             ConfigError: If they have another form than the example and cannot be captured, in words that name
-                the argument; if autocast is not as it was when the model was captured; or if this object was
-                closed.
+                the argument; if autocast or torch's default dtype are not as they were when the model was
+                captured; if a function of ``torch.func`` or ``torch.jit.trace`` is at work; or if this object
+                was closed.
             FrozenChanged: If weights were written to, modules replaced, or hooks registered or removed since
                 the model was captured.
             ProgramError: If the network cannot be computed on them.
@@ -115,6 +120,7 @@ class Offload:
         self._check_open()
         self._check_autocast()
         network, tensors = self._forms.find(args, kwargs)
+        _check_untraced(tensors)
         decision, far = self._decide(network)
         decide_s = time.perf_counter() - began
         request = Request(
@@ -138,7 +144,9 @@ class Offload:
 
     def _decide(self, network: Network) -> tuple[Decision, Far | None]:
         captured = network.captured
-        offered = [(far, costs) for far in self._fars if (costs := far.costs(captured)) is not None]
+        alone = network.other_threads
+        fars = [] if alone else self._fars
+        offered = [(far, costs) for far in fars if (costs := far.costs(captured)) is not None]
         states = [far.now(costs) for far, costs in offered]
         sums = [costs.sums for _, costs in offered]
         offers, deadline_s = list(zip(sums, states, strict=True)), self._patience.deadline_s
@@ -149,7 +157,8 @@ class Offload:
             offered[server][0].seek()
         far = None if choice.server is None else offered[choice.server][0]
         shown = choice.server or 0
-        missing = self._fars if len(offered) < len(self._fars) else ()
+        missing = fars if len(offered) < len(fars) else ()
+        not_used = [alone] if alone and self._fars else []
         self._decision = decision = Decision(
             rule=self._rule,
             network=network,
@@ -158,7 +167,7 @@ class Offload:
             costs=offered[shown][1] if offered else None,
             now=states[shown] if offered else None,
             deadline_s=deadline_s,
-            not_used=tuple(reason for each in missing if (reason := each.why_not(captured))),
+            not_used=(*not_used, *(reason for each in missing if (reason := each.why_not(captured)))),
         )
         return decision, far
 
@@ -278,6 +287,12 @@ class Offload:
                 f"the model was captured {_under(self._autocast)}, and is called {_under(now)}: call it as "
                 "upriver.offload() was, or make another one there"
             )
+        dtype = torch.get_default_dtype()
+        if dtype != self._default_dtype:
+            raise ConfigError(
+                f"torch's default dtype was {self._default_dtype} when the model was captured and is {dtype} "
+                "now: put it back, or make another one with upriver.offload()"
+            )
 
     def _begin_anew(self) -> None:
         """At the first question there: not every child has one."""
@@ -375,7 +390,7 @@ def offload(
     unchanged = Unchanged(model)
     example = Example.of(example_inputs)
     autocast = autocast_dtype(autocast_here(example.tensors[0].device))
-    forms = Forms(example, partial(_make, model, fars, measure, unchanged, autocast))
+    forms = Forms(example, partial(_make, model, fars, measure, unchanged, autocast, exact))
     answer = Offload(
         forms,
         fars,
@@ -393,6 +408,20 @@ def offload(
         answer.close()
         raise
     return answer
+
+
+def _check_untraced(tensors: Sequence[torch.Tensor]) -> None:
+    """A tracer would see no operator of a server's, and take its answer for a constant."""
+    if torch._C._get_tracing_state() is not None:
+        raise ConfigError(_TRACED.format("torch.jit.trace"))
+    for tensor in tensors:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ConfigError(_TRACED.format("functions of torch.func, such as vmap and grad,"))
+        if kind := unusual(tensor):
+            raise ConfigError(f"an offloaded model takes tensors in plain memory, got {kind}")
+
+
+_TRACED = "{} cannot look into an offloaded model, which may be answered elsewhere: give it the model itself"
 
 
 def _under(autocast: torch.dtype | None) -> str:
@@ -452,6 +481,7 @@ def _make(
     measure: Measure,
     unchanged: Unchanged,
     autocast: torch.dtype | None,
+    exact: Exact,
     example: Example,
 ) -> Network:
     """Capture a model for one form of call, and let servers have it."""
@@ -459,7 +489,8 @@ def _make(
         captured = capture_whole(model, example, autocast=autocast)
     unchanged.watch(captured.weights, module_states(model))
     seconds = device_seconds(captured, measure)
-    network = Network(captured=captured, device_s=seconds, total_s=sum(seconds))
+    threads = torch.get_num_threads() if exact == "bitwise" else None
+    network = Network(captured=captured, device_s=seconds, total_s=sum(seconds), threads=threads)
     _serve(fars, network)
     return network
 
