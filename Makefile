@@ -1,12 +1,13 @@
 # Every target installs what it needs into .venv first (nothing, when that is done already).
-.PHONY: help setup demo test check example
+.PHONY: help setup demo test test-full check example
 
 help:
-	@echo "make demo     near-data fine-tuning against the plain way, on real photographs (ARGS='--epochs 1')"
-	@echo "make test     the test suite (ARGS='-k cli')"
-	@echo "make check    format, lint, types, layers"
-	@echo "make example  examples/finetune.py"
-	@echo "make setup    only install into .venv"
+	@echo "make demo       near-data fine-tuning against the plain way, on real photographs (ARGS='--epochs 1')"
+	@echo "make test       the tests that every change must pass (ARGS='-k cli', ARGS='--ledger costs.tsv')"
+	@echo "make test-full  all tests, also those that take long by nature: before a release"
+	@echo "make check      format, lint, types, layers"
+	@echo "make example    examples/finetune.py"
+	@echo "make setup      only install into .venv"
 
 setup:
 	@scripts/setup
@@ -16,6 +17,9 @@ demo: setup
 
 test: setup
 	@scripts/test $(ARGS)
+
+test-full: setup
+	@scripts/test --full $(ARGS)
 
 check: setup
 	@scripts/check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -18,7 +19,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Tests assert results, never seconds: a busy machine is no failure. A tree is asked the same questions every
 # time, so that it passes or fails for what it is; ``--hypothesis-profile=search`` asks more, others each run.
+# ``make test`` asks fewer, by the profile ``quick``.
 settings.register_profile("search", deadline=None, max_examples=1000)
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")
 
@@ -37,3 +40,17 @@ class Files(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Files | None:
     """Where files are tested side by side."""
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Ask for a ledger."""
+    parser.addoption("--ledger", type=Path, help="write what each test costs into this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep a ledger, where one is asked for: a worker of xdist measures, and the process above it writes."""
+    if path := config.getoption("ledger"):
+        from tests.ledger import Ledger
+
+        worker, above = hasattr(config, "workerinput"), bool(config.getoption("numprocesses", None))
+        config.pluginmanager.register(Ledger(path, runs_tests=worker or not above, reports=not worker))

@@ -16,6 +16,7 @@ def a_run(turn: int, way: str, knob: int, answered_s: float, **more: object) -> 
     return told | {"answered_s": answered_s} | more
 
 
+@pytest.mark.full
 def test_every_way_answers_right_and_the_report_says_so(tmp_path: Path) -> None:
     runs = tmp_path / "runs.json"
     told = ["--device", "cpu", "--models", "squeezenet", "--ways", "upriver,sequential", "--repeats", "1"]

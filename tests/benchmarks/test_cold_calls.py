@@ -15,6 +15,7 @@ from cold_calls import ARRIVED, COPIED, NETWORKS, PLAIN, Counted, dumped, in_tur
 from input_bed import Failed
 
 
+@pytest.mark.full
 def test_a_model_that_arrives_answers_as_plain_ones_do(tmp_path: Path) -> None:
     """All that is done under Valgrind but counting; in a process of its own, as publishing forks it."""
     argv = [sys.executable, "-c", _UNCOUNTED, str(tmp_path)]

@@ -10,6 +10,7 @@ import cold_connections
 from cold_connections import KNOWN, NAMES, SEQUENTIAL, load_number, text
 
 
+@pytest.mark.full
 def test_every_load_answers_right_and_the_report_says_so(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     # In a process of its own, as it forks: that must not have computed anything.

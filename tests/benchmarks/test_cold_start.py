@@ -441,7 +441,7 @@ def test_who_fails_is_told_and_ours_fails_the_benchmark(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ the real one
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
     command = [sys.executable, BENCHMARKS / "cold_start.py", "--quick", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=290)

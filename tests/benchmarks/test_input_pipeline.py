@@ -579,7 +579,7 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- the real one
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None:
     try:
         with testbed.Testbed(check=False):

@@ -463,7 +463,7 @@ def runs(claim: Claim, bench: Bench) -> Rows:
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_in_its_smallest_form(on: Bench) -> None:
     claim: Any = QUICK["memory"]
     rows = runs(claim, on)
@@ -473,7 +473,7 @@ def test_memory_in_its_smallest_form(on: Bench) -> None:
         assert 0 < row["idle"]["workers"] < 2 * row["peaks"]["workers"] and row["looks"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fairness_in_its_smallest_form(on: Bench) -> None:
     claim: Any = QUICK["fairness"]
     rows = runs(claim, on)
@@ -483,7 +483,7 @@ def test_fairness_in_its_smallest_form(on: Bench) -> None:
     assert [bool(row["greedy"]) for row in rows.rows] == [False, True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_concurrency_in_its_smallest_form(on: Bench) -> None:
     claim: Any = QUICK["concurrency"]
     rows = runs(claim, on)
@@ -491,7 +491,7 @@ def test_concurrency_in_its_smallest_form(on: Bench) -> None:
     assert len({row["cut"] for row in rows.rows}) == claim.num_cuts
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tenants_in_their_smallest_form(on: Bench) -> None:
     claim: Any = QUICK["tenants"]
     rows = runs(claim, on)
@@ -504,7 +504,7 @@ def test_tenants_in_their_smallest_form(on: Bench) -> None:
     assert len({loss for row in rows.rows for _, loss in row.get("losses", [])}) <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_adaptation_in_its_smallest_form(on: Bench) -> None:
     claim: Any = QUICK["adaptation"]
     rows = runs(claim, on)
@@ -514,7 +514,7 @@ def test_adaptation_in_its_smallest_form(on: Bench) -> None:
         assert "skipped" in fixed or fixed["right"] == count
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_reuse_in_its_smallest_form(on: Bench) -> None:
     claim: Any = QUICK["reuse"]
     for row in runs(claim, on).rows:
@@ -523,14 +523,14 @@ def test_reuse_in_its_smallest_form(on: Bench) -> None:
         assert (row["kept"], row["read"]) == ((0, claim.requests) if anew else (claim.requests, 0))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_overload_in_its_smallest_form(on: Bench) -> None:
     for row in runs(QUICK["overload"], on).rows:
         assert (row["wrong"], row["failed"], row["restarts"]) == (0, 0, 0), row["why"]
         assert row["peak"] > 0 and 0 < row["right"] <= row["asked"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_stalled_readers_in_their_smallest_form(on: Bench) -> None:
     claim: Any = QUICK["stalled"]
     (row,) = runs(claim, on).rows
@@ -541,7 +541,7 @@ def test_stalled_readers_in_their_smallest_form(on: Bench) -> None:
     assert row["let_go_s"] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_report_has_every_claim(on: Bench, tmp_path: Path) -> None:
     text = write(server.QUICK, on.records, tmp_path, "made")
     assert (tmp_path / "made.md").read_text(encoding="utf-8") == text

@@ -99,7 +99,7 @@ def patiently(measure: Callable[[], Found]) -> Found:
 # ---------------------------------------------------------------------------------------------- the link
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mbit", [2, 20, 200])
 def test_the_link_carries_what_was_asked_for(rights: None, mbit: float) -> None:
     def measured() -> testbed.Rates:
@@ -112,7 +112,7 @@ def test_the_link_carries_what_was_asked_for(rights: None, mbit: float) -> None:
         assert rate == pytest.approx(mbit * MBIT * PAYLOAD_SHARE, rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("opened", [1000, None], ids=["1 Gbit/s", "no limit"])
 def test_the_link_changes_under_a_connection(rights: None, opened: int | None) -> None:
     listening = f"{LISTEN}while connection.recv(1 << 18): pass"
@@ -179,7 +179,7 @@ def test_a_burst_that_lets_nothing_through_is_refused() -> None:
         testbed.Testbed(1e6, burst=1500)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bytes_are_counted_each_way(rights: None) -> None:
     with testbed.Testbed(20 * MBIT, check=False) as bed:
         before = bed.bytes_carried()
@@ -220,12 +220,14 @@ def test_each_side_has_its_core_and_its_network(bed: testbed.Testbed) -> None:
         bed.popen("compute", ["true"], core=4096)
 
 
+@pytest.mark.full
 def test_proxies_stay_outside(bed: testbed.Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://192.0.2.9:1")
     seen = bed.run("compute", python("import os; print('HTTP_PROXY' in os.environ)"), timeout_s=60)
     assert seen.stdout == "False\n"
 
 
+@pytest.mark.full
 def test_a_program_that_fails_or_hangs_is_an_error(bed: testbed.Testbed) -> None:
     with pytest.raises(testbed.TestbedError, match=r"ended with exit code 3; it said:\nbad luck"):
         bed.run(
@@ -235,6 +237,7 @@ def test_a_program_that_fails_or_hangs_is_an_error(bed: testbed.Testbed) -> None
         bed.run("compute", ["sleep", 600], timeout_s=0.2)
 
 
+@pytest.mark.full
 def test_ending_a_process_ends_its_children(bed: testbed.Testbed) -> None:
     code = (
         "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
@@ -251,6 +254,7 @@ def test_ending_a_process_ends_its_children(bed: testbed.Testbed) -> None:
 # ------------------------------------------------------------------------------------------ nothing stays
 
 
+@pytest.mark.full
 def test_nothing_is_left_after_an_exception(rights: None) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ZeroDivisionError), testbed.Testbed(check=False) as bed:
@@ -266,6 +270,7 @@ def test_nothing_is_left_after_an_exception(rights: None) -> None:
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+@pytest.mark.full
 def test_nothing_is_left_when_making_it_fails(rights: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise testbed.TestbedError("no shape today")
@@ -300,7 +305,7 @@ def held() -> Iterator[tuple[subprocess.Popen[bytes], list[str], list[int]]]:
             _netns.sweep()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
 def test_a_signal_ends_it_cleanly(rights: None, number: int, code: int) -> None:
     with held() as (owner, names, pids):
@@ -310,7 +315,7 @@ def test_a_signal_ends_it_cleanly(rights: None, number: int, code: int) -> None:
         assert not any(map(running, pids))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_a_killed_owner_left_goes_when_the_next_one_starts(rights: None) -> None:
     with held() as (owner, names, pids), held() as (_, others, others_pids):
         owner.kill()
@@ -361,7 +366,7 @@ def test_missing_programs_are_named_with_their_package(
 # ---------------------------------------------------------------------------------------------- all of it
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_real_job_over_the_link_has_the_losses_of_the_unsplit_run(rights: None, tmp_path: Path) -> None:
     store = images(tmp_path)
     with testbed.Testbed(50 * MBIT, check=False) as bed:
@@ -392,13 +397,13 @@ def test_a_real_job_over_the_link_has_the_losses_of_the_unsplit_run(rights: None
     assert not psutil.wait_procs(workers, timeout=60)[1], "what a server started ends with it"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_cannot_start_says_why(bed: testbed.Testbed, tmp_path: Path) -> None:
     with pytest.raises(testbed.TestbedError, match=r"(?s)upriver serve.*: ended; it said:.*does not exist"):
         bed.run_server({"default": (tmp_path / "none").as_uri()})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_swift_on_the_storage_side_gives_each_account_its_own_on_both_sides(
     rights: None, tmp_path: Path
 ) -> None:

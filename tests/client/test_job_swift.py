@@ -28,7 +28,7 @@ from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 URI = "s3://photos"
 """Of both tenants: each account has a bucket of that name, with other pictures in it."""

@@ -181,6 +181,7 @@ def request_of(data: Dataset, *micro_batches: tuple[int, ...]) -> RunRequest:
 # ------------------------------------------------------------------------------------------ which cluster
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:{}", "ray://127.0.0.1:{}"])
 def test_no_cluster_where_one_should_be(tmp_path: Path, address: str) -> None:
     """Before all others: ``auto`` finds any cluster that runs on this machine."""
@@ -211,6 +212,7 @@ def test_both_replicas_serve_a_real_job_bit_for_bit(two: Cluster, data: Dataset)
     assert sum(job.report.samples.values()) == 2 * len(data)
 
 
+@pytest.mark.full
 def test_a_replica_whose_server_is_killed_is_replaced_and_the_job_goes_on(
     two: Cluster, data: Dataset
 ) -> None:
@@ -239,6 +241,7 @@ def test_a_replica_whose_server_is_killed_is_replaced_and_the_job_goes_on(
     assert sorted(two.servers()) == sorted([other, new[0]])
 
 
+@pytest.mark.full
 def test_a_token_opens_every_replica_and_is_not_to_be_seen(two: Cluster) -> None:
     for url in two.servers():
         with ServerClient(url) as stranger, pytest.raises(NotAuthorized):
@@ -255,6 +258,7 @@ def test_a_token_opens_every_replica_and_is_not_to_be_seen(two: Cluster) -> None
 # ------------------------------------------------------------------------------------------------- end
 
 
+@pytest.mark.full
 def test_it_drains_and_nothing_is_left(two: Cluster, data: Dataset) -> None:
     data.publish()
     ids = tuple((number,) for number in range(len(data)))
@@ -278,6 +282,7 @@ def test_it_drains_and_nothing_is_left(two: Cluster, data: Dataset) -> None:
             assert probe.connect_ex(("127.0.0.1", urlsplit(address).port or 0)) != 0
 
 
+@pytest.mark.full
 def test_a_replica_that_cannot_start_is_an_error_that_says_why(tmp_path: Path) -> None:
     done = subprocess.run(
         serve_command((tmp_path / "nowhere").as_uri()),
@@ -295,6 +300,7 @@ def test_a_replica_that_cannot_start_is_an_error_that_says_why(tmp_path: Path) -
 # ----------------------------------------------------------------------------------------------- growth
 
 
+@pytest.mark.full
 def test_a_queue_brings_a_second_replica(data: Dataset) -> None:
     data.publish()
     document = {

@@ -193,7 +193,7 @@ def driver(address: str, steps: str) -> Iterator[Started]:
 
 
 class TestOnACluster:
-    pytestmark = with_ray
+    pytestmark = [*with_ray, pytest.mark.full]
 
     def test_the_same_batches_and_nobody_is_left(self, cluster: tuple[Started, str]) -> None:
         """And it is made for who has the loader's token, and for nobody else."""

@@ -33,7 +33,7 @@ BROKEN = ("stalled", "flipped", "short", "reset")
 
 GROUPINGS = ("upriver", "pisel", "layer_by_layer")
 NAMES = ("encoder", "bare", "tied")
-RUNS, AT_ONCE, CALLERS = 1000, 4, 3
+AT_ONCE, CALLERS = 4, 3
 WAIT_S = 60.0
 
 
@@ -126,17 +126,25 @@ class Weights:
         return len(found) == len(self.right) and all(map(torch.equal, found, self.right))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_runs", "wanted"),
+    [
+        (50, {"right", "store"}),  # what else is met among few depends on the moment
+        pytest.param(
+            1000, {"right", "store", "cancelled", "object_changed", "not_found"}, marks=pytest.mark.full
+        ),
+    ],
+)
 def test_every_caller_gets_the_right_answer_or_one_typed_error(
-    told: Told, capfd: pytest.CaptureFixture[str]
+    num_runs: int, wanted: set[str], told: Told, capfd: pytest.CaptureFixture[str]
 ) -> None:
     a_bad_day(1, told)  # what the process needs once for all
     gc.collect()
     before = num_descriptors()
-    ends = a_bad_day(RUNS, told)
-    assert ends.total() == RUNS
-    assert len(told.runs) > 10
-    assert {"right", "store", "cancelled", "object_changed", "not_found"} <= set(ends), ends
+    ends = a_bad_day(num_runs, told)
+    assert ends.total() == num_runs
+    assert len(told.runs) > num_runs // 100
+    assert wanted <= set(ends), ends
     wait_for(lambda: not threads(), seconds=WAIT_S)
 
     def none_is_left() -> bool:

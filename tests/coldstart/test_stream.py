@@ -1117,11 +1117,18 @@ def test_several_requests_at_once_share_what_one_has_in_pieces() -> None:
 
 
 FAULTS = ("cut", "reset", "stalled", "silent", "flipped", "short", "changed", 503, 404, "cancel")
-NUM_RUNS = 1000
 
 
-@pytest.mark.slow
-def test_whatever_happens_the_bytes_are_right_or_there_is_one_error(server: FaultyServer) -> None:
+@pytest.mark.parametrize(
+    ("num_runs", "wanted"),
+    [
+        (50, {"right", "store"}),  # what else is met among few depends on the moment
+        pytest.param(1000, {"right", "store", "cancelled", "object_changed"}, marks=pytest.mark.full),
+    ],
+)
+def test_whatever_happens_the_bytes_are_right_or_there_is_one_error(
+    server: FaultyServer, num_runs: int, wanted: set[str]
+) -> None:
     store = connect(server, read_timeout_s="0.2", max_retries="1")
     source = publish(store)
     right, content = expected(source), server.objects[f"bucket/p/{PATH}"]
@@ -1156,8 +1163,8 @@ def test_whatever_happens_the_bytes_are_right_or_there_is_one_error(server: Faul
         return sink.error.code
 
     with ThreadPoolExecutor(8) as pool:
-        ends = list(pool.map(one, range(NUM_RUNS)))
-    assert {"right", "store", "cancelled", "object_changed"} <= set(ends)
+        ends = list(pool.map(one, range(num_runs)))
+    assert wanted <= set(ends)
 
 
 def test_no_descriptor_is_left() -> None:

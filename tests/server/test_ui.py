@@ -279,7 +279,7 @@ def browse(url, folder, *options):
 
 
 @needs_chromium
-@pytest.mark.slow
+@pytest.mark.full
 def test_chromium_shows_live_numbers(server, world, tmp_path):
     def seen(number):
         dom, complaints = browse(f"{server.url}/ui", tmp_path / str(number))
@@ -296,7 +296,7 @@ def test_chromium_shows_live_numbers(server, world, tmp_path):
 
 
 @needs_chromium
-@pytest.mark.slow
+@pytest.mark.full
 def test_chromium_comes_in_with_the_token(world, tmp_path):
     with running(world.store.uri, token="open-sesame") as server:
         dom, _ = browse(f"http://anybody:open-sesame@{server.address}/ui", tmp_path)
@@ -304,7 +304,7 @@ def test_chromium_comes_in_with_the_token(world, tmp_path):
 
 
 @needs_chromium
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("size", ["390,844", "1280,800"], ids=["phone", "desk"])
 def test_chromium_paints_the_page_at_any_size(server, tmp_path, size):
     from PIL import Image

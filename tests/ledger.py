@@ -1,0 +1,159 @@
+"""What each test costs: ``pytest --ledger FILE``, then read the file from its top.
+
+A line for each test and a tab between fields: seconds, processor seconds of the test's own process, those of
+the processes below it, how many of these were new. What a fixture costs stands with the test that needed it
+first: a server that a whole file shares is started by the first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LOOK_S = 0.1
+"""Between two looks at the processes below this one: what one takes in its last moment is not counted."""
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+COSTLIEST = 10
+"""So many files are told at the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What a test took, or a sum of these."""
+
+    seconds: float = 0.0
+    own_s: float = 0.0
+    below_s: float = 0.0
+    processes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            seconds=self.seconds + other.seconds,
+            own_s=self.own_s + other.own_s,
+            below_s=self.below_s + other.below_s,
+            processes=self.processes + other.processes,
+        )
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(
+            seconds=self.seconds - other.seconds,
+            own_s=self.own_s - other.own_s,
+            below_s=self.below_s - other.below_s,
+            processes=self.processes - other.processes,
+        )
+
+    @property
+    def processor_s(self) -> float:
+        return self.own_s + self.below_s
+
+
+class Meter:
+    """Reads what this process and those below it have taken so far."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, float] = {}  # by process, also by those that have ended
+        threading.Thread(target=self._watch, name="ledger", daemon=True).start()
+
+    def read(self) -> Cost:
+        self._look()
+        return Cost(
+            seconds=time.monotonic(),
+            own_s=time.process_time(),
+            below_s=sum(self._taken.values()),
+            processes=len(self._taken),
+        )
+
+    def _watch(self) -> None:
+        while True:
+            self._look()
+            time.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        """Ask the kernel: a process that is killed with its parent is waited for by nobody here."""
+        waiting = _children(os.getpid())
+        while waiting:
+            pid = waiting.pop()
+            with suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                self._taken[pid] = (
+                    int(fields[11]) + int(fields[12])
+                ) / TICKS_PER_S  # in user mode, in the kernel
+            waiting += _children(pid)
+
+
+def _children(pid: int) -> list[int]:
+    """Return the processes that this one's threads started; none when it has ended."""
+    found: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+class Ledger:
+    """Measures where tests run, and writes where they are reported: with xdist these are two processes."""
+
+    def __init__(self, path: Path, *, runs_tests: bool, reports: bool) -> None:
+        self._path = path
+        self._reports = reports
+        self._meter = Meter() if runs_tests else None
+        self._before = self._meter.read() if self._meter else Cost()
+        self._tests: defaultdict[str, Cost] = defaultdict(Cost)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        """Write on each part's report what was taken since the last: a test has three."""
+        report = yield
+        if self._meter:
+            now = self._meter.read()
+            cost, self._before = now - self._before, now
+            report.cost = [cost.seconds, cost.own_s, cost.below_s, cost.processes]
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add up."""
+        if self._reports and hasattr(report, "cost"):
+            seconds, own_s, below_s, processes = report.cost
+            self._tests[report.nodeid] += Cost(
+                seconds=seconds, own_s=own_s, below_s=below_s, processes=processes
+            )
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Write the file, and tell which test files cost most."""
+        if not self._reports:
+            return
+        self._path.write_text("seconds\town_s\tbelow_s\tprocesses\ttest\n" + _lines(self._tests))
+        files: defaultdict[str, Cost] = defaultdict(Cost)
+        for test, cost in self._tests.items():
+            files[test.partition("::")[0]] += cost
+        total = sum(files.values(), Cost())
+        terminalreporter.section(
+            f"{self._path}: {total.processor_s:.0f} s of processor time, {total.processes} processes"
+        )
+        for name, cost in _sorted(files)[:COSTLIEST]:
+            terminalreporter.line(
+                f"{cost.processor_s:6.1f} s of processor time, {cost.seconds:6.1f} s, "
+                f"{cost.processes:4} processes  {name}"
+            )
+
+
+def _sorted(costs: dict[str, Cost]) -> list[tuple[str, Cost]]:
+    """Costliest first."""
+    return sorted(costs.items(), key=lambda item: item[1].processor_s, reverse=True)
+
+
+def _lines(tests: dict[str, Cost]) -> str:
+    return "".join(
+        f"{cost.seconds:.2f}\t{cost.own_s:.2f}\t{cost.below_s:.2f}\t{cost.processes}\t{test}\n"
+        for test, cost in _sorted(tests)
+    )
