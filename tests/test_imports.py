@@ -14,7 +14,6 @@ from upriver.imports import uncollected
 @pytest.fixture
 def as_it_was() -> Iterator[None]:
     yield
-    gc.unfreeze()
     gc.enable()
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import cold_accelerator
 from cold_accelerator import Found, text
 

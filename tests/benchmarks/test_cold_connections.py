@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import cold_connections
 from cold_connections import KNOWN, NAMES, SEQUENTIAL, load_number, text
 

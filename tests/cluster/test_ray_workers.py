@@ -192,8 +192,9 @@ def driver(address: str, steps: str) -> Iterator[Started]:
         started.end()
 
 
+@pytest.mark.full
 class TestOnACluster:
-    pytestmark = [*with_ray, pytest.mark.full]
+    pytestmark = with_ray
 
     def test_the_same_batches_and_nobody_is_left(self, cluster: tuple[Started, str]) -> None:
         """And it is made for who has the loader's token, and for nobody else."""
