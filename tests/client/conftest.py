@@ -26,7 +26,7 @@ def plain(data: Dataset) -> Reference:
     return losses, model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def near() -> Iterator[upriver.Near]:
     with upriver.connect(server_threads=1) as near:
         yield near

@@ -72,7 +72,7 @@ def test_a_job_that_goes_on_planning_runs_what_it_planned(
     assert later <= {route.cut for route in job.plan.routes}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killing_the_server_in_mid_epoch_changes_no_bit(data: Dataset, plain: Reference) -> None:
     server = start(data, 0)
     with upriver.connect(server.url) as near:

@@ -143,7 +143,7 @@ def test_killing_the_only_server_in_mid_epoch_changes_no_bit(data: Dataset, plai
     assert report.shares["local"] == report.samples["local"] / 400
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_is_back_is_used_again(data: Dataset, plain: Reference) -> None:
     port = free_port()
     servers = [start(data, port)]
@@ -172,7 +172,7 @@ def test_a_server_that_is_back_is_used_again(data: Dataset, plain: Reference) ->
     assert report.samples[servers[0].url] > served[10]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_was_not_there_at_the_start_joins(data: Dataset, plain: Reference) -> None:
     port = free_port()
     servers: list[EmbeddedServer] = []
@@ -276,7 +276,7 @@ def test_a_server_with_other_bits_is_not_used(
     server.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_embedded_server_computes_with_as_many_threads_as_this_side(data: Dataset) -> None:
     """MobileNetV3's bits depend on the number of threads; with equal ones it runs near the data."""
     models = ensure_torchvision().models

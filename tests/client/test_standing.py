@@ -39,7 +39,7 @@ from upriver.types import Plan
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_a_server_that_stops_is_named_by_the_plan(
     data: Dataset, plain: Reference, sign: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,6 +76,7 @@ def test_a_server_that_stops_is_named_by_the_plan(
     ]
 
 
+@pytest.mark.full
 def test_what_is_added_to_a_plans_reason_is_joined_to_it(data: Dataset) -> None:
     server = start(data, 0)
     with (
@@ -111,6 +112,7 @@ def test_a_server_that_is_not_used_is_named_once(data: Dataset, caplog: pytest.L
     assert said.startswith(f"a server is not used for now: {url}: ") and said.count(url) == 1
 
 
+@pytest.mark.full
 def test_a_plan_that_needs_no_server_says_nothing(data: Dataset) -> None:
     server = start(data, 0)
     with (
@@ -223,6 +225,7 @@ def apart(tmp_path: Path) -> Iterator[Apart]:
 SMALL = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "window_bytes": 1 << 15}
 
 
+@pytest.mark.full
 def test_a_store_that_stops_is_named_and_servers_make_all(
     apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +248,7 @@ def test_a_store_that_stops_is_named_and_servers_make_all(
     assert same((losses, model), plain)
 
 
+@pytest.mark.full
 def test_a_plan_of_no_servers_turns_to_them_once_they_pass_the_canary(
     apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +316,7 @@ def test_a_store_that_stalls_is_named_servers_make_its_share_and_it_is_used_agai
     assert same((losses, model), plain)
 
 
+@pytest.mark.full
 def test_a_job_goes_on_when_store_and_server_have_both_stalled_and_come_back(
     apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +368,7 @@ def test_where_neither_answers_it_is_an_error(apart: Apart) -> None:
         train(job, model, optimizer_of(model), epochs=2, after_step=stop)
 
 
+@pytest.mark.full
 def test_a_plan_that_asks_no_server_has_none_to_turn_to(apart: Apart) -> None:
     model = frozen_small()
     with (

@@ -91,7 +91,7 @@ def test_a_server_lives_says_how_busy_it_is_and_ends_in_peace(
         server.check()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_with_a_token_answers_its_replica_and_no_stranger(tmp_path: Path) -> None:
     with serving(tmp_path, token="sesame") as server:
         assert "sesame" not in Path(f"/proc/{server.pid}/cmdline").read_text()
@@ -113,7 +113,7 @@ def test_a_server_that_was_killed_is_told(tmp_path: Path) -> None:
             server.load()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_hangs_is_told_and_ended_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +127,7 @@ def test_a_server_that_hangs_is_told_and_ended_all_the_same(
         assert not server.running
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerUnavailable, match=r"exit code 2; it said: (.|\n)*nowhere"),

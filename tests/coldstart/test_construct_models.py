@@ -44,8 +44,17 @@ NAMED = [
     "timm:beit_base_patch16_224",
 ]
 
+QUICK = (
+    "torchvision:resnet18",
+    "torchvision:shufflenet_v2_x0_5",
+    "timm:vit_tiny_patch16_224",
+    "timm:levit_128s",
+)
 
-@pytest.mark.parametrize("name", NAMED)
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in NAMED]
+)
 def test_models_by_name(name: str) -> None:
     plain, inputs = load_model(name)
     made = construct(name)

@@ -236,7 +236,7 @@ def test_it_grows_while_training_goes_on(fleets: list[LocalFleet], reference: li
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_none_is_needed(fleets: list[LocalFleet], reference: list[list[Any]]) -> None:
     loader = loader_of(Watched(number=None, most=2), stalls=False)
     iterator = iter(loader)
@@ -265,7 +265,7 @@ def test_one_that_has_died_is_replaced(fleets: list[LocalFleet], reference: list
     assert loader.report.why_not == {server.url: "it has ended"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_fleet_that_is_stopped_starts_nobody() -> None:
     fleet = LocalWorkers(number=1, most=1).open(Serves(allow=["tests.dataloader.datasets"]))
     fleet.stop()
@@ -348,7 +348,7 @@ class Refusing(LocalFleet):
         return super()._start()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_those_that_can_be_started_are_used() -> None:
     fleet = Refusing(Serves(allow=["tests.dataloader.datasets"]), most=4, can=1)
     [url] = fleet.start(3)

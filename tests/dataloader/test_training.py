@@ -88,7 +88,10 @@ def test_a_ratio_that_is_steered_changes_no_batch(
     assert same(batches, job(num_workers=2)[0])
 
 
-@pytest.mark.parametrize(("num_workers", "policy"), [(0, "upriver"), (1, "upriver"), (1, "fastflow")])
+@pytest.mark.parametrize(
+    ("num_workers", "policy"),
+    [(0, "upriver"), pytest.param(1, "upriver", marks=pytest.mark.full), (1, "fastflow")],
+)
 def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
     worker: EmbeddedServer, num_workers: int, policy: str
 ) -> None:

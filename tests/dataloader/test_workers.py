@@ -358,9 +358,18 @@ def victim(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedServer]:
     started.close()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
-@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize(
+    ("candidate", "ratio", "count"),
+    [
+        ("p1", 1.0, 1),
+        ("p2", 0.3, 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in product(CANDIDATES, (0.3, 1.0), (1, 2))
+            if each not in (("p1", 1.0, 1), ("p2", 0.3, 2))
+        ),
+    ],
+)
 def test_a_worker_that_is_killed_at_it_loses_nothing(
     workers: list[EmbeddedServer],
     victim: EmbeddedServer,
@@ -489,9 +498,18 @@ def test_two_epochs_side_by_side(workers: list[EmbeddedServer], reference: list[
     assert same([[first for first, _ in pairs], [second for _, second in pairs]], reference)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("left_early", [False, True])
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(
+    ("persistent", "left_early", "asks"),
+    [
+        (False, False, False),
+        (True, True, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in product((False, True), repeat=3)
+            if any(each) and not all(each)
+        ),
+    ],
+)
 def test_no_thread_process_or_memory_outlives_a_loader(
     workers: list[EmbeddedServer], persistent: bool, left_early: bool, asks: bool
 ) -> None:
@@ -532,8 +550,16 @@ for number, batch in enumerate(loader):
 """
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("where", ["waiting", "training"])
+@pytest.mark.parametrize(
+    ("where", "num_workers"),
+    [
+        ("waiting", 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (("waiting", 0), ("training", 0), ("training", 2))
+        ),
+    ],
+)
 def test_a_job_that_is_interrupted_ends_also_where_a_worker_hangs(where: str, num_workers: int) -> None:
     worker = EmbeddedServer.start_worker(ALLOW, workers=1)
     try:

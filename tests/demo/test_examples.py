@@ -30,7 +30,7 @@ def test_finetune_example_learns() -> None:
     assert sum(samples.values()) == 5 * 64 + 16
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_distributed_example_trains_one_model(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -400,7 +400,7 @@ def test_what_is_wrong_with_the_input_is_raised_and_no_servers_fault(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_server_killed_at_a_random_moment_in_500_requests_costs_none(seed: int, tmp_path: Any) -> None:
     model, rng = chain(), random.Random(seed)
     inputs = [torch.randn(2, 64) for _ in range(20)]
@@ -422,7 +422,7 @@ def test_a_server_killed_at_a_random_moment_in_500_requests_costs_none(seed: int
         assert server.process.wait(timeout=60) == -signal.SIGKILL
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_worker_that_is_killed_comes_back_and_costs_none(tmp_path: Any, short_pauses: None) -> None:
     model, x = chain(), torch.randn(2, 64)
     wanted = here(model, x)

@@ -181,13 +181,13 @@ for changes in ([], sys.argv[3:]):
 @pytest.mark.parametrize(
     ("form", "mode", "options"),
     [
-        ("JPEG", "RGB", {}),
+        pytest.param("JPEG", "RGB", {}, marks=pytest.mark.full),
         ("JPEG", "RGB", {"progressive": True, "subsampling": 0, "exif": TURNED}),
-        ("JPEG", "CMYK", {"exif": TURNED}),
+        pytest.param("JPEG", "CMYK", {"exif": TURNED}, marks=pytest.mark.full),
         ("PNG", "RGBA", {"compress_level": 1, "exif": TURNED}),
-        ("PNG", "P", {"compress_level": 1, "exif": TURNED}),
-        ("WEBP", "RGB", {"method": 0}),
-        ("WEBP", "RGBA", {"method": 0, "exif": TURNED}),
+        pytest.param("PNG", "P", {"compress_level": 1, "exif": TURNED}, marks=pytest.mark.full),
+        pytest.param("WEBP", "RGB", {"method": 0}, marks=pytest.mark.full),
+        pytest.param("WEBP", "RGBA", {"method": 0, "exif": TURNED}, marks=pytest.mark.full),
         ("WEBP", "RGB", {"method": 0, "lossless": True, "quality": 0, "exif": TURNED}),
     ],
 )

@@ -20,25 +20,23 @@ sys.path.insert(0, str(SCRIPTS))
 from fuzz_mutations import Files, make, seeds  # noqa: E402
 from fuzz_program import KINDS, fuzz, main, read  # noqa: E402
 
-INPUTS = 2_000
 
-
-@pytest.mark.slow
+@pytest.mark.parametrize("inputs", [200, pytest.param(2_000, marks=pytest.mark.full)])
 def test_broken_programs_are_refused_or_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    inputs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--inputs", str(INPUTS), "--seed", "5", "--save", str(tmp_path), "--json"]
+    options = ["--inputs", str(inputs), "--seed", "5", "--save", str(tmp_path), "--json"]
     monkeypatch.setattr(sys, "argv", ["fuzz_program.py", *options])
     failed = main()
     summary = json.loads(capsys.readouterr().out)
     problems = "\n".join(path.read_text() for path in tmp_path.glob("*.txt"))
     assert not failed and summary["failures"] == [], problems
-    assert summary["inputs"] == sum(summary["outcomes"].values()) == INPUTS
+    assert summary["inputs"] == sum(summary["outcomes"].values()) == inputs
     assert summary["deep_share"] >= 0.3
     assert set(summary["kinds"]) == set(KINDS)
     # Every check has had its turn, and not all that is changed is wrong.
     assert {"reading", "operators", "calls", "check", "weights"} <= set(summary["refused_by"])
-    assert summary["outcomes"]["accepted"] > INPUTS // 50
+    assert summary["outcomes"]["accepted"] > inputs // 50
 
 
 def test_an_input_can_be_made_again() -> None:
@@ -74,8 +72,8 @@ def misbehave(how: str, target: str, files: Files) -> None:
     [
         ("raises", "failed", "KeyError: 'no such name'"),
         ("crashes", "crashed", "crashed"),
-        ("hangs", "hung", "hung"),
-        ("takes memory", "failed", "more memory than the caps allow"),
+        pytest.param("hangs", "hung", "hung", marks=pytest.mark.full),
+        pytest.param("takes memory", "failed", "more memory than the caps allow", marks=pytest.mark.full),
     ],
 )
 def test_a_reader_that_misbehaves_once_is_seen(how: str, outcome: str, told: str, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_deadline_ends_a_request(heavy, small):
     assert small.metric("upriver_shed_requests_total", 'reason="deadline"') == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_reader_that_takes_nothing_is_cut_off_at_its_deadline(tmp_path):
     """And not when it has stalled for two minutes, in which its connection would hold what was not sent."""
     dataset = index(
@@ -245,7 +245,7 @@ def ports_of(server):
     return {connection.raddr.port for connection in connections if connection.raddr}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_numeric_jobs_may_be_joined_into_larger_batches(world):
     larger = make_program(0, 2 * MICRO_BATCH)
     settings = {"admission": "adaptive", "min_batch": 2 * MICRO_BATCH, "workers": 1}
@@ -305,6 +305,7 @@ LITTLE = 12 * 30_000_000 - DECODING_BYTES
 """Beside what a request takes, not enough to decode 30 megapixels."""
 
 
+@pytest.mark.full
 def test_a_large_image_asks_for_what_decoding_it_takes(tmp_path, needs):
     """Beyond what each worker has for that; a server with less refuses, and lives on."""
     megapixels = {"0": 4, "1": 20, "2": 30, "3": 1}

@@ -637,7 +637,7 @@ def test_modules_are_found_in_the_working_directory(tmp_path, monkeypatch):
     assert "PYTHONDONTWRITEBYTECODE" not in seen
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_runs_is_finished_before_a_worker_ends():
     with working(grace_s=60) as (server, _):
         slow = {"seconds": 5, "only": [1]}

@@ -104,6 +104,7 @@ def test_stages_run_while_the_rest_arrives_and_the_answer_is_that_of_the_whole(
     assert s3.weights_asked() < 1.1 * program.weight_nbytes  # once
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("at_once")
 def test_the_wait_for_weights_is_no_part_of_the_stages(
     s3: GatedServer, waiting: list[int], monkeypatch: pytest.MonkeyPatch
@@ -129,7 +130,7 @@ def test_the_wait_for_weights_is_no_part_of_the_stages(
     assert took.phases["forward"] == pytest.approx(sum(took.stages.values()), abs=0.25)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 3), (4, 7)])
+@pytest.mark.parametrize(("start", "stop"), [pytest.param(0, 3, marks=pytest.mark.full), (4, 7)])
 def test_only_the_weights_between_the_cuts_are_read(s3: GatedServer, start: int, stop: int) -> None:
     program = wide()
     published(s3, program)
@@ -157,6 +158,7 @@ def test_two_callers_and_a_cut_that_moves(s3: GatedServer) -> None:
             assert same(answer.result(), here(program, cut))
 
 
+@pytest.mark.full
 def test_an_answer_up_to_a_cut_needs_nothing_that_another_asks_for(
     s3: GatedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +187,7 @@ def test_whole_means_that_nothing_runs_before_the_digest_is_right(s3: GatedServe
     assert not any("manifest" in path for method, path, _ in s3.requests if method != "PUT")
 
 
-@pytest.mark.parametrize("manifest", [None, b"no manifest"])
+@pytest.mark.parametrize("manifest", [pytest.param(None, marks=pytest.mark.full), b"no manifest"])
 def test_weights_without_a_manifest_of_theirs_are_read_whole(s3: GatedServer, manifest: bytes | None) -> None:
     program = wide()
     store = published(s3, program)
@@ -271,7 +273,9 @@ def memories(nbytes: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("what", ["part", "whole", "damaged"])
+@pytest.mark.parametrize(
+    "what", ["part", *(pytest.param(what, marks=pytest.mark.full) for what in ("whole", "damaged"))]
+)
 def test_what_is_let_go_of_takes_no_memory(s3: GatedServer, what: str) -> None:
     program = wide()
     published(s3, program)
@@ -307,6 +311,7 @@ class Small(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.full
 def test_a_store_that_says_nothing_holds_up_cold_programs_alone(
     s3: GatedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +338,7 @@ def test_a_store_that_says_nothing_holds_up_cold_programs_alone(
             assert same(answer.result(), here(program))
 
 
+@pytest.mark.full
 def test_many_small_weights_are_read_whole(s3: GatedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "TENSOR_BYTES", LAYER_BYTES)
     program = wide()
@@ -370,6 +376,7 @@ def test_a_client_that_goes_leaves_a_program_that_others_can_use(s3: GatedServer
         assert same(run(server, request(program), sent(program)), here(program))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("at_once")
 def test_a_server_that_ends_while_weights_come_leaves_nothing(s3: GatedServer, waiting: list[int]) -> None:
     program = wide()
@@ -427,6 +434,7 @@ def test_an_upload_leaves_stored_weights_as_they_are(tmp_path: Path) -> None:
         assert same(run(server, request(program), sent(program)), here(program))
 
 
+@pytest.mark.full
 def test_an_upload_replaces_weights_whose_manifest_is_that_of_others(tmp_path: Path) -> None:
     program = wide()
     store, path = Store.open(tmp_path.as_uri()), weights_path(DEFAULT_PREFIX, program.weights_digest)

@@ -252,6 +252,7 @@ def test_what_is_asked_for_together_is_chosen_beside_the_loop(
     assert len(threads) == 1 and threads != [threading.get_ident()]
 
 
+@pytest.mark.full
 def test_what_is_kept_of_a_file_is_no_more_than_is_said() -> None:
     """Of many small tensors, whose bytes are the least of it."""
     done = subprocess.run(

@@ -127,6 +127,7 @@ def test_what_runs_is_finished_and_what_comes_is_sent_elsewhere(long):
         assert is_free(server)
 
 
+@pytest.mark.full
 def test_a_server_without_work_ends_without_waiting(world):
     with running(world.store.uri, grace_s=600) as server:
         processes = family(server.wait_ready())
@@ -136,6 +137,7 @@ def test_a_server_without_work_ends_without_waiting(world):
         assert is_free(server)
 
 
+@pytest.mark.full
 def test_signals_to_everybody_end_no_worker(world):
     """From a terminal they go to a whole group, from a service's manager to all of its processes."""
     with running(world.store.uri) as server:
@@ -148,11 +150,13 @@ def test_signals_to_everybody_end_no_worker(world):
         assert server.metric("upriver_worker_restarts_total") == 0
 
 
+@pytest.mark.full
 def test_a_server_whose_workers_are_starting_can_be_ended(world):
     with running(world.store.uri, workers=3, grace_s=600) as server:
         assert server.stop() == 0
 
 
+@pytest.mark.full
 def test_connections_without_a_request_are_closed(long):
     uri, request, _ = long
     with running(uri, grace_s=600) as server:
@@ -171,6 +175,7 @@ def test_connections_without_a_request_are_closed(long):
         assert server.process.wait(timeout=60) == 0
 
 
+@pytest.mark.full
 def test_a_connection_with_a_request_is_closed_when_that_is_answered(long):
     """It could be used again otherwise, and keep the server from its end."""
     uri, request, _ = long
@@ -184,6 +189,7 @@ def test_a_connection_with_a_request_is_closed_when_that_is_answered(long):
         assert server.process.wait(timeout=60) == 0
 
 
+@pytest.mark.full
 def test_who_does_not_come_to_an_end_is_cut_off(long):
     uri, request, _ = long
     with running(uri, grace_s=1) as server:
@@ -198,7 +204,12 @@ def test_who_does_not_come_to_an_end_is_cut_off(long):
 
 
 @pytest.mark.parametrize(
-    ("second", "codes"), [(signal.SIGTERM, (0,)), (signal.SIGINT, (130, -signal.SIGINT))], ids=["TERM", "INT"]
+    ("second", "codes"),
+    [
+        (signal.SIGTERM, (0,)),
+        pytest.param(signal.SIGINT, (130, -signal.SIGINT), marks=pytest.mark.full),
+    ],
+    ids=["TERM", "INT"],
 )
 def test_a_second_signal_ends_it_at_once(long, second, codes):
     uri, request, _ = long
@@ -214,6 +225,7 @@ def test_a_second_signal_ends_it_at_once(long, second, codes):
         assert is_free(server)
 
 
+@pytest.mark.full
 def test_a_worker_that_hangs_does_not_keep_a_server(long):
     uri, request, _ = long
     with running(uri, grace_s=1) as server:
@@ -237,6 +249,7 @@ WorkerPool.close = close
 """
 
 
+@pytest.mark.full
 def test_what_is_in_the_way_of_the_end_is_left_behind(world):
     """Here the loop itself stands still."""
     config = {"stores": {"default": world.store.uri}, "port": 0, "threads": 1, "grace_s": 0}

@@ -51,6 +51,7 @@ def test_a_killed_worker_is_replaced_and_its_micro_batch_done_again(world):
         assert server.wait_workers() != [worker]
 
 
+@pytest.mark.full
 def test_workers_that_die_idle_are_replaced_before_anyone_asks(world):
     with running(world.store.uri) as server:
         for number in range(2):  # as often as a micro-batch is tried
@@ -60,6 +61,7 @@ def test_workers_that_die_idle_are_replaced_before_anyone_asks(world):
         assert len(run(server, world.request((0, 1), (2, 3)))) == 2
 
 
+@pytest.mark.full
 def test_nothing_is_left_when_the_front_is_killed(world):
     shared_before = set(os.listdir("/dev/shm"))
     with running(world.store.uri, workers=2) as server:
@@ -73,6 +75,7 @@ def test_nothing_is_left_when_the_front_is_killed(world):
     wait_for(lambda: set(os.listdir("/dev/shm")) <= shared_before)  # other tests have some for a moment
 
 
+@pytest.mark.full
 def test_a_front_that_is_told_to_stop_finishes_and_exits_with_success(world):
     with running(world.store.uri, grace_s=30) as server:
         server.wait_ready()
@@ -114,6 +117,7 @@ def test_a_restarted_server_finds_the_program_in_the_store(own):
         same(first, second)
 
 
+@pytest.mark.full
 def test_programs_beyond_the_budget_go_and_come_back(own):
     programs = [own.program, make_program(5)]
     budget = max(len(upload(program)) for program in programs) * 3 // 2
@@ -172,6 +176,7 @@ def settle(value):
             return before
 
 
+@pytest.mark.full
 def test_a_reader_that_stalls_too_long_is_dropped(tmp_path):
     files = {"a/0.npy": npy(np.zeros(1 << 20, dtype=np.float32))}
     dataset = index(write(tmp_path, files), stages=[LoadTensor("npy")])
@@ -196,6 +201,7 @@ def test_a_reader_that_stalls_too_long_is_dropped(tmp_path):
         assert server.metric("upriver_running_requests") == 0
 
 
+@pytest.mark.full
 def test_a_server_that_says_it_listens_can_be_used(world):
     with running(world.store.uri) as server:
         assert ask(server, "GET", "/readyz")[0] == 200

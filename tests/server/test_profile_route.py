@@ -143,6 +143,7 @@ def test_a_body_that_says_it_is_too_long_is_not_waited_for(server):
         assert raw.recv(12) == b"HTTP/1.1 413"
 
 
+@pytest.mark.full
 def test_inputs_larger_than_a_frame_are_refused(client, server):
     wide = program_of(CAPS["body_bytes"] // 1024)
     assert sum(value.spec.nbytes for value in wide.graph.inputs) > CAPS["body_bytes"]

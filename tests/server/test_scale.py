@@ -64,7 +64,9 @@ def test_a_program_counts_its_files_once_and_its_graph_in_each_worker():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["alexnet", "resnet50", "vit_b_16"])
+@pytest.mark.parametrize(
+    "network", ["alexnet", *(pytest.param(name, marks=pytest.mark.full) for name in ("resnet50", "vit_b_16"))]
+)
 def test_a_graph_takes_no_more_as_objects_than_is_counted(network):
     """Weights are not traced: torch has them, and they lie in shared memory."""
     ensure_torchvision()

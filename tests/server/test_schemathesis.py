@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from fuzz_mutations import make as make_program
 from fuzz_mutations import seeds as valid_programs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(7200), pytest.mark.filterwarnings("default")]
 
 REQUESTS = CASES or 600
 TOKEN = "open-sesame"

@@ -136,7 +136,7 @@ def test_a_server_is_ready_when_a_worker_is_and_not_before(world, tmp_path, monk
         assert len(run(server, world.request((0, 1)))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_workers_that_stop_starting_are_tried_again_and_the_reason_is_told(world, python):
     def why():
         status, _, body = ask(server, "GET", "/readyz")
@@ -184,7 +184,7 @@ def test_a_server_that_cannot_watch_its_workers_gives_up_and_leaves_none(world, 
         assert [psutil.pid_exists(pid) for pid in pids] == [False, False, False]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_later_worker_that_cannot_be_watched_is_replaced(world, monkeypatch):
     def num_workers():
         return len(json.loads(ask(server, "GET", "/v1/load")[2])["workers"])

@@ -343,6 +343,7 @@ def test_a_traced_store_is_written_to_as_the_store_itself(spans):
         assert [method for method, _, _ in server.requests].count("PUT") == 1
 
 
+@pytest.mark.full
 def test_what_a_job_asks_while_it_is_planned_is_traced_on_both_sides(spans, tmp_path):
     own = make_world(tmp_path)
     with in_thread(own.store.uri, threads=1) as server, ServerClient(server.url) as client:
@@ -361,7 +362,7 @@ def test_what_a_job_asks_while_it_is_planned_is_traced_on_both_sides(spans, tmp_
             assert child_of(spans.of(span).one(served), span)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_steps_of_a_job_are_spans_and_its_requests_belong_to_them(spans, tmp_path):
     data, model = photos(tmp_path), frozen_small()
     with (
@@ -382,6 +383,7 @@ def test_the_steps_of_a_job_are_spans_and_its_requests_belong_to_them(spans, tmp
         assert any(child_of(span, request) for span in served)
 
 
+@pytest.mark.full
 def test_the_phases_of_a_worker_follow_one_another(spans, world):
     with in_thread(world.store.uri, threads=1) as server:
         server.wait_ready()
@@ -466,7 +468,9 @@ def test_two_processes_make_one_trace_at_a_collector(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("listens", [False, True], ids=["not there", "says nothing"])
+@pytest.mark.parametrize(
+    "listens", [pytest.param(False, marks=pytest.mark.full), True], ids=["not there", "says nothing"]
+)
 def test_a_collector_that_fails_is_nobodys_trouble(world, listens):
     pytest.importorskip(EXPORTER, reason="OpenTelemetry is not installed here")
     with socket.socket() as silent:

@@ -92,6 +92,7 @@ def batches(found):
     return [message for message in found if isinstance(message, MicroBatch)]
 
 
+@pytest.mark.full
 def test_a_job_whose_worker_is_killed_is_done_again_to_the_bit(busy):
     uri, request = busy
     with running(uri) as server:
@@ -126,6 +127,7 @@ def test_a_job_that_takes_two_workers_with_it_is_refused_with_its_reason(busy):
         assert server.metric("upriver_worker_restarts_total") == 2
 
 
+@pytest.mark.full
 def test_a_worker_that_hangs_is_ended_and_its_job_done_again(busy):
     """A new worker has to be there within the time of a job: hence a long one."""
     uri, request = busy
@@ -178,6 +180,7 @@ def test_a_worker_that_runs_out_of_memory_is_replaced_and_its_job_done_again(hea
         assert server.stop() == 0
 
 
+@pytest.mark.full
 def test_a_job_that_runs_out_of_memory_twice_is_refused_with_its_reason(heavy):
     """The second worker has its group, and so its limit, a second and more before it is ready."""
     uri, request = heavy
