@@ -85,6 +85,7 @@ def test_it_says_where_it_listens_and_ends_with_0_on_sigterm(tmp_path: Path) -> 
         assert process.returncode == 0
 
 
+@pytest.mark.full
 def test_it_ends_with_its_parents_pipe(tmp_path: Path) -> None:
     theirs, ours = os.pipe()
     try:
@@ -102,7 +103,7 @@ def test_it_ends_with_its_parents_pipe(tmp_path: Path) -> None:
             os.close(ours)
 
 
-@pytest.mark.parametrize("where", ["environment", "file"])
+@pytest.mark.parametrize("where", [pytest.param("environment", marks=pytest.mark.full), "file"])
 def test_token_from_the_environment_or_a_file(tmp_path: Path, where: str) -> None:
     arguments = ["--store", tmp_path.as_uri()]
     if where == "file":
@@ -215,7 +216,9 @@ def test_sigterm_is_an_end_and_no_interruption_before_the_options_are_read(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize(("second", "code"), ENDS, ids=["TERM", "INT"])
+@pytest.mark.parametrize(
+    ("second", "code"), [ENDS[0], pytest.param(*ENDS[1], marks=pytest.mark.full)], ids=["TERM", "INT"]
+)
 def test_a_second_signal_while_somebody_is_served_ends_it_quietly(
     tmp_path: Path, second: signal.Signals, code: int
 ) -> None:
@@ -229,7 +232,9 @@ def test_a_second_signal_while_somebody_is_served_ends_it_quietly(
         assert process.returncode == code
 
 
-@pytest.mark.parametrize(("number", "code"), ENDS, ids=["TERM", "INT"])
+@pytest.mark.parametrize(
+    ("number", "code"), [ENDS[0], pytest.param(*ENDS[1], marks=pytest.mark.full)], ids=["TERM", "INT"]
+)
 def test_who_is_served_when_the_grace_is_over_is_cut_off_quietly(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

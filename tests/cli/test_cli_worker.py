@@ -129,7 +129,7 @@ def test_a_token_is_asked_for_and_datasets_do_not_see_it(tmp_path: Path) -> None
             assert made(client, asking((3,))) == [[{"bird": 3, "wings": 2, "token": None}]]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tenants_of_a_file_have_their_quotas(tmp_path: Path) -> None:
     (tmp_path / "worker.toml").write_text(
         f'allow = ["birds"]\nworkers = 1\n[tenants.one]\ntoken_hashes = ["{hash_token("token-1")}"]\n'

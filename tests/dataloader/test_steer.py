@@ -63,7 +63,7 @@ def decided(ratio: float, candidate: str = "p2") -> Measured:
 # ------------------------------------------------------------------------------------ convergence
 
 
-@pytest.mark.parametrize("candidate", ["p2", "p3"])
+@pytest.mark.parametrize("candidate", ["p2", pytest.param("p3", marks=pytest.mark.full)])
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_job_that_measures_itself_gets_within_5_percent_of_the_best_ratio(mix: str, candidate: str) -> None:
     world, measured = make(mix), Measured()
@@ -71,7 +71,7 @@ def test_a_job_that_measures_itself_gets_within_5_percent_of_the_best_ratio(mix:
     assert rate(times, 400) >= 0.95 * best(lambda: make(mix), whole=candidate == "p3")
 
 
-@pytest.mark.parametrize("ratio", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("ratio", [0.05, pytest.param(0.5, marks=pytest.mark.full), 0.95])
 @pytest.mark.parametrize(
     "mix", ["equal sides", "slow workers", "loader processes", "loader processes, fast workers"]
 )
@@ -98,7 +98,7 @@ def speed_up_here(world: World) -> None:
 
 
 @pytest.mark.parametrize("change", [halve_workers, speed_up_workers, slow_down_here, speed_up_here])
-@pytest.mark.parametrize("mix", ["equal sides", "loader processes"])
+@pytest.mark.parametrize("mix", ["equal sides", pytest.param("loader processes", marks=pytest.mark.full)])
 def test_speeds_that_change_are_followed(mix: str, change: Callable[[World], None]) -> None:
     def changed() -> World:
         world = make(mix)
@@ -178,7 +178,7 @@ SHARED: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize("hold", [0.7, 4.1])
+@pytest.mark.parametrize("hold", [0.7, pytest.param(4.1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("mix", SHARED)
 def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ratio(
@@ -200,7 +200,7 @@ def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ra
 # ----------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("candidate", ["p2", "p3"])
+@pytest.mark.parametrize("candidate", [pytest.param("p2", marks=pytest.mark.full), "p3"])
 @pytest.mark.parametrize("mix", ["equal sides", "loader processes"])
 def test_where_nobody_takes_anything_the_ratio_falls_and_rises_when_they_are_back(
     mix: str, candidate: str
