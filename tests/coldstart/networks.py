@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -126,6 +127,12 @@ NETWORKS: Mapping[str, Network] = {
     "bare": (Bare, lambda: {"x": torch.randn(2, 16, generator=torch.Generator().manual_seed(0))}),
     "tied": (Tied, lambda: ids("x")),
 }
+
+
+OF_EACH_KIND = ("resnet18", "vit", "gpt2", "t5", "encoder", "bare", "tied")
+
+EACH = [name if name in OF_EACH_KIND else pytest.param(name, marks=pytest.mark.full) for name in NETWORKS]
+"""Their names, to parametrize by: one of each kind by ``make test``."""
 
 
 def all_made_up(seed: int) -> dict[str, nn.Module]:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.coldstart.leaving import threads
-from tests.coldstart.networks import NETWORKS, Bare, Encoder, Tied, all_made_up, answer
+from tests.coldstart.networks import EACH, NETWORKS, Bare, Encoder, Tied, all_made_up, answer
 from tests.coldstart.ordered import Ordered, hesitating, published
 from tests.server.running import wait_for
 from upriver.coldstart import grouping, kept
@@ -58,7 +58,7 @@ def is_left_alone(model: nn.Module, kind: type[nn.Module]) -> bool:
 # ---------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", EACH)
 def test_the_first_answer_is_that_of_the_loaded_model(name: str, whole: dict[str, nn.Module]) -> None:
     build, arguments = NETWORKS[name]
     store = published(whole[name], name)
@@ -74,7 +74,7 @@ def test_the_first_answer_is_that_of_the_loaded_model(name: str, whole: dict[str
         assert torch.equal(model.state_dict()[key], value)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", EACH)
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shuffle=st.integers(0, 2**32 - 1))
 def test_whatever_order_weights_come_in(
