@@ -169,9 +169,9 @@ def test_damage_gives_pixels_or_a_sample_error_and_nothing_else(form: str) -> No
     ("data", "problem"),
     [
         (b"", "is empty"),
-        (b"GIF89a....", "not a JPEG, PNG or WebP"),
-        (b"%!PS-Adobe-3.0 EPSF", "not a JPEG, PNG or WebP"),
-        (encoded(pixels(4, 4), "BMP"), "not a JPEG, PNG or WebP"),
+        (b"GIF89a....", "not a JPEG, PNG, WebP, BMP or PPM"),
+        (b"%!PS-Adobe-3.0 EPSF", "not a JPEG, PNG, WebP, BMP or PPM"),
+        (encoded(pixels(4, 4), "TIFF"), "not a JPEG, PNG, WebP, BMP or PPM"),
         (encoded(Image.fromarray(np.zeros((4, 4), dtype=np.uint16)), "PNG"), "8 bits a channel"),
     ],
 )

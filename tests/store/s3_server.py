@@ -120,7 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
             )
         query = parse_qs(urlsplit(self.path).query)
         if "list-type" in query:
-            return self._answer(200, self._listing(query.get("prefix", [""])[0]))
+            return self._answer(
+                200, self._listing(query.get("prefix", [""])[0], query.get("delimiter", [""])[0])
+            )
         body = self.server.objects.get(_path(self.path))
         if body is None:
             return self._answer(404)
@@ -146,13 +148,24 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         self._answer(status, part, headers)
 
-    def _listing(self, prefix: str) -> bytes:
+    def _listing(self, prefix: str, delimiter: str) -> bytes:
         bucket = _path(self.path)
-        items = "".join(
-            f"<Contents><Key>{escape(path[len(bucket) + 1 :])}</Key><Size>{len(body)}</Size>"
-            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{escape(_etag(body))}</ETag></Contents>"
-            for path, body in sorted(self.server.objects.items())
-            if path.startswith(f"{bucket}/{prefix}")
+        keys = {path[len(bucket) + 1 :]: body for path, body in sorted(self.server.objects.items())}
+        items, folders = "", {}
+        for key, body in keys.items():
+            rest = key[len(prefix) :]
+            if not key.startswith(prefix):
+                continue
+            if delimiter and delimiter in rest:
+                folders[prefix + rest[: rest.index(delimiter) + 1]] = True
+                continue
+            items += (
+                f"<Contents><Key>{escape(key)}</Key><Size>{len(body)}</Size>"
+                f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{escape(_etag(body))}</ETag>"
+                "</Contents>"
+            )
+        items += "".join(
+            f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in folders
         )
         return f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>".encode()
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec.structs import asdict
 
-from upriver.cli.common import DebugOption, JsonOption, emit, print_fields, progress_bar
+from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, progress_bar
 from upriver.cli.options import StoreOption, store_options
 from upriver.cli.stages import input_stages
+
+if TYPE_CHECKING:
+    from upriver.pipeline import LeftOut
+
+
+class OnLeftOut(StrEnum):
+    """What happens when an index would leave out what may be a sample."""
+
+    ERROR = "error"
+    REPORT = "report"
 
 
 class Layout(StrEnum):
@@ -33,6 +45,10 @@ def index(
     size: Annotated[
         int, typer.Option(min=1, help="Side in pixels of what the presets give the model.")
     ] = 224,
+    on_left_out: Annotated[
+        OnLeftOut,
+        typer.Option(help="When files that may be samples cannot be indexed: stop, or count and go on."),
+    ] = OnLeftOut.ERROR,
     option: StoreOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -50,9 +66,11 @@ def index(
             path,
             stages=chain.stages,
             layout=layout.value,
+            on_left_out=on_left_out.value,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     dataset.publish()
+    note_left_out(dataset.left_out)
     document = {
         "digest": dataset.digest,
         "samples": len(dataset),
@@ -61,8 +79,22 @@ def index(
         "stored_bytes_per_sample": round(dataset.stored_bytes),
         "uri": uri,
         "path": path,
+        "left_out": {reason: asdict(each) for reason, each in dataset.left_out.items()},
     }
-    emit(document, as_json=as_json, text=lambda: print_fields({**document, "classes": _few(dataset.classes)}))
+    shown = {
+        **document,
+        "classes": _few(dataset.classes),
+        "left_out": sum(each.count for each in dataset.left_out.values()),
+    }
+    emit(document, as_json=as_json, text=lambda: print_fields(shown))
+
+
+def note_left_out(left_out: Mapping[str, LeftOut]) -> None:
+    """Say on stderr what an index left out."""
+    from upriver.pipeline.left_out import describe
+
+    if left_out:
+        note(f"left out: {describe(left_out)}")
 
 
 def _few(names: tuple[str, ...], at_most: int = 10) -> str:

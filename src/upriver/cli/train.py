@@ -14,6 +14,7 @@ import typer
 
 from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, progress_bar
 from upriver.cli.config import read_toml
+from upriver.cli.index import note_left_out
 from upriver.cli.options import check_module
 from upriver.cli.stages import input_stages
 from upriver.errors import ConfigError, UpriverError
@@ -44,6 +45,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         token_file: File with the token for them.
         ca: File with the authorities that vouch for servers at https://; the system's if absent.
         certificate: File with the certificate shown to servers that ask for one; ``key`` with its key.
+        on_left_out: What happens when an index would leave out files that may be samples.
         adapt_batch: Most samples that a server may run at once; with ``exact = "numeric"`` only.
         micro_batch: ``auto`` chooses by what is measured, once: a run that goes on keeps what was chosen.
     """
@@ -82,6 +84,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     granularity: Literal["module", "op"] = "module"
     compile_tail: bool = False
     on_bad_sample: Literal["fail", "skip"] = "fail"
+    on_left_out: Literal["error", "report"] = "error"
     num_workers: int | None = None
 
 
@@ -102,6 +105,7 @@ FREE_TO_CHANGE = {
     "num_workers",
     "heldout",
     "heldout_stages",
+    "on_left_out",
 }
 """Settings that a resumed run may have others of: none of them changes a trained bit, but for what
 ``exact = "numeric"`` leaves to servers in any case.
@@ -205,8 +209,10 @@ def _datasets(settings: TrainFile) -> tuple[Dataset, Dataset | None]:
             store,
             settings.path,
             stages=chain.stages,
+            on_left_out=settings.on_left_out,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    note_left_out(dataset.left_out)
     if settings.heldout is None:
         return dataset, None
     held_chain = input_stages(settings.heldout_stages, size=settings.image_size)

@@ -15,6 +15,7 @@ from upriver.pipeline.errors import SampleError
 from upriver.pipeline.image_stages import CenterCrop, Decode, Normalize, Resize, ToFloat
 from upriver.pipeline.indexing import index
 from upriver.pipeline.input_stage import InputStage
+from upriver.pipeline.left_out import LeftOut
 from upriver.pipeline.stages import imagenet_eval, imagenet_train
 from upriver.pipeline.tensor_stages import LoadTensor, Standardize
 
@@ -30,6 +31,7 @@ __all__ = [
     "FixLength",
     "InputChain",
     "InputStage",
+    "LeftOut",
     "LoadTensor",
     "Normalize",
     "RandAugment",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from upriver.pipeline import manifest as files
 from upriver.pipeline.audio_stages import DecodeWav
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.input_stage import InputStage
+from upriver.pipeline.left_out import LeftOut
 from upriver.pipeline.manifest import Manifest
 from upriver.pipeline.tensor_stages import LoadTensor
 from upriver.store import DEFAULT_PREFIX, Store, check_name
@@ -44,6 +46,7 @@ class Dataset:
         chain: The input stages.
         classes: Names of the targets.
         targets: int64 of shape (len,).
+        left_out: What may be a sample and was not indexed: reason to count and examples.
     """
 
     def __init__(self, store: Store, chain_bytes: bytes, index_bytes: bytes, *, prefix: str) -> None:
@@ -55,6 +58,7 @@ class Dataset:
         self.prefix = prefix
         self.chain: InputChain = manifest.chain()
         self.classes: tuple[str, ...] = manifest.classes
+        self.left_out: Mapping[str, LeftOut] = MappingProxyType(manifest.left_out)
         self._manifest = manifest
         self._chain_bytes = chain_bytes
         self._index_bytes = index_bytes

@@ -1,6 +1,6 @@
 """Stored image to pixels, pixels to another size, and pixels changed: all that Pillow does here.
 
-The three formats are opened by their own classes rather than through ``Image.open``: nothing else can be
+The formats are opened by their own classes rather than through ``Image.open``: nothing else can be
 opened, and neither a warning nor a leniency set elsewhere in the process decides what a sample is. The same
 bytes give the same pixels wherever Pillow and its libraries are the same; the fingerprint covers them.
 """
@@ -16,9 +16,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageEnhance, ImageFile, ImageOps
+from PIL.BmpImagePlugin import BmpImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
+from PIL.PpmImagePlugin import PpmImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from upriver.errors import ConfigError, TooLarge, UpriverError
@@ -45,6 +47,7 @@ _STRIP_PIXELS = 1 << 16
 
 _DECODING = 12
 _DECODING_WEBP = 20
+_DECODING_PPM = 20
 _CHANGING = 28
 _RESIZING = 8
 """Bytes a pixel at once, the pixels that are given and, where there are any, those that are taken among them:
@@ -66,6 +69,9 @@ _TURNS = {
 }
 _ORIENTATION_TAG = 0x0112
 _SHORT = 3
+
+_PPM_KINDS = (b"1", b"2", b"3", b"4", b"5", b"6")
+"""Second byte of a file: bits, grey or RGB, as text or as bytes."""
 
 _NO_MEMORY = ("can't allocate memory", "out of memory error")
 """Parts of what PyTorch's allocator and Pillow's decoders say when there is no memory, in errors that are not
@@ -93,6 +99,20 @@ class _Png(PngImageFile):
             return _whole(super().load_read(read_bytes))
         except (IndexError, struct.error):  # a chunk's header is cut off
             return _whole(b"")
+
+
+class _Ppm(PpmImageFile):
+    """A PPM, PGM or PBM that is whole or an error, as `_Jpeg` is."""
+
+    def load_read(self, read_bytes: int) -> bytes:
+        return _whole(self.fp.read(read_bytes) if self.fp else b"")
+
+
+class _Bmp(BmpImageFile):
+    """A BMP that is whole or an error, as `_Jpeg` is."""
+
+    def load_read(self, read_bytes: int) -> bytes:
+        return _whole(self.fp.read(read_bytes) if self.fp else b"")
 
 
 def _whole(data: bytes) -> bytes:
@@ -139,7 +159,7 @@ def _make_room(nbytes: int) -> None:
 
 
 def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.Tensor:
-    """Decode a JPEG, PNG or WebP (its first frame) into RGB.
+    """Decode a JPEG, PNG, WebP (its first frame), BMP, PPM, PGM or PBM into RGB.
 
     Args:
         data: The stored file.
@@ -158,7 +178,7 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
     try:
         image = _open(data, max_pixels)
         _check_size(image.width, image.height, max_pixels)
-        _make_room(image.width * image.height * _DECODING)
+        _make_room(image.width * image.height * (_DECODING_PPM if isinstance(image, _Ppm) else _DECODING))
         if image.mode not in _EIGHT_BIT:
             raise SampleError(f"pixels of mode {image.mode!r}; 8 bits a channel are supported")
         image.load()  # only now is all of a PNG's head there, which may come last
@@ -214,7 +234,7 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
     return out
 
 
-def _open(data: bytes | memoryview, max_pixels: int) -> JpegImageFile | PngImageFile | WebPImageFile:
+def _open(data: bytes | memoryview, max_pixels: int) -> ImageFile.ImageFile:
     head = bytes(data[:30])
     if head.startswith(b"\xff\xd8\xff"):
         return _Jpeg(io.BytesIO(data))
@@ -226,8 +246,12 @@ def _open(data: bytes | memoryview, max_pixels: int) -> JpegImageFile | PngImage
         _check_size(width, height, max_pixels)
         _make_room(width * height * _DECODING_WEBP)  # opening one already allocates its canvas
         return WebPImageFile(io.BytesIO(data))
+    if head.startswith(b"BM"):
+        return _Bmp(io.BytesIO(data))
+    if head[:1] == b"P" and head[1:2] in _PPM_KINDS and head[2:3].isspace():
+        return _Ppm(io.BytesIO(data))
     what = f"starts with {head[:8]!r}" if head else "is empty"
-    raise SampleError(f"not a JPEG, PNG or WebP image: it {what}")
+    raise SampleError(f"not a JPEG, PNG, WebP, BMP or PPM image: it {what}")
 
 
 def _png_size(head: bytes) -> tuple[int, int]:

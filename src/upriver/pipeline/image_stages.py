@@ -58,7 +58,7 @@ def checked_size(name: str, value: object) -> int | tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Decode(InputStage):
-    """JPEG, PNG or WebP to RGB pixels.
+    """JPEG, PNG, WebP, BMP, PPM, PGM or PBM to RGB pixels.
 
     Attributes:
         max_pixels: Cap on width times height, checked before decoding.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -13,13 +14,14 @@ from typing import Literal
 import pyarrow as pa
 
 from upriver.errors import ConfigError, DatasetError
+from upriver.pipeline import left_out, tarshard
 from upriver.pipeline import manifest as files
-from upriver.pipeline import tarshard
 from upriver.pipeline.audio_stages import DecodeWav
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.dataset import Dataset, check_reads
 from upriver.pipeline.errors import SampleError
 from upriver.pipeline.input_stage import InputStage
+from upriver.pipeline.left_out import FORMAT_OF, OnLeftOut, Tally, describe
 from upriver.pipeline.wavfile import read_form
 from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, check_name
 from upriver.types import require_type
@@ -28,31 +30,22 @@ Layout = Literal["auto", "webdataset", "folders"]
 Progress = Callable[[int, int], None]
 """Called with the bytes dealt with and the bytes of all objects; from several threads, one at a time."""
 
-FORMAT_OF = {
-    "jpg": "image",
-    "jpeg": "image",
-    "png": "image",
-    "webp": "image",
-    "wav": "wav",
-    "npy": "npy",
-    "safetensors": "safetensors",
-}
-"""Extension to the format a sample is stored in."""
-
 MAX_CLASSES = 2**20
 """Cap on targets where no class names say how many there are."""
 
 CLASSES_FILE = "classes.txt"
 """Class names beside the shards, one a line, in the order of the targets."""
 
-_UNSUPPORTED = (
-    *("bmp", "gif", "tif", "tiff", "avif", "heic", "jp2"),
-    *("flac", "mp3", "ogg", "opus", "m4a", "aac", "aif", "aiff"),
-    *("pt", "pth", "pkl", "npz"),
-)
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _WAV_HEADER_BYTES = 4096  # of what stands before the samples, where the format is among the first
 _SHARDS_AT_ONCE = 8  # headers are small and far apart: the wait is for round trips, not for bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An object, and its name below the path that is indexed."""
+
+    name: str
+    info: ObjectInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +65,7 @@ def index(
     stages: Sequence[InputStage],
     layout: Layout = "auto",
     prefix: str = DEFAULT_PREFIX,
+    on_left_out: OnLeftOut = "error",
     on_progress: Progress | None = None,
 ) -> Dataset:
     """Index the samples under a path. Nothing is written until the dataset's ``publish()``.
@@ -80,38 +74,52 @@ def index(
     folders (``class/name.jpg``) give their sorted names as classes. Only listings and tar headers are read,
     and of audio the first file's header.
 
+    Whatever may be a sample and is not indexed counts as left out, by its reason: see
+    :attr:`Dataset.left_out`. Texts, tables, a README and what systems leave behind (``.DS_Store``) are no
+    samples and do not count, nor does what lies beside class folders.
+
     Args:
         store: A store, or the URI of one.
         path: Directory, or one shard, in the store; empty for all of it.
         stages: The input stages; the first must read the stored format.
         layout: What to look for; ``auto`` tells by what is there.
         prefix: Where upriver keeps its own objects; never indexed.
+        on_left_out: ``error`` refuses to leave anything out, ``report`` counts it in the dataset.
         on_progress: Called with (bytes done, bytes in all).
 
     Raises:
-        DatasetError: If there is nothing to index or something cannot be: a sample without a class, a
-            truncated shard, a duplicate, mixed formats. The message names the object.
+        DatasetError: If there is nothing to index or something cannot be: a truncated shard, a duplicate,
+            mixed formats; with ``on_left_out="error"`` whatever would be left out. The message names the
+            object.
         ConfigError: If the stages do not fit together or do not read the stored format, or the audio has
             another rate than they say.
         StoreError: If the store cannot be read.
     """
     _check_arguments(store, path, stages, prefix, on_progress)
-    if layout not in ("auto", *files.LAYOUTS):
-        raise ConfigError(f"layout must be auto, {' or '.join(files.LAYOUTS)}, got {layout!r}")
+    for name, value, allowed in (
+        ("layout", layout, ("auto", *files.LAYOUTS)),
+        ("on_left_out", on_left_out, ("error", "report")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}")
     chain = InputChain(tuple(stages))
     store = Store.open(store) if isinstance(store, str) else store
+    path = path.removesuffix("/")
     where = (
         f"{path!r} in store {store.name!r} ({store.uri})" if path else f"store {store.name!r} ({store.uri})"
     )
-    found = [info for info in store.list(path) if not info.path.startswith(f"{prefix}/")]
-    found.sort(key=lambda info: info.path)
-    _check_names(found)
+    tally = Tally()
+    found = _visible(_listed(store, path, prefix), tally)
     kind = _layout_of(found, where) if layout == "auto" else layout
     if kind == "webdataset":
-        rows, classes = _shards(store, found, path.removesuffix("/"), where, on_progress)
+        rows, classes = _shards(store, found, path, tally, on_progress)
     else:
-        rows, classes = _folders(found, path.removesuffix("/"), where, on_progress)
-    return _dataset(store, rows, classes, layout=kind, chain=chain, prefix=prefix)
+        rows, classes = _folders(found, _class_folders(store, path, prefix), layout, tally, on_progress)
+    if on_left_out == "error":
+        tally.check(where)
+    if not rows:
+        raise DatasetError(_nothing(found, kind, tally, where))
+    return _dataset(store, rows, classes, tally, layout=kind, chain=chain, prefix=prefix)
 
 
 def _check_arguments(store: object, path: object, stages: object, prefix: str, on_progress: object) -> None:
@@ -125,131 +133,223 @@ def _check_arguments(store: object, path: object, stages: object, prefix: str, o
         raise ConfigError(f"on_progress must be a function, got {on_progress!r}")
 
 
-def _check_names(found: Sequence[ObjectInfo]) -> None:
-    """The index is UTF-8; a file system may hold other names, which arrive with lone surrogates in them."""
-    for info in found:
-        if _extension(info.path) not in FORMAT_OF and not info.path.endswith(".tar"):
+def _listed(store: Store, path: str, prefix: str) -> list[_Found]:
+    """All objects under a path by their names below it; folder markers of S3 consoles are none."""
+    infos = [info for info in store.list(path) if not info.path.startswith(f"{prefix}/")]
+    empty = {info.path for info in infos if not info.size} if store.is_far else set()
+    if empty:
+        parents = {info.path[:at] for info in infos for at in _slashes(info.path)}
+        empty = {name for name in empty if name in parents or not store.exists(name)}
+    base = path.rpartition("/")[2]
+    found = [
+        _Found(info.path[len(path) + 1 if path else 0 :] or base, info)
+        for info in infos
+        if info.path not in empty
+    ]
+    return sorted(found, key=lambda each: each.info.path)
+
+
+def _slashes(path: str) -> list[int]:
+    return [at for at, char in enumerate(path) if char == "/"]
+
+
+def _visible(found: Sequence[_Found], tally: Tally) -> list[_Found]:
+    """What is neither clutter nor hidden, and has a name that an index can hold."""
+    visible = []
+    for each in found:
+        name, info = each.name, each.info
+        if left_out.is_clutter(name):
             continue
-        try:
-            info.path.encode()
-        except UnicodeEncodeError:
-            raise DatasetError(f"object {info.path!r}: its name is not UTF-8; rename it") from None
+        if left_out.is_hidden(name):
+            if _is_sample(name) or _is_shard(name) or left_out.is_compressed_shard(name):
+                tally.add("hidden", info.path, f"object {info.path!r} is hidden by a dot")
+            continue
+        why_not = _why_not_named(info.path)
+        if why_not and (_is_sample(name) or _is_shard(name) or _may_be_a_sample(each)):
+            tally.add("name", info.path, f"object {info.path!r}: {why_not}; rename it")
+        elif not why_not:
+            visible.append(each)
+    return visible
 
 
-def _layout_of(found: Sequence[ObjectInfo], where: str) -> Literal["webdataset", "folders"]:
-    shard = next((info.path for info in found if info.path.endswith(".tar")), None)
-    single = next((info.path for info in found if _extension(info.path) in FORMAT_OF), None)
+def _why_not_named(path: str) -> str:
+    try:
+        path.encode()
+        check_name(path)
+    except UnicodeEncodeError:  # from a file system, whose names arrive with lone surrogates in them
+        return "its name is not UTF-8"
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
+def _layout_of(found: Sequence[_Found], where: str) -> Literal["webdataset", "folders"]:
+    shard = next((each.info.path for each in found if _is_shard(each.name)), None)
+    single = next((each.info.path for each in found if _is_sample(each.name)), None)
     if shard and single:
         raise DatasetError(
             f"{where} holds shards ({shard!r}) and single samples ({single!r}); say which layout "
             "('webdataset' or 'folders'), or a path that holds only one of them"
         )
-    if shard:
-        return "webdataset"
-    if single:
-        return "folders"
-    packed = next((info.path for info in found if info.path.endswith(_COMPRESSED)), None)
-    if packed:
-        raise DatasetError(f"shard {packed!r} is compressed; samples can only be read from a plain .tar")
-    raise DatasetError(f"no samples in {where}: neither .tar shards nor {', '.join(FORMAT_OF)} files")
+    packed = any(left_out.is_compressed_shard(each.name) for each in found)
+    return "webdataset" if shard or (packed and not single) else "folders"
+
+
+def _nothing(found: Sequence[_Found], kind: str, tally: Tally, where: str) -> str:
+    """Why there is nothing to index."""
+    if tally:
+        return f"no samples in {where}; left out: {describe(tally.report())}"
+    wanted = {
+        "webdataset": "no .tar shards"
+        if not any(_is_shard(each.name) for each in found)
+        else "its shards hold none",
+        "folders": f"no {', '.join(FORMAT_OF)} files in class folders",
+    }
+    return f"no samples in {where}: {wanted[kind]}"
 
 
 # -------------------------------------------------------------------------------------- class folders
 
 
+def _class_folders(store: Store, path: str, prefix: str) -> set[str]:
+    """Folders right below the path, empty ones among them, but for hidden ones and upriver's own."""
+    own = f"{prefix}/".removeprefix(f"{path}/" if path else "").partition("/")[0]
+    return {
+        name
+        for name in store.folders(path)
+        if name != own and not left_out.is_hidden(name) and not left_out.is_clutter(name)
+    }
+
+
 def _folders(
-    found: Sequence[ObjectInfo], path: str, where: str, on_progress: Progress | None
+    found: Sequence[_Found], folders: set[str], layout: str, tally: Tally, on_progress: Progress | None
 ) -> tuple[list[_Row], list[str]]:
-    media = [info for info in found if not _is_hidden(info.path) and _is_media(info.path)]
-    if not media:
-        raise DatasetError(f"no samples in {where}: no {', '.join(FORMAT_OF)} files in class folders")
-    names = [info.path[len(path) + 1 if path else 0 :] for info in media]
-    for name, info in zip(names, media, strict=True):
-        if "/" not in name:
-            raise DatasetError(
-                f"object {info.path!r} lies in no class folder; class folders look like class/name.jpg"
-            )
-    classes = sorted({name.split("/", 1)[0] for name in names})
-    number = {label: target for target, label in enumerate(classes)}
+    media: list[_Found] = []
+    classes: set[str] = set()
+    for each in found:
+        if _is_in_a_class(each, layout, tally):
+            classes.add(each.name.split("/", 1)[0])
+            if _is_sample(each.name):
+                media.append(each)
+    occupied = {each.name.split("/", 1)[0] for each in found if "/" in each.name}
+    for name in sorted((folders - occupied) | (classes - {each.name.split("/", 1)[0] for each in media})):
+        why_not = f"class folder {name!r} holds no sample that is read"
+        tally.add("empty_class", name, why_not)
+        classes.add(name)
+    ordered = sorted(classes)
+    number = {label: target for target, label in enumerate(ordered)}
     rows = [
-        _Row(info, 0, info.size, number[name.split("/", 1)[0]], name, FORMAT_OF[_extension(name)])
-        for name, info in zip(names, media, strict=True)
+        _Row(each.info, 0, each.info.size, number[each.name.split("/", 1)[0]], each.name, _format(each.name))
+        for each in media
     ]
     if on_progress:
-        total = sum(info.size for info in media)
+        total = sum(each.info.size for each in media)
         on_progress(total, total)
-    return rows, classes
+    return rows, ordered
 
 
-def _is_media(path: str) -> bool:
-    extension = _extension(path)
-    if extension in _UNSUPPORTED:
-        raise DatasetError(f"object {path!r}: .{extension} is not supported; allowed: {', '.join(FORMAT_OF)}")
-    return extension in FORMAT_OF
+def _is_in_a_class(each: _Found, layout: str, tally: Tally) -> bool:
+    """Whether a file is a sample of a class, or may be one and is left out."""
+    name, shown = each.name, repr(each.info.path)
+    if _is_sample(name):
+        if "/" in name:
+            return True
+        why_not = f"object {shown} lies in no class folder; class folders look like class/name.jpg"
+        tally.add("no_class_folder", each.info.path, why_not)
+    elif left_out.is_compressed_shard(name):
+        if layout == "auto":
+            tally.add("compressed", each.info.path, f"shard {shown} is compressed, beside single samples")
+    elif not _is_shard(name) and _may_be_a_sample(each):
+        extension = _extension(name)
+        kind = f".{extension} is not supported" if extension else "it has no extension"
+        tally.add("format", each.info.path, f"object {shown}: {kind}; allowed: {', '.join(FORMAT_OF)}")
+        return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------- shards
 
 
+def _may_be_a_sample(each: _Found) -> bool:
+    """Whether a file of an unknown format may be a sample: it lies in a class folder and is no companion."""
+    says_something = each.info.size > 0 or bool(_extension(each.name))
+    return "/" in each.name and says_something and not left_out.is_companion(each.name)
+
+
 def _shards(
-    store: Store, found: Sequence[ObjectInfo], path: str, where: str, on_progress: Progress | None
+    store: Store, found: Sequence[_Found], path: str, tally: Tally, on_progress: Progress | None
 ) -> tuple[list[_Row], list[str]]:
-    shards = [
-        store.head(info.path) for info in found if info.path.endswith(".tar") and not _is_hidden(info.path)
-    ]
+    shards = [store.head(each.info.path) for each in found if _is_shard(each.name)]
+    for each in found:
+        if left_out.is_compressed_shard(each.name):
+            why_not = f"shard {each.info.path!r} is compressed; samples can only be read from a plain .tar"
+            tally.add("compressed", each.info.path, why_not)
+        elif _may_hold_samples(each):
+            tally.add("format", each.info.path, f"object {each.info.path!r}: no shard that is read")
     if not shards:
-        raise DatasetError(f"no samples in {where}: no .tar shards")
+        return [], []
     meter = _Meter(sum(info.size for info in shards), on_progress)
     with ThreadPoolExecutor(min(_SHARDS_AT_ONCE, len(shards))) as pool:
         parts = list(pool.map(lambda info: _shard(store, info, meter), shards))
-    rows = [row for part in parts for row in part]
-    if not rows:
-        raise DatasetError(f"no samples in {where}: its {len(shards)} shards hold none")
+    for _, part in parts:
+        tally.merge(part)
+    rows = [row for part, _ in parts for row in part]
     beside = f"{path}/{CLASSES_FILE}" if path else CLASSES_FILE
-    listed = any(info.path == beside for info in found)
-    return rows, _class_names(store.get(beside) if listed else None, beside, rows)
+    listed = any(each.info.path == beside for each in found)
+    return rows, _class_names(store.get(beside) if listed else None, beside, rows) if rows else []
 
 
-def _shard(store: Store, info: ObjectInfo, meter: _Meter) -> list[_Row]:
+def _may_hold_samples(each: _Found) -> bool:
+    """Whether a file that lies by shards may be one by another name, or an archive of samples."""
+    base = each.name.rpartition("/")[2].lower()
+    if _is_shard(base) or _is_sample(base) or not each.info.size or left_out.is_companion(base):
+        return False
+    return ".tar" in base or _extension(base) in left_out.ARCHIVES
+
+
+def _shard(store: Store, info: ObjectInfo, meter: _Meter) -> tuple[list[_Row], Tally]:
     reader = tarshard.RangedReader(store, info, meter.at(info))
+    tally = Tally()
     rows: list[_Row] = []
     seen: set[str] = set()
-    for key, group in groupby(tarshard.members(reader, info), key=lambda member: member.key):
+    for key, group in groupby(tarshard.members(reader, info, tally), key=lambda member: member.key):
         if key in seen:
             raise DatasetError(
                 f"shard {info.path!r}: sample {key!r} is there twice, or its members lie apart"
             )
         seen.add(key)
-        rows.append(_sample(reader, info, key, group))
+        row = _sample(info, key, list(group), tally)
+        if row is not None:
+            rows.append(row)
     meter.at(info)(info.size)
-    return rows
+    return rows, tally
 
 
-def _sample(
-    reader: tarshard.RangedReader, info: ObjectInfo, key: str, group: Iterable[tarshard.Member]
-) -> _Row:
-    media: list[tarshard.Member] = []
-    target: int | None = None
-    others: list[str] = []
-    for member in group:
-        if member.extension in FORMAT_OF:
-            media.append(member)
-        elif member.extension == "cls":
-            if target is not None:
-                raise DatasetError(f"shard {info.path!r}, sample {key!r}: two .cls members")
-            target = tarshard.read_class(reader, info, member)
-        else:
-            others.append(member.extension)
-    if len(media) != 1:
-        got = (
-            ", ".join(f".{extension}" for extension in [each.extension for each in media] + others) or "none"
-        )
-        raise DatasetError(
-            f"shard {info.path!r}, sample {key!r}: must have one of {', '.join(FORMAT_OF)}; it has {got}"
-        )
-    if target is None:
-        raise DatasetError(f"shard {info.path!r}, sample {key!r}: no .cls member with its class")
-    return _Row(info, media[0].start, media[0].stop, target, key, FORMAT_OF[media[0].extension])
+def _sample(info: ObjectInfo, key: str, group: Sequence[tarshard.Member], tally: Tally) -> _Row | None:
+    """The sample of a key; None if it is left out."""
+    media = [member for member in group if member.extension in FORMAT_OF]
+    labels = [member for member in group if member.extension == "cls"]
+    shown = f"shard {info.path!r}, sample {key!r}"
+    if len(labels) > 1:
+        raise DatasetError(f"{shown}: two .cls members")
+    if len(media) > 1:
+        names = ", ".join(f".{member.extension}" for member in media)
+        raise DatasetError(f"{shown}: must have one of {', '.join(FORMAT_OF)}; it has {names}")
+    unread = next((member for member in (*media, *labels) if member.reason), None)
+    if not media and unread is None:
+        unread = next((member for member in group if member.reason), None)
+    if unread is not None:
+        tally.add(unread.reason, f"{info.path}: {key}", f"shard {info.path!r}: {unread.why_not}")
+    elif not media:
+        got = ", ".join(f".{member.extension}" for member in group if member.extension not in ("", "cls"))
+        why_not = f"{shown}: must have one of {', '.join(FORMAT_OF)}; it has {got or 'none'}"
+        tally.add("no_media", f"{info.path}: {key}", why_not)
+    elif not labels:
+        tally.add("no_class", f"{info.path}: {key}", f"{shown}: no .cls member with its class")
+    else:
+        target = tarshard.read_class(info, labels[0])
+        return _Row(info, media[0].start, media[0].stop, target, key, FORMAT_OF[media[0].extension])
+    return None
 
 
 def _class_names(text: bytes | None, path: str, rows: Sequence[_Row]) -> list[str]:
@@ -259,12 +359,26 @@ def _class_names(text: bytes | None, path: str, rows: Sequence[_Row]) -> list[st
         if largest.target >= MAX_CLASSES:
             raise DatasetError(f"{at_fault}; classes lie in 0..{MAX_CLASSES - 1}")
         return [str(target) for target in range(largest.target + 1)]
-    try:
-        names = text.decode().splitlines()
-    except UnicodeDecodeError as exc:
-        raise DatasetError(f"object {path!r} is not UTF-8: {exc}") from None
+    names = _read_class_names(text, path)
     if largest.target >= len(names):
         raise DatasetError(f"{at_fault}, but {path!r} names {len(names)} classes, 0..{len(names) - 1}")
+    return names
+
+
+def _read_class_names(text: bytes, path: str) -> list[str]:
+    """Names, one a line; a byte order mark, blanks at ends and blank last lines count for nothing."""
+    try:
+        lines = re.split(r"\r\n|\n|\r", text.decode("utf-8-sig"))
+    except UnicodeDecodeError as exc:
+        raise DatasetError(f"object {path!r} is not UTF-8: {exc}") from None
+    names = [line.strip(" \t\f\v\0") for line in lines]
+    while names and not names[-1]:
+        names.pop()
+    if "" in names:
+        raise DatasetError(
+            f"object {path!r}: line {names.index('') + 1} is blank and others follow, which leaves open what "
+            "number each class has; remove it or name its class"
+        )
     return names
 
 
@@ -293,7 +407,14 @@ class _Meter:
 
 
 def _dataset(
-    store: Store, rows: Sequence[_Row], classes: Sequence[str], *, layout: str, chain: InputChain, prefix: str
+    store: Store,
+    rows: Sequence[_Row],
+    classes: Sequence[str],
+    tally: Tally,
+    *,
+    layout: str,
+    chain: InputChain,
+    prefix: str,
 ) -> Dataset:
     other = next((row for row in rows if row.format != rows[0].format), None)
     if other is not None:
@@ -321,6 +442,7 @@ def _dataset(
         classes=tuple(classes),
         index=files.IndexFile(sha256=sha256(index_bytes).hexdigest(), bytes=len(index_bytes)),
         stages=chain.to_json(),
+        left_out=tally.report(),
     )
     return Dataset(store, files.encode_manifest(manifest), index_bytes, prefix=prefix)
 
@@ -372,5 +494,13 @@ def _extension(path: str) -> str:
     return base.rpartition(".")[2].lower() if "." in base else ""
 
 
-def _is_hidden(path: str) -> bool:
-    return any(segment.startswith((".", "__")) for segment in path.split("/"))
+def _format(path: str) -> str:
+    return FORMAT_OF[_extension(path)]
+
+
+def _is_sample(path: str) -> bool:
+    return _extension(path) in FORMAT_OF
+
+
+def _is_shard(path: str) -> bool:
+    return _extension(path) == "tar"

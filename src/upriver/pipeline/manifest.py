@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from upriver.errors import DatasetError
 from upriver.pipeline.chain import InputChain
+from upriver.pipeline.left_out import LeftOut
 
 SCHEMA = "upriver.dataset/1"
 LAYOUTS = ("webdataset", "folders")
@@ -56,7 +57,7 @@ class IndexFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     bytes: int
 
 
-class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """The content of ``chain.json``.
 
     Attributes:
@@ -67,6 +68,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         classes: Names of the targets 0, 1, …
         index: Size and digest of the index.
         stages: The input chain.
+        left_out: What may be a sample and was not indexed, by reason; absent where there is nothing.
     """
 
     schema: str
@@ -76,6 +78,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     classes: tuple[str, ...]
     index: IndexFile
     stages: list[dict[str, Any]]
+    left_out: dict[str, LeftOut] = {}
 
     def chain(self) -> InputChain:
         """The input chain, checked."""
@@ -145,8 +148,10 @@ def decode_index(data: bytes, manifest: Manifest) -> pa.Table:
     if len(data) != manifest.index.bytes or hashlib.sha256(data).hexdigest() != manifest.index.sha256:
         raise DatasetError("index.parquet is damaged: its size or SHA-256 is not the one in chain.json")
     try:
-        _check_columns(pq.ParquetFile(pa.BufferReader(data)), manifest)
-        table = pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(_TEXT_COLUMNS)).read()
+        _check_columns(pq.ParquetFile(pa.BufferReader(data), pre_buffer=False), manifest)
+        # By this thread alone: a process that ends while Arrow starts its threads is aborted.
+        whole = pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(_TEXT_COLUMNS), pre_buffer=False)
+        table = whole.read(use_threads=False)
     except (pa.ArrowException, OSError) as exc:
         raise DatasetError(f"index.parquet cannot be read: {exc}".split("\n", 1)[0]) from None
     _check_rows(table, manifest)

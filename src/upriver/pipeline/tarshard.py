@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from upriver.errors import DatasetError
+from upriver.pipeline import left_out
+from upriver.pipeline.left_out import FORMAT_OF, Tally
 from upriver.store import ObjectInfo, Store
 
 FIRST_WINDOW_BYTES = 16 * 2**10
@@ -29,16 +31,45 @@ MAX_CLS_BYTES = 64
 """A class is one integer; more is a mistake."""
 
 _BLOCK = 512
+_MAX_HOPS = 40  # as Linux allows, where links lead to links
+
+_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_NO_FILES = (b"V", b"D")  # GNU's volume label, and the names in a directory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One regular file of a shard: bytes [start, stop) of the object."""
+    """A member of a shard that may belong to a sample: bytes [start, stop) of the object.
+
+    Attributes:
+        key: What the members of one sample share.
+        extension: All behind the first dot of the base name, in lower case.
+        start: First byte of its content; of the linked content where it is a link.
+        stop: One past the last byte.
+        reason: Why its content cannot be read, one of `left_out.REASONS`; empty where it can.
+        why_not: The same in words.
+        text: Content of a ``.cls`` member of allowed size.
+    """
 
     key: str
     extension: str
-    start: int
-    stop: int
+    start: int = 0
+    stop: int = 0
+    reason: str = ""
+    why_not: str = ""
+    text: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A header: content [start, stop) of the object, or a link to ``target``, or why there is neither."""
+
+    name: str
+    start: int = 0
+    stop: int = 0
+    target: str | None = None
+    reason: str = ""
+    why_not: str = ""
 
 
 class RangedReader(io.RawIOBase):
@@ -102,32 +133,196 @@ class RangedReader(io.RawIOBase):
         return self._window[start - self._window_start : stop - self._window_start]
 
 
-def members(reader: RangedReader, info: ObjectInfo) -> Iterator[Member]:
-    """The regular files of a shard, in order; directories and hidden files left out.
+def members(reader: RangedReader, info: ObjectInfo, tally: Tally) -> list[Member]:
+    """The members of a shard that may belong to samples, in order.
+
+    Archives that follow the end mark of the first are read, too. A hard or symbolic link stands for the
+    content that it leads to. Directories, clutter and descriptions such as a README are left out.
+
+    Args:
+        reader: The shard, from its beginning.
+        info: The shard.
+        tally: Counts hidden files that may be samples.
 
     Raises:
-        DatasetError: If the object is no tar file, is truncated, or holds a sparse file.
+        DatasetError: If the object is no tar file, or is truncated or damaged.
     """
+    packed = next((kind for magic, kind in _PACKED.items() if reader.at(0, 6).startswith(magic)), None)
+    if packed is not None:
+        why_not = f"shard {info.path!r} is compressed ({packed}); samples can only be read from a plain .tar"
+        tally.add("compressed", info.path, why_not)
+        return []
+    tree, entries = _Tree(), []
+    texts: dict[int, bytes] = {}
+    for header in _headers(reader, info):
+        entry = _entry(header, info, tree)
+        if entry is None:
+            continue
+        if entry.target is None and not entry.reason and _is_class(entry.name):
+            texts[entry.start] = _class_text(reader, entry.start, entry.stop)  # while its window is here
+        if _may_be_of_a_sample(entry, info, tally):
+            entries.append(entry)
+    return [_member(entry, tree, reader, texts) for entry in entries]
+
+
+def _headers(reader: RangedReader, info: ObjectInfo) -> Iterator[tarfile.TarInfo]:
+    """All headers of an object that holds one archive, or several one behind the other."""
+    begin: int | None = 0
     try:
-        with tarfile.open(fileobj=reader, mode="r:") as archive:
-            for entry in archive:
-                if entry.issparse():
-                    raise DatasetError(f"shard {info.path!r}: sparse member {entry.name!r} is not supported")
-                if entry.isreg() and not _is_hidden(entry.name):
-                    yield _member(entry, info)
-            _check_end(reader, info, archive.offset)
+        while begin is not None:
+            reader.seek(begin)
+            with tarfile.open(fileobj=reader, mode="r:") as archive:
+                yield from archive
+                end = archive.offset
+            _check_end(reader, info, end, begin)
+            begin = _next_archive(reader, info, end)
     except (tarfile.TarError, ValueError, RecursionError) as exc:
         raise DatasetError(f"shard {info.path!r} is not a whole tar file: {exc}") from None
 
 
-def read_class(reader: RangedReader, info: ObjectInfo, member: Member) -> int:
+def _check_end(reader: RangedReader, info: ObjectInfo, end: int, begin: int) -> None:
+    """The tarfile module takes any unreadable header for the end; only a block of zeros is one."""
+    if reader.at(end, end + _BLOCK) == bytes(_BLOCK):
+        return
+    if end == begin:
+        raise DatasetError(f"shard {info.path!r}: what follows its end mark at byte {end} is no tar archive")
+    raise DatasetError(f"shard {info.path!r} is truncated or damaged: no end mark at byte {end}")
+
+
+def _next_archive(reader: RangedReader, info: ObjectInfo, end: int) -> int | None:
+    """Where the next archive begins behind an end mark; None where only zeros follow."""
+    for start in range(end, info.size, FIRST_WINDOW_BYTES):
+        part = reader.at(start, start + FIRST_WINDOW_BYTES)
+        rest = part.lstrip(b"\0")
+        if rest:
+            return (start + len(part) - len(rest)) // _BLOCK * _BLOCK
+    return None
+
+
+def _entry(header: tarfile.TarInfo, info: ObjectInfo, tree: _Tree) -> _Entry | None:
+    """What a header stands for; None for a directory or what describes the archive."""
+    name, shown = header.name, f"{header.name!r}"
+    if header.isdir() or header.type in _NO_FILES:
+        return None
+    if any("\ud800" <= char <= "\udfff" for char in name):
+        why_not = f"the name of member {shown} is not UTF-8"
+        return _Entry(name.encode(errors="backslashreplace").decode(), reason="name", why_not=why_not)
+    if header.issparse():
+        return _Entry(name, reason="sparse", why_not=f"sparse member {shown} is not supported")
+    if header.isreg():
+        stop = header.offset_data + header.size
+        if header.size < 0 or stop > info.size:
+            where = f"member {shown} ends at byte {stop} of {info.size}"
+            raise DatasetError(f"shard {info.path!r} is truncated: {where}")
+        tree.add_file(name, header.offset_data, stop)
+        return _Entry(name, header.offset_data, stop)
+    if header.issym():
+        tree.add_link(name, header.linkname)
+        return _Entry(name, target=header.linkname)
+    if header.islnk():
+        found = tree.add_hard_link(name, header.linkname)
+        if found is None:
+            why_not = f"member {shown} is a hard link to {header.linkname!r}, which is not before it"
+            return _Entry(name, reason="link", why_not=why_not)
+        return _Entry(name, *found) if isinstance(found, tuple) else _Entry(name, target=found)
+    why_not = f"member {shown} is neither a file nor a link (type {header.type!r})"
+    return _Entry(name, reason="special", why_not=why_not)
+
+
+class _Tree:
+    """Files and symbolic links of an archive by their paths, as unpacking it in order would leave them."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[int, int]] = {}
+        self._links: dict[str, str] = {}
+
+    def add_file(self, name: str, start: int, stop: int) -> None:
+        """Take a file's name and its bytes of the object."""
+        path = _plain(name)
+        self._links.pop(path, None)
+        self._files[path] = (start, stop)
+
+    def add_link(self, name: str, target: str) -> None:
+        """Take a symbolic link's name and its text."""
+        path = _plain(name)
+        self._files.pop(path, None)
+        self._links[path] = target
+
+    def add_hard_link(self, name: str, target: str) -> tuple[int, int] | str | None:
+        """The bytes of the file before it that a hard link names, or the text of such a symbolic link."""
+        path = _plain(target)
+        found = self._files.get(path) or self._links.get(path)
+        if isinstance(found, tuple):
+            self.add_file(name, *found)
+        elif found is not None:
+            self.add_link(name, found)
+        return found
+
+    def follow(self, name: str) -> tuple[int, int] | None:
+        """The bytes of the file that a path leads to; None where that leads out, in a circle or nowhere."""
+        todo, done, hops = _plain(name).split("/")[::-1], list[str](), 0
+        while todo:
+            part = todo.pop()
+            if part == "..":
+                if not done:
+                    return None
+                done.pop()
+            elif part not in ("", "."):
+                done.append(part)
+                target = self._links.get("/".join(done))
+                if target is not None:
+                    hops += 1
+                    if hops > _MAX_HOPS or target.startswith("/"):
+                        return None
+                    done.pop()
+                    todo += target.split("/")[::-1]
+        return self._files.get("/".join(done))
+
+
+def _plain(name: str) -> str:
+    """A member's path as others of the archive refer to it."""
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
+def _may_be_of_a_sample(entry: _Entry, info: ObjectInfo, tally: Tally) -> bool:
+    name = _plain(entry.name)
+    _, extension = _split(name)
+    is_known = extension in FORMAT_OF or extension == "cls"
+    if left_out.is_clutter(name):
+        return False
+    if left_out.is_hidden(name):
+        if name.lower().rpartition(".")[2] in FORMAT_OF:
+            why_not = f"shard {info.path!r}: member {entry.name!r} is hidden by a dot"
+            tally.add("hidden", f"{info.path}: {entry.name}", why_not)
+        return False
+    is_meta = name.rpartition("/")[2].startswith("__")
+    return is_known or not (is_meta or left_out.is_description(name))
+
+
+def _member(entry: _Entry, tree: _Tree, reader: RangedReader, texts: dict[int, bytes]) -> Member:
+    key, extension = _split(entry.name)
+    start, stop = entry.start, entry.stop
+    if entry.reason:
+        return Member(key=key, extension=extension, reason=entry.reason, why_not=entry.why_not)
+    if entry.target is not None:
+        found = tree.follow(entry.name)
+        if found is None:
+            why_not = f"member {entry.name!r} is a symbolic link to {entry.target!r}, no file of this shard"
+            return Member(key=key, extension=extension, reason="link", why_not=why_not)
+        start, stop = found
+    text = None
+    if extension == "cls":
+        text = texts[start] if start in texts else _class_text(reader, start, stop)
+    return Member(key=key, extension=extension, start=start, stop=stop, text=text)
+
+
+def read_class(info: ObjectInfo, member: Member) -> int:
     """The integer in a ``.cls`` member.
 
     Raises:
         DatasetError: If it is none, or negative.
     """
-    size = member.stop - member.start
-    text = reader.at(member.start, member.stop).strip() if size <= MAX_CLS_BYTES else b""
+    text = member.text or b""
     if not text.isdigit() or len(text) > 18:
         raise DatasetError(
             f"shard {info.path!r}, sample {member.key!r}: .cls must hold a whole number >= 0, got {text!r}"
@@ -135,22 +330,16 @@ def read_class(reader: RangedReader, info: ObjectInfo, member: Member) -> int:
     return int(text)
 
 
-def _member(entry: tarfile.TarInfo, info: ObjectInfo) -> Member:
-    stop = entry.offset_data + entry.size
-    if entry.size < 0 or stop > info.size:
-        where = f"member {entry.name!r} ends at byte {stop} of {info.size}"
-        raise DatasetError(f"shard {info.path!r} is truncated: {where}")
-    directory, _, base = entry.name.rpartition("/")
+def _class_text(reader: RangedReader, start: int, stop: int) -> bytes:
+    return reader.at(start, stop).strip() if stop - start <= MAX_CLS_BYTES else b""
+
+
+def _is_class(name: str) -> bool:
+    return _split(name)[1] == "cls"
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Key and extension of a member: all of its path up to the first dot of its base name, and the rest."""
+    directory, _, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
-    key = f"{directory}/{stem}" if directory else stem
-    return Member(key=key, extension=extension.lower(), start=entry.offset_data, stop=stop)
-
-
-def _is_hidden(name: str) -> bool:
-    return name.rpartition("/")[2].startswith((".", "__"))
-
-
-def _check_end(reader: RangedReader, info: ObjectInfo, end: int) -> None:
-    """The tarfile module takes any unreadable header for the end; only a block of zeros is one."""
-    if reader.at(end, end + _BLOCK) != bytes(_BLOCK):
-        raise DatasetError(f"shard {info.path!r} is truncated or damaged: no end mark at byte {end}")
+    return (f"{directory}/{stem}" if directory else stem), extension.lower()

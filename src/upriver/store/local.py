@@ -173,6 +173,27 @@ def _object(name: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, os.stat_r
         raise OSError(f"{name!r} is {what}; remove it, or index a folder without it")
 
 
+def folders(root: Path, prefix: str) -> list[str]:
+    """Names of the folders right below a prefix, empty ones and links to empty ones among them.
+
+    A link to a folder that holds something is left to the listing, which knows circles.
+
+    Raises:
+        ObjectNotFound: If a symbolic link leads out of ``root``.
+    """
+    start = inside(root, prefix) if prefix else root
+    if not start.is_dir():
+        return []
+    with os.scandir(start) as entries:
+        found = sorted((entry for entry in entries if entry.is_dir()), key=lambda entry: entry.name)
+    links = {
+        entry.name: inside(root, f"{prefix}/{entry.name}" if prefix else entry.name)
+        for entry in found
+        if entry.is_symlink()
+    }
+    return [entry.name for entry in found if entry.name not in links or not os.listdir(links[entry.name])]
+
+
 def etag_of(status: os.stat_result) -> str:
     """The ETag obstore gives a local file: inode, modification time in microseconds, size; in hexadecimal."""
     micros = status.st_mtime_ns // 1000

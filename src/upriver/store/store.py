@@ -137,6 +137,11 @@ class Store:
         if parts.scheme == "memory":
             return cls(_memory_store(uri.rstrip("/")), name=name, uri=uri)
         if parts.scheme == "s3" and parts.netloc:
+            if "//" in parts.path:
+                raise ConfigError(
+                    f"store {uri!r}: keys with an empty segment, such as '/photos', cannot be read; "
+                    "copy them to keys without it"
+                )
             prefix = check_prefix(unquote(parts.path).lstrip("/"))
             try:
                 backend = open_s3(parts.netloc, prefix, options or {})
@@ -430,6 +435,8 @@ class Store:
                     yield ObjectInfo(path=name, size=status.st_size, etag=local.etag_of(status))
                 return
             _check_process(self)
+            if not prefix:
+                self._check_slashes()
             found = False
             for chunk in obstore.list(self._backend, prefix or None, chunk_size=1000):
                 for meta in chunk:
@@ -437,6 +444,34 @@ class Store:
                     yield _info(meta["path"], meta)
         if prefix and not found and self.exists(prefix):
             yield self.head(prefix)
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Names of the folders right below ``prefix``, without it; of a file store empty ones, too.
+
+        Raises:
+            StoreError: If the store cannot be read, or a symbolic link leads out of a file store.
+        """
+        prefix = check_prefix(prefix)
+        with self._errors("list", prefix):
+            if self._root is not None:
+                return local.folders(self._root, prefix)
+            _check_process(self)
+            listed = obstore.list_with_delimiter(self._backend, prefix or None)
+            return [name.rpartition("/")[2] for name in listed["common_prefixes"] if name]
+
+    def _check_slashes(self) -> None:
+        """Refuse a bucket with keys that begin with a slash: obstore lists them without it.
+
+        Raises:
+            StoreError: If there are some.
+        """
+        if isinstance(self._backend, S3Store) and not self._backend.prefix:
+            listed = obstore.list_with_delimiter(self._backend)
+            if "" in listed["common_prefixes"]:
+                raise StoreError(
+                    f"store {self.name!r} ({self.uri}) holds keys that begin with '/'; a name here is "
+                    "relative: copy them to keys without it, or name a folder beside them"
+                )
 
     # ------------------------------------------------------------------------------------- writing
 
