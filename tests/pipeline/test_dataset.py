@@ -6,12 +6,14 @@ import asyncio
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from upriver.errors import ConfigError, DatasetError, ObjectNotFound
 from upriver.pipeline import Dataset, InputChain, LoadTensor, Resize, imagenet_eval, imagenet_train, index
@@ -294,3 +296,94 @@ def test_one_long_name_for_many_rows_stays_small(dataset: Dataset) -> None:
     opened = Dataset.open(dataset.store, forge(dataset, table=table, count=count))
     assert pa.total_allocated_bytes() - before < 50_000_000
     assert opened.names([count - 1]) == ["n" * 50_000]
+
+
+# -------------------------------------------------------------------------------- targets of another set
+
+
+def of_classes(root: Path, names: dict[str, int], *, layout: str, listed: Sequence[str] = ()) -> Dataset:
+    """A dataset with so many samples of each class; in shards numbers stand for ``names``."""
+    if layout == "folders":
+        jpegs = {f"{name}/{n}.jpg": b"" for name, count in names.items() for n in range(count)}
+        return index(write(root, jpegs), stages=imagenet_eval(8))
+    members = [
+        member
+        for name, count in names.items()
+        for n in range(count)
+        for member in ((f"{name}-{n}.jpg", b""), (f"{name}-{n}.cls", name.encode()))
+    ]
+    text = {"classes.txt": "\n".join(listed).encode()} if listed else {}
+    return index(write(root, {"a.tar": shard(members), **text}), stages=imagenet_eval(8))
+
+
+@pytest.mark.parametrize(
+    ("held", "train", "targets"),
+    [
+        ({"b": 1, "c": 2}, {"a": 1, "b": 1, "c": 1}, [1, 2, 2]),
+        ({"d": 1}, {"a": 1, "b": 1, "c": 1, "d": 3}, [3]),
+        ({"a": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, [0, 2]),
+        ({"10": 1, "2": 1}, {"1": 1, "10": 1, "2": 1}, [1, 2]),
+        ({"0": 1, "1": 1}, {"0": 1, "00": 1, "1": 1}, [0, 2]),
+        ({"a": 1}, {"a": 1}, [0]),
+    ],
+)
+def test_targets_among_folders_of_more_classes_follow_the_names(
+    tmp_path: Path, held: dict[str, int], train: dict[str, int], targets: list[int]
+) -> None:
+    one = of_classes(tmp_path / "held", held, layout="folders")
+    other = of_classes(tmp_path / "train", train, layout="folders")
+    assert torch.equal(one.targets_among(other), torch.tensor(targets))
+
+
+@pytest.mark.parametrize(
+    ("held", "train", "targets"),
+    [
+        (("cat", "dog"), ("bird", "cat", "dog"), [1, 2]),
+        (("cat", "dog", "extra"), ("dog", "cat"), [1, 0]),
+        ((), ("cat", "dog", "fish"), [0, 1]),
+        (("cat", "dog"), (), [0, 1]),
+        ((), (), [0, 1]),
+    ],
+)
+def test_targets_among_shards_follow_names_where_both_have_some(
+    tmp_path: Path, held: Sequence[str], train: Sequence[str], targets: list[int]
+) -> None:
+    one = of_classes(tmp_path / "held", {"0": 1, "1": 1}, layout="webdataset", listed=held)
+    other = of_classes(tmp_path / "train", {"0": 1, "1": 1}, layout="webdataset", listed=train)
+    assert torch.equal(one.targets_among(other), torch.tensor(targets))
+
+
+def test_targets_among_shards_of_unused_classes_need_no_match(tmp_path: Path) -> None:
+    one = of_classes(tmp_path / "1", {"1": 1}, layout="webdataset", listed=("unknown", "dog"))
+    other = of_classes(tmp_path / "2", {"cat": 1, "dog": 1}, layout="folders")
+    assert one.targets_among(other).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("held", "train", "problem"),
+    [
+        (
+            ("folders", {"a": 1, "zebra": 1}, ()),
+            ("folders", {"a": 1, "b": 1}, ()),
+            "class 'zebra' is none of the 2",
+        ),
+        (("folders", {"A": 1}, ()), ("folders", {"a": 1}, ()), "class 'A' is none of"),
+        (("webdataset", {"0": 1}, ()), ("folders", {"a": 1}, ()), "class '0' .*; name them in a classes.txt"),
+        (("webdataset", {"2": 1}, ()), ("webdataset", {"0": 1}, ("a", "b")), "class 2 is none of the 2"),
+        (("webdataset", {"2": 1}, ()), ("webdataset", {"1": 1}, ()), "class '2' is none of the 2"),
+        (
+            ("webdataset", {"0": 1}, ("c", "d")),
+            ("webdataset", {"0": 1}, ("c", "c", "d")),
+            "'c' stands for several",
+        ),
+    ],
+)
+def test_targets_among_other_classes_are_refused_by_name(
+    tmp_path: Path, held: tuple[Any, ...], train: tuple[Any, ...], problem: str
+) -> None:
+    one, other = (
+        of_classes(tmp_path / str(at), names, layout=layout, listed=listed)
+        for at, (layout, names, listed) in enumerate((held, train))
+    )
+    with pytest.raises(ConfigError, match=problem):
+        one.targets_among(other)

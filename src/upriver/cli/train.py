@@ -216,9 +216,14 @@ def _datasets(settings: TrainFile) -> tuple[Dataset, Dataset | None]:
     if settings.heldout is None:
         return dataset, None
     held_chain = input_stages(settings.heldout_stages, size=settings.image_size)
-    heldout = index(store, settings.heldout, stages=held_chain.stages)
-    if heldout.classes != dataset.classes:
-        raise ConfigError(f"heldout {settings.heldout!r} has other classes than the training samples")
+    heldout = index(store, settings.heldout, stages=held_chain.stages, on_left_out=settings.on_left_out)
+    note_left_out(heldout.left_out)
+    try:
+        heldout.targets_among(dataset)
+    except ConfigError as exc:
+        raise ConfigError(
+            f"heldout {settings.heldout!r} has other classes than the training samples: {exc}"
+        ) from None
     return dataset, heldout
 
 

@@ -297,6 +297,8 @@ class FinetuneJob:
         Servers take part where they can read the dataset: it must lie in the training data's store, and this
         side must be able to write its index there. Else all of it is read from here.
 
+        Targets are numbers of the training data's classes: where the classes differ they are matched by name.
+
         Args:
             dataset: Held-out samples; its own input stages are used.
             metric: ``metric(outputs, targets)`` giving a mean over the batch, or an object with
@@ -307,12 +309,14 @@ class FinetuneJob:
             The mean over all samples, or what ``compute()`` gives.
 
         Raises:
-            ConfigError: If the job was closed, or an argument is none that can be used.
+            ConfigError: If the job was closed, an argument is none that can be used, or the held-out samples
+                have a class that the training data do not have.
             NotExact: As while training.
         """
         self._check_open()
         self._check_flags()
         require_type("dataset", dataset, Dataset, "from upriver.index()")
+        all_targets = dataset.targets_among(self._dataset)
         keeps_count = all(callable(getattr(metric, name, None)) for name in ("update", "compute"))
         if not keeps_count and not callable(metric):
             raise ConfigError(f"metric must be a function, or have update() and compute(), got {metric!r}")
@@ -333,7 +337,7 @@ class FinetuneJob:
             for values, ids in steps(loader, order, form=form, finish=finish):
                 if values is None:
                     continue
-                targets = dataset.targets[ids].to(values[0].device)
+                targets = all_targets[ids].to(values[0].device)
                 outputs = self._run.alone(form.one_or_all(values))
                 if keeps_count:
                     metric.update(outputs, targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -139,6 +140,42 @@ class Dataset:
         rows = self._rows(ids)
         return np.asarray(self._stops[rows] - self._starts[rows], dtype=np.int64)
 
+    def targets_among(self, other: Dataset) -> torch.Tensor:
+        """The targets as numbers of another dataset's classes, matched by name.
+
+        Classes without samples need no match. Shards without ``classes.txt`` name no classes: against other
+        shards their numbers count.
+
+        Returns:
+            int64 of shape (len,).
+
+        Raises:
+            ConfigError: If a class that has samples is none of the other's, or its name stands for several.
+        """
+        if self.classes == other.classes:
+            return self.targets
+        used = torch.unique(self.targets).tolist()
+        if self.layout == other.layout == "webdataset" and _are_numbers(self) != _are_numbers(other):
+            if used[-1] >= len(other.classes):
+                raise ConfigError(
+                    f"class {used[-1]} is none of the {len(other.classes)} classes of {other!r}"
+                )
+            return self.targets
+        mine, theirs = Counter(self.classes), Counter(other.classes)
+        number = {name: at for at, name in enumerate(other.classes)}
+        mapped = torch.full((len(self.classes),), -1, dtype=torch.int64)
+        for target in used:
+            name = self.classes[target]
+            if name not in number:
+                hint = "; name them in a classes.txt beside the shards" if _are_numbers(self) else ""
+                raise ConfigError(
+                    f"class {name!r} is none of the {len(other.classes)} classes of {other!r}{hint}"
+                )
+            if mine[name] > 1 or theirs[name] > 1:
+                raise ConfigError(f"class {name!r} stands for several: classes cannot be matched by name")
+            mapped[target] = number[name]
+        return mapped[self.targets]
+
     def with_stages(self, stages: Sequence[InputStage]) -> Dataset:
         """The same samples with other input stages: another dataset, not published yet."""
         chain = InputChain(tuple(stages))
@@ -200,6 +237,11 @@ class Dataset:
     def _text(self, column: str, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[str]:
         texts: list[str] = self._table[column].take(pa.array(rows)).to_pylist()
         return texts
+
+
+def _are_numbers(dataset: Dataset) -> bool:
+    """Whether a dataset's classes have no names but their numbers."""
+    return dataset.classes == tuple(map(str, range(len(dataset.classes))))
 
 
 def dataset_paths(prefix: str, digest: str) -> tuple[str, str]:
