@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -471,3 +473,112 @@ def test_a_put_that_fails_leaves_what_was_there(tmp_path: Path, size: int) -> No
     assert "cannot write 'new' in store 'here'" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     assert (tmp_path / "old").read_bytes() == b"before"
+
+
+# ------------------------------------------------------------------------------- files written in place
+
+
+def _keeping_times(write: Callable[[Path], None], file: Path) -> None:
+    """Overwrite a file, and set its modification time back to what it was."""
+    before = file.stat()
+    time.sleep(0.01)  # of the kernel's clock for files, a tick
+    write(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert file.read_bytes() == b"new content"
+
+
+def _write_in_place(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.write(b"new")
+
+
+def _write_mapped(file: Path) -> None:
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+        mapped[:3] = b"new"
+
+
+def _write_anew(file: Path) -> None:
+    file.write_bytes(b"new content")
+
+
+def _write_by_another_name(file: Path) -> None:
+    other = file.parent.parent / "other"
+    os.link(file, other)
+    _write_in_place(other)
+
+
+def _replace(file: Path) -> None:
+    other = file.parent.parent / "other"
+    other.write_bytes(b"new content")
+    os.replace(other, file)
+
+
+OVERWRITES = [_write_in_place, _write_mapped, _write_anew, _write_by_another_name, _replace]
+READS: dict[str, Callable[[Store, str], object]] = {
+    "get": lambda store, etag: store.get("a", etag=etag),
+    "get_async": lambda store, etag: asyncio.run(store.get_async("a", etag=etag)),
+    "get_range": lambda store, etag: store.get_range("a", 0, 3, etag=etag),
+    "get_range_async": lambda store, etag: asyncio.run(store.get_range_async("a", 0, 3, etag=etag)),
+    "read_into": lambda store, etag: store.read_into("a", 0, memoryview(bytearray(3)), etag=etag),
+}
+
+
+@pytest.mark.parametrize("overwrite", OVERWRITES)
+def test_file_overwritten_with_its_size_and_time_kept_has_changed(
+    tmp_path: Path, overwrite: Callable[[Path], None]
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "a").write_bytes(b"old content")
+    store = Store.open(root.as_uri())
+    (listed,) = store.list()
+    for read in READS.values():
+        read(store, listed.etag)
+    _keeping_times(overwrite, root / "a")
+    for read in READS.values():
+        with pytest.raises(ObjectChanged, match="'a' in store"):
+            read(store, listed.etag)
+    assert store.get("a", etag=store.head("a").etag) == b"new content"
+
+
+def test_etag_of_a_file_is_the_same_from_every_side(tmp_path: Path) -> None:
+    store = Store.open(tmp_path.as_uri())
+    store.put("a", b"content")
+    told: list[ObjectInfo] = []
+    store.get("a", on_answer=told.append)
+
+    async def first() -> bytes:
+        return b"".join([piece async for piece in store.read_first_async("a", 3, on_answer=told.append)])
+
+    assert asyncio.run(first()) == b"con"
+    assert set(told) | set(store.list()) == {store.head("a")} == {asyncio.run(store.head_async("a"))}
+
+
+def test_etag_of_a_file_outlasts_what_leaves_it_alone(tmp_path: Path) -> None:
+    store = Store.open(tmp_path.as_uri())
+    store.put("folder/a", b"content")
+    etag = store.head("folder/a").etag
+    store.get("folder/a")
+    (tmp_path / "folder").rename(tmp_path / "other")
+    (tmp_path / "other/b").write_bytes(b"")
+    assert store.get("other/a", etag=etag) == b"content"
+
+
+def test_etag_that_an_older_index_holds_is_still_the_file(tmp_path: Path) -> None:
+    store, file = Store.open(tmp_path.as_uri()), tmp_path / "a"
+    store.put("a", b"content")
+    status = file.stat()
+    older = f'"{status.st_ino:x}-{status.st_mtime_ns // 1000:x}-{status.st_size:x}"'
+    assert store.get_range("a", 0, 3, etag=older) == b"con"
+    os.utime(file, (1, 1))
+    with pytest.raises(ObjectChanged):
+        store.get_range("a", 0, 3, etag=older)
+
+
+@pytest.mark.parametrize("read", [name for name in READS if name != "read_into"])
+def test_folder_is_no_object_of_a_file_store(tmp_path: Path, read: str) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ObjectNotFound):
+        READS[read](Store.open(tmp_path.as_uri()), '"1-2-3"')

@@ -195,6 +195,18 @@ def folders(root: Path, prefix: str) -> list[str]:
 
 
 def etag_of(status: os.stat_result) -> str:
-    """The ETag obstore gives a local file: inode, modification time in microseconds, size; in hexadecimal."""
-    micros = status.st_mtime_ns // 1000
-    return f'"{status.st_ino:x}-{micros:x}-{status.st_size:x}"'
+    """Name a file's state: inode, modification time, size and change time, in hexadecimal.
+
+    A program that overwrites a file can keep its size and set its modification time back. The change time is
+    the kernel's alone.
+    """
+    return f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ctime_ns:x}"'
+
+
+def is_same(status: os.stat_result, etag: str) -> bool:
+    """Whether a file is in the state that an ETag names.
+
+    Indexes that older versions made hold ETags without the change time, which go by the rest.
+    """
+    older = f'"{status.st_ino:x}-{status.st_mtime_ns // 1000:x}-{status.st_size:x}"'
+    return etag in (etag_of(status), older)

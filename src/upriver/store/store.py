@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import stat
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -198,6 +201,8 @@ class Store:
             Exception: What ``on_answer`` raises; nothing is read then.
         """
         with self._errors("read", path):
+            if self._root is not None:
+                return self._read_file(self._root, path, etag=etag, on_answer=on_answer)
             answer = obstore.get(self._backend, self._checked(path), options=_options(etag))
             on_answer(_info(path, answer.meta))
             return answer.bytes().to_bytes()
@@ -205,6 +210,8 @@ class Store:
     async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
         """:meth:`get` for an event loop."""
         with self._errors("read", path):
+            if self._root is not None:
+                return await asyncio.to_thread(self._read_file, self._root, path, etag=etag)
             answer = await obstore.get_async(self._backend, self._checked(path), options=_options(etag))
             return (await answer.bytes_async()).to_bytes()
 
@@ -219,8 +226,11 @@ class Store:
         if _is_empty_range(start, stop):
             return b""
         with self._errors("read", path):
-            options = _options(etag, (start, stop))
-            data = obstore.get(self._backend, self._checked(path), options=options).bytes().to_bytes()
+            if self._root is not None:
+                data = self._read_file(self._root, path, start, stop, etag=etag)
+            else:
+                options = _options(etag, (start, stop))
+                data = obstore.get(self._backend, self._checked(path), options=options).bytes().to_bytes()
         return self._whole(data, path, start, stop)
 
     async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
@@ -228,9 +238,12 @@ class Store:
         if _is_empty_range(start, stop):
             return b""
         with self._errors("read", path):
-            options = _options(etag, (start, stop))
-            answer = await obstore.get_async(self._backend, self._checked(path), options=options)
-            data = (await answer.bytes_async()).to_bytes()
+            if self._root is not None:
+                data = await asyncio.to_thread(self._read_file, self._root, path, start, stop, etag=etag)
+            else:
+                options = _options(etag, (start, stop))
+                answer = await obstore.get_async(self._backend, self._checked(path), options=options)
+                data = (await answer.bytes_async()).to_bytes()
         return self._whole(data, path, start, stop)
 
     def read_into(
@@ -312,6 +325,13 @@ class Store:
             StoreError: If it is empty, or the store cannot be read.
         """
         with self._errors("read", path):
+            if self._root is not None:
+                data = self._read_file(self._root, path, 0, most_bytes, on_answer=on_answer)
+                if not data:
+                    raise ValueError("the object is empty")
+                for at in range(0, len(data), piece_bytes):
+                    yield data[at : at + piece_bytes]
+                return
             options = _options(None, (0, most_bytes))
             answer = await obstore.get_async(self._backend, self._checked(path), options=options)
             on_answer(_info(path, answer.meta))
@@ -368,6 +388,38 @@ class Store:
                     yield len(piece)
         self._check_full(places, path, start, stop)
 
+    def _read_file(
+        self,
+        root: Path,
+        path: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        etag: str | None = None,
+        on_answer: Callable[[ObjectInfo], None] = _ignore,
+    ) -> bytes:
+        """Bytes [start, stop) of a file, as many as it has, while it is in the state that ``etag`` names.
+
+        obstore would compare ETags of its own, which know nothing of the change time.
+        """
+        with self._opened(root, path) as file:
+            status = self._check_same(path, etag, file.fileno())
+            on_answer(_file_info(path, status))
+            stop = status.st_size if stop is None else min(stop, status.st_size)
+            parts = []
+            while start < stop and (part := os.pread(file.fileno(), stop - start, start)):
+                parts.append(part)
+                start += len(part)
+            self._check_same(path, etag, file.fileno())
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _opened(self, root: Path, path: str) -> FileIO:
+        self._checked(path)
+        real = local.inside(root, path)
+        if not real.is_file():
+            raise FileNotFoundError(path)
+        return real.open("rb", buffering=0)
+
     def _filling_from_file(
         self, root: Path, path: str, start: int, places: Places, etag: str | None, piece_bytes: int
     ) -> Iterator[int]:
@@ -376,10 +428,7 @@ class Store:
         A file that is written in place has another ETag from then on. It is looked at between each read and
         the word of it, so that nobody is told of bytes that are not those of the object.
         """
-        real = local.inside(root, check_name(path))
-        if not real.is_file():
-            raise FileNotFoundError(path)
-        with real.open("rb", buffering=0) as file:
+        with self._opened(root, path) as file:
             self._check_same(path, etag, file.fileno())
             yield 0
             file.seek(start)
@@ -399,12 +448,23 @@ class Store:
             StoreError: If the store cannot be read.
         """
         with self._errors("read", path):
+            if self._root is not None:
+                return self._head_file(self._root, path)
             return _info(path, obstore.head(self._backend, self._checked(path)))
 
     async def head_async(self, path: str) -> ObjectInfo:
         """:meth:`head` for an event loop."""
         with self._errors("read", path):
+            if self._root is not None:
+                return self._head_file(self._root, path)
             return _info(path, await obstore.head_async(self._backend, self._checked(path)))
+
+    def _head_file(self, root: Path, path: str) -> ObjectInfo:
+        self._checked(path)
+        status = local.inside(root, path).stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(path)
+        return _file_info(path, status)
 
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
@@ -432,7 +492,7 @@ class Store:
         with self._errors("list", prefix):
             if self._root is not None:
                 for name, status in local.walk(self._root, prefix):
-                    yield ObjectInfo(path=name, size=status.st_size, etag=local.etag_of(status))
+                    yield _file_info(name, status)
                 return
             _check_process(self)
             if not prefix:
@@ -559,9 +619,11 @@ class Store:
         if places.left:
             raise self._ended_early(path, start, stop, stop - start - places.left)
 
-    def _check_same(self, path: str, etag: str | None, file: int) -> None:
-        if etag is not None and local.etag_of(os.fstat(file)) != etag:
+    def _check_same(self, path: str, etag: str | None, file: int) -> os.stat_result:
+        status = os.fstat(file)
+        if etag is not None and not local.is_same(status, etag):
             raise self._changed(path)
+        return status
 
     def _ended_early(self, path: str, start: int, stop: int, got: int) -> StoreError:
         return StoreError(
@@ -669,6 +731,10 @@ def _info(path: str, meta: Mapping[str, Any]) -> ObjectInfo:
     if etag and not etag.startswith(('"', "W/")):
         etag = f'"{etag}"'  # some servers leave the quotes out of listings, yet want them in If-Match
     return ObjectInfo(path=path, size=meta["size"], etag=etag)
+
+
+def _file_info(path: str, status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(path=path, size=status.st_size, etag=local.etag_of(status))
 
 
 def _said(exc: BaseException) -> tuple[str, str]:
