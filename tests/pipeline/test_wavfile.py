@@ -119,6 +119,51 @@ def test_damage_gives_audio_or_a_sample_error_and_nothing_else() -> None:
 PLAIN = fmt(1, 16000, 16)
 
 
+def unknown(chunks: bytes, samples: bytes, *, riff: int | None, data: int) -> bytes:
+    """A WAV file with sizes as a program left them; ``riff`` is right where it is None."""
+    body = b"WAVE" + chunks + b"data" + struct.pack("<I", data) + samples
+    return b"RIFF" + struct.pack("<I", len(body) if riff is None else riff) + body
+
+
+@pytest.mark.parametrize(
+    ("riff", "data"),
+    [
+        (0xFFFFFFFF, 0xFFFFFFFF),  # FFmpeg
+        (0x7FFFF024, 0x7FFFF000),  # SoX
+        (0x80000024, 0x80000000),  # arecord
+        (0x7FFFFFFF, 0x7FFFFFFF - 36),
+        (0, 0),
+        (36, 0),  # Python's wave, GStreamer
+        (8, 0),
+        (0, 0xFFFFFFFF),
+        (None, 0xFFFFFFFF),
+        (None, 10**6),
+        (36, 10**6),
+        (0xFFFFFFFF, None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("bits", "channels", "tail"), [(16, 1, 0), (16, 1, 1), (24, 2, 5), (32, 3, 11), (8, 1, 0)]
+)
+@pytest.mark.parametrize("before", [b"", chunk(b"LIST", b"odd")])
+def test_sizes_that_were_not_known_end_with_the_file(
+    riff: int | None, data: int | None, bits: int, channels: int, tail: int, before: bytes
+) -> None:
+    array = tone(60, channels)
+    samples = wav(array, bits=bits)[44:]
+    samples = samples[: 60 * channels * bits // 8] + bytes(tail)
+    if data is None:
+        data = len(samples)
+    got = decode(unknown(fmt(channels, 16000, bits) + before, samples, riff=riff, data=data), mono=False)
+    assert torch.equal(got, decode(wav(array, bits=bits), mono=False))
+
+
+def test_audio_that_is_empty_by_its_header_stays_empty() -> None:
+    later = chunk(b"LIST", b"info")
+    with pytest.raises(SampleError, match="audio of 0 samples"):
+        decode(unknown(PLAIN, later, riff=None, data=0))
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
@@ -141,9 +186,12 @@ PLAIN = fmt(1, 16000, 16)
         (wav(tone(4), rate=44100), "audio of 44100 samples a second; 16000 are needed"),
         (riff(PLAIN, b""), "audio of 0 samples; 1 to 100 are allowed"),
         (wav(tone(101)), "audio of 101 samples; 1 to 100 are allowed"),
-        (riff(PLAIN, bytes(7)), "7 bytes of samples, 2 at a time; 8 are stored"),
-        (wav(tone(40))[:-1], "80 bytes of samples, 2 at a time; 79 are stored"),
-        (wav(tone(4))[:40] + b"\xff" * 4, "4294967295 bytes of samples, 2 at a time; 0 are stored"),
+        (riff(PLAIN, bytes(1)), "audio of 0 samples"),
+        (wav(tone(40))[:-1], "80 bytes of samples, 79 are stored; it is cut off at byte 123 of 124"),
+        (wav(tone(4))[:40] + b"\xff" * 4, "4294967295 bytes of samples, 0 are stored"),
+        (unknown(PLAIN, b"", riff=0xFFFFFFFF, data=0xFFFFFFFF), "audio of 0 samples"),
+        (unknown(PLAIN, bytes(400), riff=0xFFFFFFFF, data=0xFFFFFFFF), "audio of 200 samples; 1 to 100"),
+        (unknown(PLAIN, bytes(8), riff=60, data=0xFFFFFFFF), "it is cut off at byte 52 of 68"),
         (riff(fmt(1, 16000, 32, floating=True), struct.pack("<f", float("nan"))), "no finite numbers"),
         (riff(fmt(1, 16000, 64, floating=True), struct.pack("<d", 1e300)), "no finite numbers"),
     ],

@@ -175,7 +175,7 @@ class Weights(np.ndarray):
         (torch.ones(2).to_sparse(), "sparse"),
         (torch.ones(2, device="meta"), "cannot be sent"),
         (np.array(["a"]), "numpy.ndarray of <U1"),
-        (np.array([1], dtype=np.uint16), "uint16"),
+        (np.array([1], dtype=np.longdouble), "float128"),
         (np.array([1], dtype=">i4"), ">i4"),
         (np.array([object()]), "object"),
         ([np.ma.masked_less([1.0, 2.0], 2)], r"\[0\] is a numpy.ma.*MaskedArray"),

@@ -19,6 +19,7 @@ from upriver.pipeline.errors import SampleError
 
 _MAX_HEADER_BYTES = 2**20
 _MAX_DIMS = 16
+_MAX_EMPTY = 2**40  # the other sizes of a tensor without elements, multiplied: torch has a limit, too
 _NPY_DTYPES = {
     "<f8": torch.float64,
     "<f4": torch.float32,
@@ -27,9 +28,16 @@ _NPY_DTYPES = {
     "<i4": torch.int32,
     "<i2": torch.int16,
     "|i1": torch.int8,
+    "<u8": torch.uint64,
+    "<u4": torch.uint32,
+    "<u2": torch.uint16,
     "|u1": torch.uint8,
+    "<c16": torch.complex128,
+    "<c8": torch.complex64,
     "|b1": torch.bool,
 }
+"""Types that ``torch.from_numpy`` takes, by their names in little-endian order."""
+
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,13 +47,18 @@ _SAFETENSORS_DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 
 
 def read_npy(data: bytes | memoryview) -> torch.Tensor:
-    """A ``.npy`` file as a fresh, contiguous tensor.
+    """Read a ``.npy`` file of version 1, 2 or 3 as a fresh, contiguous tensor.
+
+    The tensor has the type that ``torch.from_numpy`` gives; of big-endian files the bytes are swapped.
 
     Raises:
         SampleError: If it is no such file, holds Python objects or another dtype that is not on the list, or
@@ -54,15 +67,26 @@ def read_npy(data: bytes | memoryview) -> torch.Tensor:
     stream = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(stream)
-        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        readers = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+            (3, 0): np.lib.format.read_array_header_2_0,  # differs in names of fields, which are refused
+        }
+        if version not in readers:
+            raise ValueError(f"version {version[0]}.{version[1]}; allowed: 1.0, 2.0, 3.0")
         shape, fortran_order, dtype = readers[version](stream)
     except Exception as exc:  # the header is a Python literal: parsing a crafted one can fail in many ways
         raise SampleError(f"not a .npy file: {exc or type(exc).__name__}".split("\n", 1)[0]) from None
-    if dtype.str not in _NPY_DTYPES:
-        raise SampleError(f".npy dtype {dtype.str!r}; allowed: {', '.join(_NPY_DTYPES)}")
+    kind = dtype.newbyteorder("<").str
+    if kind not in _NPY_DTYPES:
+        raise SampleError(
+            f".npy dtype {dtype.str!r}; allowed: {', '.join(_NPY_DTYPES)}, and the same in big-endian order"
+        )
     body = memoryview(data)[stream.tell() :]
-    stored = _fresh(body, _NPY_DTYPES[dtype.str], shape[::-1] if fortran_order else shape)
-    return stored.permute(*reversed(range(stored.dim()))).contiguous() if fortran_order else stored
+    stored = _fresh(body, _NPY_DTYPES[kind], shape[::-1] if fortran_order else shape)
+    if not dtype.isnative:
+        stored.numpy().byteswap(inplace=True)
+    return stored.permute(tuple(reversed(range(stored.dim())))).contiguous() if fortran_order else stored
 
 
 def read_safetensors(data: bytes | memoryview) -> torch.Tensor:
@@ -102,10 +126,12 @@ def _entry(header: Any) -> tuple[str, list[int], int, int]:
 
 def _fresh(body: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor that owns its memory, which torch aligns to 64 bytes."""
-    if len(shape) > _MAX_DIMS or any(type(size) is not int or size < 1 for size in shape):
+    if len(shape) > _MAX_DIMS or any(type(size) is not int or size < 0 for size in shape):
         raise SampleError(
-            f"a tensor of shape {str(tuple(shape))[:100]}; at most {_MAX_DIMS} sizes, each at least 1"
+            f"a tensor of shape {str(tuple(shape))[:100]}; at most {_MAX_DIMS} sizes, each at least 0"
         )
+    if 0 in shape and math.prod(size or 1 for size in shape) > _MAX_EMPTY:
+        raise SampleError(f"a tensor of shape {str(tuple(shape))[:100]} without an element")
     needed = math.prod(shape) * dtype.itemsize
     if needed != len(body):
         raise SampleError(
@@ -113,6 +139,6 @@ def _fresh(body: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.
         )
     out = torch.empty(needed, dtype=torch.uint8, device="cpu")
     out.numpy()[...] = np.frombuffer(body, dtype=np.uint8)
-    if dtype is torch.bool and int(out.max()) > 1:
+    if dtype is torch.bool and needed and int(out.max()) > 1:
         raise SampleError("a bool tensor with bytes other than 0 and 1")
     return out.view(dtype).view(tuple(shape))

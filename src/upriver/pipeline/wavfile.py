@@ -25,6 +25,9 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")
 """Of a subformat whose first two bytes are a plain format's number."""
 
+_UNKNOWN_BYTES = 0x7FFFF000
+"""Least size that stands for one that was not known: SoX writes this one, FFmpeg 0xFFFFFFFF."""
+
 _MAX_CHUNKS = 1024  # before the samples; files have a handful
 _DTYPES = {
     (_PCM, 8): "u1",
@@ -93,12 +96,7 @@ def read_wav(data: bytes | memoryview, *, sample_rate: int, mono: bool, max_samp
     if form.rate != sample_rate:
         raise SampleError(f"audio of {form.rate} samples a second; {sample_rate} are needed")
     start, size = next((start, size) for name, start, size in _chunks(view) if name == b"data")
-    if size > len(view) - start or size % form.frame_bytes:
-        raise SampleError(
-            f"not a whole WAV file: {size} bytes of samples, {form.frame_bytes} at a time; "
-            f"{len(view) - start} are stored"
-        )
-    samples = size // form.frame_bytes
+    samples = _stored_bytes(view, start, size) // form.frame_bytes  # half a frame at the end is none
     if not 1 <= samples <= max_samples:
         raise SampleError(f"audio of {samples} samples; 1 to {max_samples} are allowed")
     check_bytes("audio", 4 * samples * (1 if mono else form.channels))
@@ -106,6 +104,28 @@ def read_wav(data: bytes | memoryview, *, sample_rate: int, mono: bool, max_samp
         view, dtype=_DTYPES[form.tag, form.bits], offset=start, count=_count(form, samples)
     )
     return _floats(stored.reshape(samples, form.channels, -1), form, mono=mono)
+
+
+def _stored_bytes(view: memoryview, start: int, claimed: int) -> int:
+    """Bytes of samples that are there.
+
+    A program that writes to a pipe does not know the size in time: its header says the largest number that
+    fits, or 0. As in libsndfile the samples then end where the file does. A file that ends before the place
+    that its first header names was cut off.
+
+    Raises:
+        SampleError: If it was.
+    """
+    stored = len(view) - start
+    end = 8 + int.from_bytes(view[4:8], "little")
+    if claimed > stored:
+        if len(view) < end < _UNKNOWN_BYTES:
+            raise SampleError(
+                f"not a whole WAV file: {claimed} bytes of samples, {stored} are stored; it is cut off at "
+                f"byte {len(view)} of {end}"
+            )
+        return stored
+    return stored if claimed == 0 and end <= start else claimed
 
 
 def _chunks(view: memoryview) -> Iterator[tuple[bytes, int, int]]:

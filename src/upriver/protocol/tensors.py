@@ -34,6 +34,9 @@ many elements as a payload may have, in each of a thousand tensors. Some tensors
 DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
     "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "uint64": torch.uint64,
     "int8": torch.int8,
     "int16": torch.int16,
     "int32": torch.int32,
