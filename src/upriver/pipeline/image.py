@@ -25,6 +25,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from upriver.errors import ConfigError, TooLarge, UpriverError
 from upriver.pipeline.errors import SampleError
+from upriver.pipeline.orientation import orientation_of
 
 MAX_PIXELS = 64 * 2**20
 """Default cap: above what full-frame cameras give (61 megapixels), below Pillow's own warning (89
@@ -58,7 +59,7 @@ _ask: Callable[[int], None] | None = None
 """Set by `asking`, for this process alone."""
 
 _EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
-_TURNS = {
+_TURNS: dict[float, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -67,9 +68,6 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_ORIENTATION_TAG = 0x0112
-_SHORT = 3
-
 _PPM_KINDS = (b"1", b"2", b"3", b"4", b"5", b"6")
 """Second byte of a file: bits, grey or RGB, as text or as bytes."""
 
@@ -164,7 +162,7 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
     Args:
         data: The stored file.
         max_pixels: Cap on width times height, checked before anything is decoded.
-        orient: Whether to turn the image as its EXIF orientation says.
+        orient: Whether to turn the image as its metadata say, as ``ImageOps.exif_transpose`` does.
 
     Returns:
         uint8 of shape (height, width, 3).
@@ -182,7 +180,7 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
         if image.mode not in _EIGHT_BIT:
             raise SampleError(f"pixels of mode {image.mode!r}; 8 bits a channel are supported")
         image.load()  # only now is all of a PNG's head there, which may come last
-        turn = _TURNS.get(_orientation(image.info.get("exif", b""))) if orient else None
+        turn = _TURNS.get(orientation_of(image.info)) if orient else None
         image.info.pop("transparency", None)  # is dropped anyway, and Pillow warns when it drops some
         rgb = image if image.mode == "RGB" else image.convert("RGB")
         del image
@@ -294,25 +292,6 @@ def check_limit(width: int, height: int) -> None:
         raise TooLarge(
             f"an image of {width} x {height} = {width * height} pixels; this server takes at most {_limit}"
         )
-
-
-def _orientation(exif: bytes) -> int:
-    """The orientation in EXIF data; 1 (upright) where there is none or it is damaged."""
-    tiff = exif.removeprefix(b"Exif\x00\x00")
-    order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(tiff[:4])
-    if order is None:
-        return 1
-    try:
-        (directory,) = struct.unpack_from(order + "I", tiff, 4)
-        (entries,) = struct.unpack_from(order + "H", tiff, directory)
-        for index in range(entries):
-            at = directory + 2 + 12 * index
-            tag, kind, _count, value = struct.unpack_from(order + "HHIH", tiff, at)
-            if tag == _ORIENTATION_TAG and kind == _SHORT:
-                return int(value)
-    except struct.error:
-        pass
-    return 1
 
 
 # ------------------------------------------------------------------------------------------ changes
