@@ -163,7 +163,7 @@ class Dataset:
             return self.targets
         mine, theirs = Counter(self.classes), Counter(other.classes)
         number = {name: at for at, name in enumerate(other.classes)}
-        mapped = torch.full((len(self.classes),), -1, dtype=torch.int64)
+        mapped = torch.full((len(self.classes),), -1, dtype=torch.int64, device="cpu")
         for target in used:
             name = self.classes[target]
             if name not in number:
