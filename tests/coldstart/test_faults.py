@@ -127,23 +127,23 @@ class Weights:
 
 
 @pytest.mark.parametrize(
-    ("num_runs", "wanted"),
+    ("num_runs", "wanted", "num_told"),
     [
-        (50, {"right", "store"}),  # what else is met among few depends on the moment
+        (50, {"right", "store"}, 0),  # what else is met among few depends on the moment
         pytest.param(
-            1000, {"right", "store", "cancelled", "object_changed", "not_found"}, marks=pytest.mark.full
+            1000, {"right", "store", "cancelled", "object_changed", "not_found"}, 11, marks=pytest.mark.full
         ),
     ],
 )
 def test_every_caller_gets_the_right_answer_or_one_typed_error(
-    num_runs: int, wanted: set[str], told: Told, capfd: pytest.CaptureFixture[str]
+    num_runs: int, wanted: set[str], num_told: int, told: Told, capfd: pytest.CaptureFixture[str]
 ) -> None:
     a_bad_day(1, told)  # what the process needs once for all
     gc.collect()
     before = num_descriptors()
     ends = a_bad_day(num_runs, told)
     assert ends.total() == num_runs
-    assert len(told.runs) > num_runs // 100
+    assert len(told.runs) >= num_told
     assert wanted <= set(ends), ends
     wait_for(lambda: not threads(), seconds=WAIT_S)
 
