@@ -197,7 +197,7 @@ def test_a_server_that_was_not_there_at_the_start_joins(data: Dataset, plain: Re
     assert report.samples[f"http://127.0.0.1:{port}"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_servers_share_the_work_and_one_may_die(data: Dataset, plain: Reference) -> None:
     servers = [start(data, free_port()), start(data, free_port())]
     with upriver.connect(*(server.url for server in servers)) as near:

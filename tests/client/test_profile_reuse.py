@@ -157,6 +157,7 @@ def test_a_tier_that_is_slower_than_it_was_kept_is_planned_with_as_it_is(
     assert profile_from_json(path.read_text()) == fast  # one run is no measurement
 
 
+@pytest.mark.full
 def test_a_damaged_profile_is_measured_anew(
     data: Dataset, near: upriver.Near, seen: Seen, tmp_path: Path
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_damaged_profile_is_measured_anew(
     assert USED in seen.told
 
 
+@pytest.mark.full
 def test_another_job_measures_for_itself(data: Dataset, near: upriver.Near, seen: Seen) -> None:
     again(near, data, seen)
     again(near, data, seen, micro_batch=4)

@@ -75,7 +75,8 @@ def networks() -> list[Any]:
     ]
     for name, side in (("alexnet", 64), ("squeezenet1_1", 48), ("resnet18", 32), ("mobilenet_v3_small", 32)):
         model, _ = load_model(f"torchvision:{name}")
-        cases.append(pytest.param(model, torch.randn(1, 3, side, side), id=name))
+        marks = [] if name == "resnet18" else [pytest.mark.full]
+        cases.append(pytest.param(model, torch.randn(1, 3, side, side), id=name, marks=marks))
     return cases
 
 
