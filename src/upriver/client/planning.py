@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from upriver.profile.tail import tail_memory, tail_weights
 from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
 from upriver.program.split import Split
-from upriver.program.state import state_kept
+from upriver.program.state import state_kept, unattended
 from upriver.program.trace import mode
 from upriver.types import (
     Cluster,
@@ -92,7 +93,6 @@ def time_tail(model: nn.Module, split: Split, features: Values) -> tuple[float, 
 
 def _train_once(model: nn.Module, split: Split, features: Values) -> tuple[float, int]:
     """Seconds of forward and backward, and bytes saved in between that are no parameters."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
     kept = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -103,12 +103,12 @@ def _train_once(model: nn.Module, split: Split, features: Values) -> tuple[float
         return tensor
 
     device, given = features[0].device, split.tail.values.one_or_all(features)
-    with state_kept(model, idle=split.prefix_units), torch.enable_grad():
+    with state_kept(model, idle=split.prefix_units), unattended(model), torch.enable_grad():
         began = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             answers = [t for t in tensors_in(split.tail(given)) if t.requires_grad]
-        total = torch.stack([t.float().square().mean() for t in answers]).sum()
-        torch.autograd.grad(total, parameters, allow_unused=True)
+        loss: Any = torch.stack([t.float().square().mean() for t in answers]).sum()
+        loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - began

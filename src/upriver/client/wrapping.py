@@ -19,6 +19,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from upriver.errors import ConfigError
+from upriver.program.tail import Tail
 
 log = logging.getLogger("upriver")
 
@@ -95,9 +96,12 @@ class TailRunner:
         """
         self._tail = _compiled(tail, wrapped, compile_options)
         self._parallel = wrapped.parallel
+        self._compiled_from = tail if isinstance(tail, Tail) and self._tail is not tail else None
 
     def __call__(self, features: Any) -> Any:
         """The model's answer, as part of a training step."""
+        if self._compiled_from is not None:
+            features = self._compiled_from.asking(features)
         if self._parallel is None:
             return self._tail(features)
         whole = self._parallel.module

@@ -2,7 +2,8 @@
 
 What is compared, with ``torch.equal``, on random micro-batches and on one whose last rows are padding:
 
-- the answers and the gradients of every trainable parameter, whole and cut at the freeze point;
+- the answers, and the gradients that ``backward()`` leaves in each parameter, whole and cut at the freeze
+  point;
 - what crosses each cut of the program, computed in one go and from tensors that were sent over a wire at the
   cut before;
 - the features of some samples while the other rows change: one that moves with its neighbours shows a model
@@ -11,8 +12,11 @@ What is compared, with ``torch.equal``, on random micro-batches and on one whose
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,18 +24,30 @@ from torch import nn
 from upriver.errors import CaptureError
 from upriver.program.alignment import as_shipped
 from upriver.program.devices import seed
-from upriver.program.example import Example, tensors_in
+from upriver.program.example import Example, Source, tensors_in
 from upriver.program.freeze import keep_in_eval, switch
 from upriver.program.layouts import dense_parts, same_bits
-from upriver.program.point import EvalPlan
+from upriver.program.point import EvalPlan, Ship
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
-from upriver.program.state import state_kept
+from upriver.program.state import state_kept, unattended
 from upriver.program.tail import Tail
 from upriver.program.trace import calls_in_eval, no_fast_path
 
-Answer: TypeAlias = "tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]"
-"""A model's answer, and the gradient of each trainable parameter."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """What one step of training gave.
+
+    Attributes:
+        answers: The tensors of the answer.
+        gradients: Name of each parameter, frozen ones too, to what ``backward()`` left in it.
+        crossing: Which of the tensors that cross the freeze point were to have a gradient.
+    """
+
+    answers: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    crossing: tuple[bool, ...]
 
 
 class Proof:
@@ -82,7 +98,8 @@ class Proof:
         compared = zip((*self._random, self._padded), (*self._values, padded), strict=True)
         for number, (example, values) in enumerate(compared):
             # As in training and as in evaluation; one sample is too few for a BatchNorm that trains.
-            step = _Step(model, training=number != 1 and program.micro_batch > 1, autocast=autocast)
+            training = number != 1 and program.micro_batch > 1
+            step = _Step(model, tail, training=training, autocast=autocast)
             try:
                 # On copies: the model may write into what it is given.
                 fresh = example.with_tensors([tensor.clone() for tensor in example.tensors])
@@ -94,6 +111,7 @@ class Proof:
                     continue  # it takes no padding; such rows never reach it
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 raise CaptureError(f"the model does not run on random values: {reason}") from error
+            tail.with_gradient[training] = whole.crossing
             _same_answers(step, tail, in_eval, whole, values)
 
     def _rows_are_independent(self, tail: Tail, padded: tuple[torch.Tensor, ...]) -> None:
@@ -165,60 +183,115 @@ def _changed_from(first: int, given: Example, other: Example | None = None) -> E
 
 
 def _same_answers(
-    step: _Step, tail: Tail, in_eval: EvalPlan, reference: Answer, values: tuple[torch.Tensor, ...]
+    step: _Step, tail: Tail, in_eval: EvalPlan, whole: Taken, values: tuple[torch.Tensor, ...]
 ) -> None:
     kept = [value.clone() for value in values]
-    whole, whole_gradients = reference
+    cut = f"the model cut after {tail.boundary!r}"
     try:
         features = tail.values.one_or_all(values)
         # Calls that belong to the prefix are not made here, so none of them is to be put in eval.
-        rest = EvalPlan(modules=in_eval.modules)
-        split, split_gradients = step.taken(tail, (features,), {}, rest)
+        split = step.taken(tail, (features,), {}, EvalPlan(modules=in_eval.modules))
     except CaptureError:
         raise
     except Exception as error:  # the user's forward, on a model of which a part is missing
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise CaptureError(f"the model cut after {tail.boundary!r} does not run: {reason}") from error
-    if len(whole) != len(split) or not all(same_bits(a, b) for a, b in zip(whole, split, strict=True)):
-        raise CaptureError(f"the model cut after {tail.boundary!r} gives another answer than the whole one")
-    for name, gradient in whole_gradients.items():
-        other = split_gradients[name]
-        if (gradient is None) != (other is None) or (gradient is not None and not same_bits(gradient, other)):
-            raise CaptureError(f"the model cut after {tail.boundary!r} gives another gradient of {name!r}")
+        raise CaptureError(f"{cut} does not run: {reason}") from error
+    pairs = zip(whole.answers, split.answers, strict=False)
+    if len(whole.answers) != len(split.answers) or not all(same_bits(a, b) for a, b in pairs):
+        raise CaptureError(f"{cut} gives another answer than the whole one")
+    for name in {**whole.gradients, **split.gradients}:
+        gradient, other = whole.gradients.get(name), split.gradients.get(name)
+        if (gradient is None) != (other is None):
+            raise CaptureError(
+                f"{cut} gives {'no' if other is None else 'a'} gradient of {name!r}, unlike it whole"
+            )
+        if gradient is not None and not same_bits(gradient, other):
+            raise CaptureError(f"{cut} gives another gradient of {name!r}")
     if not all(same_bits(a, b) for a, b in zip(kept, values, strict=True)):
-        raise CaptureError(f"the model cut after {tail.boundary!r} writes into what it was given")
+        raise CaptureError(f"{cut} writes into what it was given")
 
 
 class _Step:
-    """A step of training, forward and backward, that leaves a model as it was.
+    """A step of training as a user takes it, but for the optimizer's, that leaves a model as it was.
 
     Args:
         model: The user's.
+        tail: Its tail, which says what crosses.
         training: Whether in training mode.
         autocast: Under autocast to this type.
     """
 
-    def __init__(self, model: nn.Module, *, training: bool, autocast: torch.dtype | None) -> None:
-        self._model, self._training, self._autocast = model, training, autocast
+    def __init__(self, model: nn.Module, tail: Tail, *, training: bool, autocast: torch.dtype | None) -> None:
+        self._model, self._tail = model, tail
+        self._training, self._autocast = training, autocast
 
-    def taken(self, run: nn.Module, args: Sequence[object], kwargs: object, in_eval: EvalPlan) -> Answer:
-        """The answer of ``run``, which is the model or a part, and the gradients."""
+    def taken(self, run: nn.Module, args: Sequence[object], kwargs: object, in_eval: EvalPlan) -> Taken:
+        """Take it with the model or with its tail.
+
+        Raises:
+            CaptureError: If nothing is to be trained.
+        """
         model = self._model
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        device = next(iter(trainable.values())).device
+        device = next(p for p in model.parameters() if p.requires_grad).device
         with state_kept(model), no_fast_path(), torch.enable_grad():
             for training in (True, self._training):  # some modules drop what they kept in eval then
                 switch(model, training=training)
             keep_in_eval(model, list(in_eval.modules))
             seed(0)
-            with calls_in_eval(model, in_eval.calls), autocasting(device, self._autocast):
-                returned = tensors_in(run(*args, **dict(kwargs)))  # type: ignore[call-overload]
-            answers = [part for tensor in returned for part in dense_parts(tensor)]
-            # Squares, so that a gradient depends on the values; scaled, so that it stays finite in half
-            # precision.
-            terms = [(t.float() / 16).square().mean() for t in answers if t.requires_grad]
-            if not terms:
-                raise CaptureError("the model's answer does not depend on its trainable parameters")
-            total = torch.stack(terms).sum()
-            gradients = torch.autograd.grad(total, list(trainable.values()), allow_unused=True)
-        return [t.detach() for t in answers], dict(zip(trainable, gradients, strict=True))
+            ships = self._tail.values.ships
+            with (
+                calls_in_eval(model, in_eval.calls),
+                _Crossing(model, ships) as crossing,
+                unattended(model),
+            ):
+                with autocasting(device, self._autocast):
+                    returned = tensors_in(run(*args, **dict(kwargs)))  # type: ignore[call-overload]
+                answers = [part for tensor in returned for part in dense_parts(tensor)]
+                self._loss(answers, whole=run is model).backward()
+                gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return Taken(
+            answers=[t.detach() for t in answers], gradients=gradients, crossing=crossing.with_gradient()
+        )
+
+    def _loss(self, answers: Sequence[torch.Tensor], *, whole: bool) -> Any:
+        # Squares, so that a gradient depends on the values; scaled, so that it stays finite in half
+        # precision.
+        terms = [(t.float() / 16).square().mean() for t in answers if t.requires_grad]
+        if not terms and whole:
+            raise CaptureError("the model's answer does not depend on its trainable parameters")
+        if not terms:
+            raise CaptureError(
+                f"the model cut after {self._tail.boundary!r} gives an answer without a gradient"
+            )
+        return torch.stack(terms).sum()
+
+
+class _Crossing(contextlib.ExitStack):
+    """Looks, in a run of a whole model, at what crosses the freeze point: does it ask for a gradient?
+
+    What frozen layers give does not, unless a hook on them says that it does: activation checkpointing needs
+    that, and leaves what is trained behind it without a gradient otherwise.
+    """
+
+    def __init__(self, model: nn.Module, ships: Sequence[Ship]) -> None:
+        super().__init__()
+        self._found = dict.fromkeys((ship.source for ship in ships), False)
+        for path in {source.path for source in self._found if source.path is not None}:
+            # Ours comes last, behind whatever the user's own hooks make of the result.
+            self.callback(model.get_submodule(path).register_forward_hook(self._look(path)).remove)
+
+    def with_gradient(self) -> tuple[bool, ...]:
+        """Which of them do, in order."""
+        return tuple(self._found.values())
+
+    def _look(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        numbers = itertools.count()
+
+        def look(_module: nn.Module, _args: Any, result: Any) -> None:
+            number = next(numbers)
+            for leaf, tensor in enumerate(tensors_in(result)):
+                source = Source(path=path, number=number, leaf=leaf)
+                if source in self._found:
+                    self._found[source] = tensor.requires_grad
+
+        return look

@@ -17,7 +17,7 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from upriver.program.cache import cache_folder, write_whole
 from upriver.program.point import FreezePoint
 from upriver.program.program import Program
 
-SCHEMA = "upriver.proof/1"
+SCHEMA = "upriver.proof/2"
 
 
 def proof_digest(
@@ -41,18 +41,25 @@ def proof_digest(
     return folded.hexdigest()
 
 
-def is_proven(digest: str) -> bool:
-    """Whether that proof was made before."""
+Asking: TypeAlias = "dict[bool, tuple[bool, ...]]"
+"""Which of the tensors that cross ask for a gradient, by the model's mode: found by a proof."""
+
+
+def recall(digest: str) -> Asking | None:
+    """What that proof found; None if it was not made before."""
     try:
         found = json.loads(_path(digest).read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.get("schema") == SCHEMA and found.get("proof") == digest
+        if found["schema"] == SCHEMA and found["proof"] == digest:
+            return {mode == "training": tuple(map(bool, asks)) for mode, asks in found["asking"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass
+    return None
 
 
-def remember(digest: str, program: Program) -> None:
+def remember(digest: str, program: Program, asking: Asking) -> None:
     """Keep that a proof was made. A cache that cannot be written is no error: the next job proves again."""
-    text = json.dumps({"schema": SCHEMA, "proof": digest, "program": program.digest}) + "\n"
+    found = {"training" if training else "eval": asks for training, asks in asking.items()}
+    text = json.dumps({"schema": SCHEMA, "proof": digest, "program": program.digest, "asking": found}) + "\n"
     with contextlib.suppress(OSError):
         write_whole(_path(digest), text)
 
@@ -74,6 +81,7 @@ def _facts(
     yield from (_settings(module) for module in model.modules())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+        yield _fold(list((parameter._backward_hooks or {}).values()), _DEPTH)
     classes = {type(module) for module in model.modules()}
     for module_class in sorted(classes, key=lambda kind: (kind.__module__, kind.__qualname__)):
         yield f"{module_class.__module__}.{module_class.__qualname__} {_source(module_class)}"
@@ -89,11 +97,13 @@ _DEPTH = 4
 def _settings(module: nn.Module) -> str:
     """What a forward may branch on: a module's attributes, whatever they are."""
     own = {name: value for name, value in vars(module).items() if name not in _OURS_NOT}
-    return str(sorted((name, _fold(value, _DEPTH)) for name, value in own.items() if not _is_hooks(name)))
+    return str(sorted((name, _fold(_without_numbers(name, value), _DEPTH)) for name, value in own.items()))
 
 
-def _is_hooks(name: str) -> bool:
-    return name.startswith("_") and "hook" in name
+def _without_numbers(name: str, value: Any) -> Any:
+    """Hooks without the numbers that torch gives them, which go on from model to model."""
+    is_hooks = name.startswith("_") and "hook" in name and isinstance(value, dict)
+    return list(value.values()) if is_hooks else value
 
 
 def _fold(value: Any, depth: int) -> str:
@@ -115,11 +125,21 @@ def _fold(value: Any, depth: int) -> str:
             return f"{kind} {sorted(_fold(item, depth - 1) for item in value)}"
         case list() | tuple():
             return f"{kind} {[_fold(item, depth - 1) for item in value]}"
+    if isinstance(value, functools.partial):
+        return f"{kind} {_fold([value.func, value.args, value.keywords], depth - 1)}"
     if inspect.isroutine(value) or inspect.isclass(value):
-        return (
-            f"{kind} {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')} {_source(value)}"
-        )
+        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+        return f"{kind} {name} {_source(value)} {_fold(_captured(value), depth - 1)}"
     return f"{kind} {_fold(getattr(value, '__dict__', None), depth - 1)}"
+
+
+def _captured(value: Any) -> list[Any]:
+    """What a function made inside another one has from there."""
+    found = []
+    for cell in getattr(value, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            found.append(cell.cell_contents)
+    return found
 
 
 def _digest_of(tensor: torch.Tensor) -> str:

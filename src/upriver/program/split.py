@@ -28,7 +28,7 @@ from upriver.program.point import EvalPlan, FreezePoint, Ship, find, in_eval_for
 from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.program import Program
 from upriver.program.proof import Proof
-from upriver.program.remember import is_proven, proof_digest, remember
+from upriver.program.remember import proof_digest, recall, remember
 from upriver.program.stages import Granularity
 from upriver.program.state import state_kept
 from upriver.program.tail import Tail
@@ -236,11 +236,14 @@ class _Splitting:
                 program = self._capture(calls, point, level)
                 capture_s = time.perf_counter() - began
                 proof = proof_digest(self.model, program, point, autocast=self.autocast)
-                known = is_proven(proof)
-                if not known and not self._proven(program, tail, in_eval, f"{step}, {_LEVELS[level]}"):
+                known = recall(proof)
+                if known is not None:
+                    tail.with_gradient = known
+                elif not self._proven(program, tail, in_eval, f"{step}, {_LEVELS[level]}"):
                     continue
-                remember(proof, program)
-                self.attempts.append(Attempt(step=f"{step}, {_LEVELS[level]}", remembered=known))
+                remember(proof, program, tail.with_gradient)
+                remembered = known is not None
+                self.attempts.append(Attempt(step=f"{step}, {_LEVELS[level]}", remembered=remembered))
                 return self._split(calls, point, tail, program, in_eval, capture_s=capture_s)
         except CaptureError as error:  # a finer or coarser program would not help
             self.attempts.append(Attempt(step=step, why_not=str(error)))

@@ -74,6 +74,39 @@ def _all_but_values_kept(model: nn.Module, *, unused: Collection[int] | None = N
                 thing.put_back()
 
 
+@contextlib.contextmanager
+def unattended(model: nn.Module) -> Iterator[None]:
+    """Let nobody act on a gradient that a backward leaves, inside of :func:`state_kept`.
+
+    A hook behind a gradient may take an optimizer's step; ``DistributedDataParallel`` counts backwards, and
+    would take this one for the first.
+    """
+    held: list[tuple[Any, Any]] = []
+    for parameter in model.parameters():
+        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            hooks.clear()  # torch goes on with them where they are only taken off the tensor
+        if parameter.requires_grad and _is_watched(parameter):
+            held.append((parameter, parameter.detach().requires_grad_()))
+    for each in held:
+        torch._C._swap_tensor_impl(*each)  # the same values, and another node in the graph
+    try:
+        yield
+    finally:
+        for each in held:
+            torch._C._swap_tensor_impl(*each)
+
+
+def _is_watched(parameter: nn.Parameter) -> bool:
+    """Whether somebody holds the node that adds up its gradient: torch drops one that nobody holds."""
+    mark, edge_of = "upriver", torch.autograd.graph.get_gradient_edge
+    node: Any = edge_of(parameter).node
+    node.metadata[mark] = True
+    del node
+    found: Any = edge_of(parameter).node
+    return found.metadata.pop(mark, None) is not None
+
+
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
@@ -180,7 +213,9 @@ class _Tensor:
         if tensor.grad is not self.grad:
             tensor.grad = self.grad
         for name, hooks, items in self.hooks:
-            if getattr(tensor, name) is not hooks:
+            now = getattr(tensor, name)
+            if now is not hooks:
+                now.clear()
                 setattr(tensor, name, hooks)
             if items is not None and hooks != items:
                 hooks.clear()

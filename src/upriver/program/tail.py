@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from upriver.program.point import FreezePoint
 from upriver.program.precision import autocasting
 from upriver.program.trace import Call, Shape, Trace
 from upriver.program.values import Values
+
+Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+"""What crosses: one tensor, or a tuple of several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +189,7 @@ class Tail(nn.Module):
     Attributes:
         boundary: The last module of the prefix.
         values: The tensors that cross.
+        with_gradient: Which of them ask for a gradient in the whole model, by its mode (training or not).
     """
 
     def __init__(
@@ -216,6 +220,7 @@ class Tail(nn.Module):
         self._example = _inputs(point, calls)
         self._recipe = _Recipe(model, point, calls).make()
         _refuse_hooks(model, self._recipe)
+        self.with_gradient: dict[bool, tuple[bool, ...]] = {}
         self._shadows = _PerThread(model, self._recipe)
         self._compiled = _build(model, self._recipe)
         self.shadow = self._compiled.root
@@ -241,11 +246,31 @@ class Tail(nn.Module):
             for twin in shadow.twins:
                 twin.clone.training = twin.module.training
         else:
+            values = self._asking(values)
             shadow = self._shadows.get()
             keep_in_eval(self.model, self._in_eval)
             for twin in shadow.twins:
                 twin.update()
         return self._run(shadow, values)
+
+    def asking(
+        self, features: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """What crosses as the whole model has it: asking for a gradient where a hook sees to that.
+
+        For a compiled tail, which cannot do so itself.
+        """
+        return self.values.one_or_all(self._asking(self.values.check(features)))
+
+    def _asking(self, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if not torch.is_grad_enabled():
+            return values
+        asks = self.with_gradient.get(self.model.training, (False,) * len(values))
+        # Detached: what the caller holds gathers no gradient, also where a hook of the tail asks for one.
+        return tuple(
+            value if value.requires_grad else value.detach().requires_grad_(asked)
+            for value, asked in zip(values, asks, strict=True)
+        )
 
     def _run(self, shadow: _Shadow, values: tuple[torch.Tensor, ...]) -> Any:
         feed = shadow.feed
