@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import (
 )
 
 from upriver.coldstart.arrivals import Arrivals
+from upriver.errors import UpriverError
+from upriver.program.compiled import entering, runs_functions, seen
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -92,36 +94,72 @@ class Gate:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Operators of this thread wait for what they read."""
+        """Operators of this thread wait for what they read, and compiled code for everything."""
         caches = torch.is_autocast_cache_enabled()
         # Autocast makes what it caches under a lock that all models share: nobody should wait in there. With
         # gradients it goes on, since those of a weight that is cast once are added up in the lower type.
         torch.set_autocast_cache_enabled(caches and torch.is_grad_enabled())
-        mode = _Waits(self)  # until it is popped: some versions of torch pop what nobody holds
+        mode = _Waits(self, caches)  # until it is popped: some versions of torch pop what nobody holds
         _push_mode(mode)
         _tell_compiled_code(True)  # it reads weights past operators, and is not run where it sees a mode
         try:
-            yield
+            with entering(mode.lets_compile):
+                yield
         finally:
             _pop_mode()
-            others = _get_current_dispatch_mode_stack()
-            _tell_compiled_code(any(not mode.ignore_compile_internals() for mode in others))
+            _tell_of_modes()
             torch.set_autocast_cache_enabled(caches)
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One thread's. Making a view reads nothing, so it does not wait; whoever reads the view does."""
+    """One thread's. Making a view reads nothing, so it does not wait; whoever reads the view does.
+
+    Args:
+        gate: What operators pass.
+        caches: Whether autocast caches where no weight is waited for.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, caches: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._gate = gate
+        self._gate, self._caches = gate, caches
+        self._is_idle = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Refuse a wrapper: see :func:`as_written`."""
         return False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return self._is_idle
+
+    def lets_compile(self) -> bool:
+        """Whether all is there; where it does not come, operators of the code as it is written raise."""
+        try:
+            return self.ignore_compile_internals()
+        except UpriverError:  # the compiler leaves its settings changed where this raises
+            return False
+
+    @as_written
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Let code be compiled, and run, under this mode: once all that it may read is there.
+
+        The compiler asks before it looks at a function. Where it is not let, it marks the function never to
+        be compiled again, for all models of the process.
+
+        Raises:
+            UpriverError: If something does not come.
+        """
+        if not self._is_idle:
+            seen()
+            self._gate.arrivals.wait_for_all()
+            self._is_idle = True
+            torch.set_autocast_cache_enabled(self._caches)
+            _tell_of_modes()
+        return True
 
     @as_written
     def __torch_dispatch__(
@@ -129,9 +167,20 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Wait, then call an operator."""
         kwargs = kwargs or {}
-        if not only_views(func):
+        if runs_functions(func):
+            self._gate.arrivals.wait_for_all()
+        elif not only_views(func):
             self._gate.enter(args, kwargs)
         return func(*args, **kwargs)
+
+
+def _tell_of_modes() -> None:
+    """Tell compiled code whether it is to see the modes of this thread."""
+    _tell_compiled_code(not all(_is_idle(mode) for mode in _get_current_dispatch_mode_stack()))
+
+
+def _is_idle(mode: TorchDispatchMode) -> bool:
+    return mode.is_idle if isinstance(mode, _Waits) else mode.ignore_compile_internals()
 
 
 def only_views(func: Any) -> bool:

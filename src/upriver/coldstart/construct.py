@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch import nn, overrides
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from upriver.coldstart.notes import storage_key
-from upriver.coldstart.watch import Watch, is_plain, span_of
+from upriver.coldstart.watch import Watch, is_plain, nobody, span_of
 from upriver.errors import ModelError
+from upriver.program.compiled import entering
 
 
 def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
@@ -57,8 +57,9 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_truncation_seen())
         stack.callback(watch.notes.close)
-        stack.enter_context(watch)
+        stack.enter_context(_watching(watch))
         stack.enter_context(_RawReads(watch))
+        stack.enter_context(entering(watch.ignore_compile_internals))
         try:
             model = _named(build) if isinstance(build, str) else build()
             if not isinstance(model, nn.Module):
@@ -75,6 +76,16 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
         with watch.aside():
             watch.notes.finish(_loaded(model, state))
     return model
+
+
+@contextlib.contextmanager
+def _watching(watch: Watch) -> Iterator[None]:
+    """Have it see operators. Its own ``with`` keeps flags of the whole process."""
+    _push_mode(watch)
+    try:
+        yield
+    finally:
+        _pop_mode()
 
 
 def _named(name: str) -> nn.Module:
@@ -126,14 +137,28 @@ def _raw_reads() -> frozenset[Any]:
     return frozenset({*methods, interface.__get__, torch.tensor, torch.as_tensor, torch.asarray})
 
 
-class _RawReads(TorchFunctionMode):
-    """Has memory settled before Python gets hold of it."""
+class _RawReads(overrides.TorchFunctionMode):
+    """Has memory settled before Python gets hold of it, until nothing is put off any more."""
 
     _functions = _raw_reads()
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
+        watch.left = self._leave
+
+    def __exit__(self, *raised: object) -> None:
+        self._watch.left = nobody
+        if self in overrides._get_current_function_mode_stack():
+            super().__exit__(*raised)
+
+    def _leave(self) -> None:
+        """The compiler would compile this, too; other modes that were entered meanwhile stay."""
+        modes = overrides._get_current_function_mode_stack()
+        if self in modes:
+            above = [overrides._pop_mode() for _ in modes[modes.index(self) :]]
+            for mode in reversed(above[:-1]):
+                overrides._push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._functions:

@@ -152,11 +152,18 @@ def _stood_in(model: nn.Module) -> Iterator[None]:
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which tensors were copied into which."""
+    """Notes which tensors were copied into which; what code copies that it does not see is none."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._into: dict[int, list[torch.Tensor]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let code be compiled meanwhile, or the compiler marks it never to be compiled again."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -251,12 +251,13 @@ class Notes:
             return
         self._off(note)
         note.is_done = True
-        target = None if note.is_lost else note.place.open()
-        if target is None and note.moment is not None:
-            target = note.place.scratch()
-        if target is not None:
-            with torch.no_grad(), _at(note.moment):
-                note.call(target)
+        with torch.no_grad(), _with_data():
+            target = None if note.is_lost else note.place.open()
+            if target is None and note.moment is not None:
+                target = note.place.scratch()
+            if target is not None:
+                with _at(note.moment):
+                    note.call(target)
         note.source, note.call = None, _nothing
 
     def _lose(self, note: Note) -> None:
@@ -279,6 +280,17 @@ class Notes:
 
 def _nothing(_target: torch.Tensor) -> None:
     """What is left of a call that nobody needs: it holds no tensor."""
+
+
+@contextlib.contextmanager
+def _with_data() -> Iterator[None]:
+    """Compute in earnest, also where a constructor captures a model: on tensors without data."""
+    mode = torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            torch._C._set_dispatch_mode(mode)
 
 
 @contextlib.contextmanager

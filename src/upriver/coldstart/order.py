@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -30,6 +31,7 @@ from upriver.coldstart.execution import NOTHING, Execution
 from upriver.coldstart.layout import Manifest, check_dense, publish
 from upriver.errors import ModelError, ProgramError
 from upriver.program.check import flops_of_call, silent
+from upriver.program.compiled import uncompiled, under
 from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
 from upriver.program.flow import written_by
@@ -95,6 +97,7 @@ def counted(
         random_kept(),
         in_eval(model),
         no_fast_path(),
+        uncompiled(),
     ):
         call = (args, dict(kwargs or {}))
         try:
@@ -261,6 +264,8 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call an operator and note what it touched and did."""
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
+        if isinstance(func, HigherOrderOperator):
+            args, kwargs = under(self, (args, kwargs))
         result = func(*args, **kwargs)
         if getattr(func, "namespace", "") == "prim":  # asks a tensor for its device, say
             return result

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.coldstart.barrier import as_written, only_views
 from upriver.coldstart.notes import Notes, storage_key, weak
+from upriver.program.compiled import runs_functions
 
 
 class _Way(Enum):
@@ -102,16 +103,24 @@ def _traits(func: Any) -> _Traits:
     )
 
 
+def nobody() -> None:
+    """Is told."""
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts off fills of memory that was allocated while it watched.
 
     Attributes:
         notes: What was put off.
+        left: Called when nothing is put off any more, since code that is not seen is about to run.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes = Notes()
+        self.left: Callable[[], object] = nobody
         self._own: dict[int, StorageWeakRef] = {}  # storages that nobody can read unseen
         self._is_aside = False
         self._probes: dict[torch.device, torch.Generator] = {}
@@ -120,6 +129,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_aside:
+            return func(*args, **kwargs)
+        if runs_functions(func):
+            with torch._C.DisableTorchFunction():
+                self.notes.settle_all()
             return func(*args, **kwargs)
         traits = _traits(func)
         foreign = types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)
@@ -139,6 +152,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """Refuse a wrapper: see :func:`~upriver.coldstart.barrier.as_written`."""
         return False
+
+    @as_written
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Let code be compiled, and run: everything is settled before, and nothing is put off any more.
+
+        The compiler asks before it looks at a function. Where it is not let, it marks the function never to
+        be compiled again, for all models of the process.
+        """
+        if not self._is_aside:
+            with self.aside():
+                self.notes.settle_all()
+            self._own.clear()
+            self._is_aside = True
+            self.left()
+        return True
 
     # ---------------------------------------------------------------------------- what is put off
 

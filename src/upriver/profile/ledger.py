@@ -13,11 +13,13 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.profile.convolution import NOTHING, Workspace
 from upriver.profile.libraries import Kept
 from upriver.profile.workspace import tensors_of, workspace
+from upriver.program.compiled import under
 
 
 class Moment(NamedTuple):
@@ -45,6 +47,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept: What libraries keep after them.
         backward: Whether autograd runs; set by whoever calls it.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, kept: Kept | None = None, known: Container[int] = ()) -> None:
         """Begin with nothing.
@@ -92,6 +96,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Call an operator; count what it made and what it took."""
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # what its functions do is seen by itself
+            args, kwargs = under(self, (args, kwargs))
+            given = func(*args, **kwargs)
+            for tensor in tensors_of(given):
+                self._add(tensor, counted=True)
+            return given
         given = func(*args, **kwargs)
         if func.namespace == "prim":  # asks a tensor for its device, say
             return given

@@ -27,6 +27,7 @@ from upriver.profile.convolution import FEW_SAMPLES
 from upriver.profile.ledger import Ledger, storages
 from upriver.profile.libraries import Kept
 from upriver.profile.lines import Line, high_lines, same_calls
+from upriver.program.compiled import uncompiled
 from upriver.program.example import tensors_in
 from upriver.program.freeze import frozen_units, keep_in_eval
 from upriver.program.graph import Graph
@@ -335,7 +336,7 @@ def _without_data(model: nn.Module) -> Iterator[None]:
     """Train a user's module, but for its frozen units, on tensors without data and leave it as it was."""
     with state_kept(model), mode(model, training=True):
         keep_in_eval(model, frozen_units(model))
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), uncompiled():
             yield
 
 

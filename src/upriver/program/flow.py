@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upriver.program.compiled import held_by, under
 from upriver.program.example import tensors_in
 from upriver.program.held import HeldTensor
 from upriver.program.layouts import unusual
@@ -95,7 +97,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         call: Index of the module call that is running; set by whoever follows the modules.
+        running: Name of the operator whose functions are running; empty for none.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, held: Sequence[HeldTensor], inputs: list[torch.Tensor]) -> None:
         """Nothing is written yet.
@@ -106,6 +111,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.call = 0
+        self.running = ""
+        self._read: list[Value] = []  # by functions of that operator
+        self._written: list[int] = []
         self._operations: list[Operation] = []
         self._makers: dict[int, int] = {}
         self._origins: dict[int, Origin] = {}
@@ -151,6 +159,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._run(func, args, kwargs)
+        if self.running:
+            self._read += self._known(tensors_in((args, kwargs)))
+            self._written += [_storage(tensor) for tensor in written_by(func, args, kwargs)]
+            return func(*args, **kwargs)
         # Before the call: it may write into what it reads.
         reads = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
         written = list(written_by(func, args, kwargs))
@@ -160,6 +174,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sized = not _DEPENDS_ON_DATA.isdisjoint(func.tags) and not _is_plain_index(func, args)
         self._note(func, reads, written, result, random=random, sized=sized)
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator that runs functions: one operation, which reads all that these read or hold.
+
+        A branch that is not taken this time reads what it holds the next time.
+        """
+        held, functions = held_by((args, kwargs)), under(self, (args, kwargs))
+        if self.running:
+            self._read += self._known(held)
+            return func(*functions[0], **functions[1])
+        self.running, self._read, self._written = str(func.name()), list(self._known(held)), []
+        try:
+            result = func(*functions[0], **functions[1])
+        finally:
+            name, self.running = self.running, ""
+        index, reads = len(self._operations), tuple(dict.fromkeys(self._read))
+        trouble = f"runs the operator {name}, which runs functions"
+        self._operations.append(
+            Operation(name=name, call=self.call, reads=reads, trouble=trouble, observes=False)
+        )
+        for tensor in tensors_in(result):
+            if id(tensor) not in self._numbers:
+                self._makers[self._number(tensor, made_at=index)] = index
+        self._writers |= dict.fromkeys(self._written, index)
+        return result
+
+    def _known(self, tensors: list[torch.Tensor]) -> Iterator[Value]:
+        """Those that were there before the functions of an operator ran."""
+        return (
+            self.value(tensor)
+            for tensor in tensors
+            if id(tensor) in self._numbers or _place(tensor) in self._places
+        )
 
     def _note(
         self,

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ModelError
+from upriver.program.compiled import as_ever, uncompiled
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.flow import Flow, Recorder, Value, opaque_in
 from upriver.program.freeze import check_initialized, keep_in_eval, switch
@@ -232,6 +234,7 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         state_kept(model) as kept,
         in_eval(model),
         no_fast_path(),
+        uncompiled(),
         autocasting(example.tensors[0].device, autocast),
     ):
         first, flow = _watch(model, two, example, kept)
@@ -266,6 +269,7 @@ def watch_training(
         state_kept(model) as kept,
         mode(model, training=True),
         no_fast_path(),
+        uncompiled(),
         autocasting(device, autocast),
     ):
         keep_in_eval(model, list(in_eval))
@@ -360,7 +364,8 @@ class _Pass:
     def _runs(self, example: Example) -> bool:
         call = example.resized(example.samples)  # copies, as it may write into them
         try:
-            self.model(*call.args, **call.kwargs)
+            with as_ever():
+                self.model(*call.args, **call.kwargs)
         except Exception:  # whatever the user's forward raises
             return False
         return True
@@ -399,6 +404,10 @@ class _Pass:
         parent = self._open[-1][0] if self._open else -1
         self.recorder.call = max(parent, 0)
         leaves, form = pytree.tree_flatten(result)
+        tensors, opaque = tensors_in(result), opaque_in(result)
+        if self.recorder.running or any(map(is_functorch_wrapped_tensor, tensors)):
+            # None of these is there outside of the operator, or of the transform, that runs the module.
+            opaque, tensors = self.recorder.running or "a tensor of a transform", []
         self.calls.append(
             Call(
                 path=path,
@@ -409,12 +418,12 @@ class _Pass:
                 exit=self._events,
                 leaves=tuple(_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
                 form=form,
-                values=tuple(self.recorder.value(tensor) for tensor in tensors_in(result)),
-                opaque=opaque_in(result),
+                values=tuple(self.recorder.value(tensor) for tensor in tensors),
+                opaque=opaque,
             )
         )
         self._results.append(
-            [(tensor, tensor._version) for tensor in tensors_in(result) if not tensor.is_inference()]
+            [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         )
         self._events += 1
 
