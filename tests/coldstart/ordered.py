@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -147,3 +148,18 @@ def hesitating(model: nn.Module, name: str, shuffle: int, *, num_callers: int) -
     count = len(find(store, "model").tensors)
     order = random.Random(shuffle).sample(range(count), count)
     return store, Hesitant(order, num_callers=num_callers)
+
+
+class Awaited(Ordered):
+    """Brings everything when somebody waits; until then there are no numbers in its memory."""
+
+    def start(self) -> None:
+        """Begin."""
+        for index in self.order:
+            room = self.sink.room(index)
+            room[:] = b"\xff" * room.nbytes
+        super().start()
+
+    def _let(self, _index: int) -> None:
+        while not (self.hurried or self.sink._arrivals._all_waited or self.over):
+            time.sleep(0.001)
