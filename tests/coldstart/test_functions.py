@@ -208,9 +208,7 @@ def test_code_that_was_compiled_before_runs_once_all_is_there_and_is_not_compile
         compiled.append(1)
         return graph.forward
 
-    monkeypatch.setattr(
-        f"{__name__}._whole", (torch.compile(_function, backend=backend, fullgraph=True),)
-    )
+    monkeypatch.setattr(f"{__name__}._whole", (torch.compile(_function, backend=backend, fullgraph=True),))
     plain, other, x = _known("compiled")
     with torch.no_grad():
         expected = plain(x)

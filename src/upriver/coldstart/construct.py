@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn, overrides
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from upriver.coldstart.notes import storage_key
@@ -137,7 +138,7 @@ def _raw_reads() -> frozenset[Any]:
     return frozenset({*methods, interface.__get__, torch.tensor, torch.as_tensor, torch.asarray})
 
 
-class _RawReads(overrides.TorchFunctionMode):
+class _RawReads(TorchFunctionMode):
     """Has memory settled before Python gets hold of it, until nothing is put off any more."""
 
     _functions = _raw_reads()
@@ -145,20 +146,23 @@ class _RawReads(overrides.TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
+        self._is_left = False
         watch.left = self._leave
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self._watch.left = nobody
-        if self in overrides._get_current_function_mode_stack():
-            super().__exit__(*raised)
+        if not self._is_left:
+            torch._C._pop_torch_function_stack()
 
     def _leave(self) -> None:
         """The compiler would compile this, too; other modes that were entered meanwhile stay."""
-        modes = overrides._get_current_function_mode_stack()
+        modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
         if self in modes:
-            above = [overrides._pop_mode() for _ in modes[modes.index(self) :]]
-            for mode in reversed(above[:-1]):
-                overrides._push_mode(mode)
+            self._is_left = True
+            for _ in modes[modes.index(self) :]:
+                torch._C._pop_torch_function_stack()
+            for mode in modes[modes.index(self) + 1 :]:
+                torch._C._push_on_torch_function_stack(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._functions:

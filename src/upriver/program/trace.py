@@ -422,9 +422,7 @@ class _Pass:
                 opaque=opaque,
             )
         )
-        self._results.append(
-            [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-        )
+        self._results.append([(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()])
         self._events += 1
 
 
