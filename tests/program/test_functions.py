@@ -95,6 +95,12 @@ WAYS: dict[str, tuple[Forward, str]] = {
         ),
         "first",
     ),
+    "cond of what runs again": (
+        lambda net, x: net.a(
+            net.second(torch.cond(x.sum() > 0, lambda y: net.second(y), lambda y: y * 3, (net.first(x),)))
+        ),
+        "first",
+    ),
     "cond itself": (
         lambda net, x: torch.ops.higher_order.cond(
             x.sum() > 0, lambda y: net.second(y) * 2, lambda y: y + 1, (net.first(x),)

@@ -41,7 +41,7 @@ class Call:
         leaves: What it returned, flattened; tensors as :class:`Shape`.
         form: What these are parts of. Nothing is put together but of tensors: a class may look at its fields.
         values: The tensors of its result, in order, as they were when it ended.
-        opaque: Type of something in its result that is no tensor and no constant; empty for most.
+        opaque: Why no stub could give its result, such as the type of something in it; empty for most.
         overwritten: Whether something wrote into its result in place afterwards.
     """
 
@@ -318,6 +318,7 @@ class _Pass:
         self._begun = 0
         self._events = 0
         self._results: list[list[tuple[torch.Tensor, int]]] = []
+        self._inside: dict[str, str] = {}  # modules that an operator's functions call, and its name
 
     def run(self) -> None:
         """Run it.
@@ -333,7 +334,11 @@ class _Pass:
         except Exception as error:  # whatever the user's forward raises, or those who watch it
             raise self._failed(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         self.calls = [
-            replace(call, overwritten=any(tensor._version != version for tensor, version in kept))
+            replace(
+                call,
+                overwritten=any(tensor._version != version for tensor, version in kept),
+                opaque=self._inside.get(call.path, call.opaque),
+            )
             for call, kept in zip(self.calls, self._results, strict=True)
         ]
         self._results.clear()
@@ -372,6 +377,8 @@ class _Pass:
 
     def _enter(self, _module: nn.Module, _args: Any) -> None:
         self._look_for_draws()
+        if self.recorder.running:  # see :meth:`_note`
+            return
         self._open.append((self._begun, self._events))
         self.recorder.call = self._begun
         self._begun += 1
@@ -398,6 +405,9 @@ class _Pass:
 
     def _note(self, path: str, result: Any) -> None:
         self._look_for_draws()
+        if self.recorder.running:  # none of its calls can be told from others then, nor be skipped
+            self._inside[path] = self.recorder.running
+            return
         index, enter = self._open.pop()
         number = self._numbers.get(path, 0)
         self._numbers[path] = number + 1
@@ -405,9 +415,8 @@ class _Pass:
         self.recorder.call = max(parent, 0)
         leaves, form = pytree.tree_flatten(result)
         tensors, opaque = tensors_in(result), opaque_in(result)
-        if self.recorder.running or any(map(is_functorch_wrapped_tensor, tensors)):
-            # None of these is there outside of the operator, or of the transform, that runs the module.
-            opaque, tensors = self.recorder.running or "a tensor of a transform", []
+        if any(map(is_functorch_wrapped_tensor, tensors)):  # none that is there outside of it
+            tensors, opaque = [], "a tensor of a transform"
         self.calls.append(
             Call(
                 path=path,
@@ -441,7 +450,7 @@ def _merge(a: Call, b: Call) -> Call:
     if a.form != b.form:
         raise CaptureError(f"module {a.path!r} returns different structures for 2 and for 3 samples")
     leaves: list[Any] = []
-    opaque = a.opaque
+    opaque = a.opaque or b.opaque
     for x, y in zip(a.leaves, b.leaves, strict=True):
         if isinstance(x, _Form) and isinstance(y, _Form):
             leaves.append(_shape(x, y))
