@@ -141,6 +141,19 @@ def test_window_of_bytes_counts_expected_then_real_bytes():
     assert slots.find(Way.REMOTE, 10) == (2,)
 
 
+@pytest.mark.parametrize("sizes", [(25, 2), (2, 25), (1, 25, 3), (25, 25, 1)])
+def test_slots_after_deliveries_of_several_sizes_expect_the_largest(sizes):
+    slots = table(num_bytes=300, expected=4)
+    claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, len(sizes)))
+    for index, num_floats in enumerate(sizes):
+        assert slots.deliver(claim, index, delivery(index, num_floats))
+        slots.take()
+    assert slots.held_bytes == 0
+    claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 10))
+    assert (len(claim.indices), slots.held_bytes) == (3, 300), "three of 100 bytes, not ten of fewer"
+    assert slots.find(Way.LOCAL, 10) == ()
+
+
 def test_the_one_that_is_due_fits_any_window():
     slots = table(num_bytes=1, expected=40)
     claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 10))

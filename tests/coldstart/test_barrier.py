@@ -77,6 +77,9 @@ READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reshape": lambda weight: weight.t().reshape(-1),
     "flatten": lambda weight: weight.t().flatten(),
     "chunk": lambda weight: weight.chunk(2)[1],
+    "list": lambda weight: torch.cat((weight, weight)),
+    "by name": lambda weight: torch.histogram(torch.arange(12.0), 3, weight=weight.detach().view(-1))[0],
+    "out": lambda weight: torch.mul(torch.ones(4, 3), 2, out=weight.detach()) - weight,
 }
 
 
@@ -149,6 +152,101 @@ def test_what_a_call_gives_back_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(said.more["rows"][0], expected.more["rows"][0])
     assert torch.equal(said.more["bias"], expected.more["bias"])
     stream.join()
+
+
+class Turns(nn.Module):
+    """Makes a view of one weight, then reads the other."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        view = self.first.t()[1:].view(2, 4)
+        self.seen.append(x * self.second.detach())
+        return self.seen[-1][:, :2] + view.t()
+
+
+def test_a_view_of_a_weight_that_is_not_there_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, seen, x = Turns([]), list[torch.Tensor](), torch.tensor(2.0)
+    stream = held_back(monkeypatch, lets=1, order=(1, 0))
+    model = load(lambda: Turns(seen), "model", store=published(reference, "turns"))
+    caller = Caller(lambda: model(x))
+    while 0 not in stream.hurried and caller.is_alive():
+        time.sleep(0.001)
+    assert not caller.answers and torch.equal(seen[0], x * reference.second)
+    release(stream)
+    caller.join(60)
+    assert torch.equal(caller.answers[0], reference(x))
+    stream.join()
+
+
+# ------------------------------------------------------------------------------ one storage, two numbers
+
+
+class Flat(nn.Module):
+    """Has weights that are parts of one storage, as optimizers and sharding lay them out."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        flat = torch.randn(24)
+        self.way = way
+        match way:
+            case "columns":
+                parts = list(flat.view(6, 4).split(2, 1))
+            case "interleaved":
+                parts = [flat[0::2], flat[1::2]]
+            case "overlapping":
+                parts = [flat[:16], flat[8:]]
+            case "three":
+                parts = list(flat.view(3, 8))
+            case _:
+                parts = [flat[:12], flat[12:]]
+        for number, part in enumerate(parts):
+            if way == "buffers":
+                self.register_buffer(f"part{number}", part)
+            else:
+                setattr(self, f"part{number}", nn.Parameter(part, requires_grad=False))
+        self.whole = flat
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        match self.way:
+            case "whole":
+                return x * self.whole
+            case "last":
+                return x * self.part1
+            case "first":
+                return x * self.part0
+            case "overlapping" | "columns" | "interleaved" | "three" | "buffers":
+                return torch.cat([each.reshape(-1) for each in self.state_dict().values()]) * x
+            case _:
+                return x * self.part0 + self.part1
+
+
+WAYS = ("sum", "whole", "first", "last", "buffers", "columns", "interleaved", "overlapping", "three")
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_of_one_storage_under_shuffled_arrival_answer_as_when_loaded(
+    way: str, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, x = Flat(way), torch.tensor(2.0)
+    count = len(reference.state_dict())
+    order = tuple((number + shift) % count for number in range(count))
+    stream = held_back(monkeypatch, lets=count - 1, order=order)
+    model = load(lambda: Flat(way), "model", store=published(reference, "flat"))
+
+    caller = Caller(lambda: model(x))
+    while order[-1] not in stream.hurried and caller.is_alive():
+        time.sleep(0.001)
+    assert not caller.answers, "one that shares its storage with what is read has not come"
+    release(stream)
+    caller.join(60)
+    assert torch.equal(caller.answers[0], reference(x))
+    stream.join()
+    assert torch.equal(model(x), reference(x))
 
 
 # -------------------------------------------------------------------------------------- autocast

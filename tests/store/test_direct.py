@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server.running import wait_for
-from upriver.errors import StoreError
+from upriver.errors import ObjectChanged, StoreError
 from upriver.store import Store, direct
 from upriver.store.direct import (
     MOST_HEAD_BYTES,
     MOST_REFUSALS,
     ROOM_BYTES,
     SCRATCH_BYTES,
+    SIGNED_S,
     Direct,
     _Connection,
 )
@@ -269,6 +272,21 @@ def test_urls_are_signed_and_anonymous_ones_are_not(
         assert "Authorization" not in server.heads[-1]
 
 
+def test_a_request_asks_for_these_bytes_of_this_object_as_they_are(
+    store: Store, server: Crooked, alone: None
+) -> None:
+    assert read(store, 5, 10) == BIG[5:15]
+    asked = server.heads[-1]
+    assert asked["Range"] == "bytes=5-14" and asked["If-Match"] == _etag(BIG)
+    assert asked["Accept-Encoding"] == "identity"
+
+
+def test_an_object_that_was_replaced_gives_no_bytes(store: Store, server: Crooked) -> None:
+    connect(server).put("a", BIG[::-1])
+    with pytest.raises(ObjectChanged):
+        read(store, 5, 10)
+
+
 def test_names_are_quoted(server: Crooked, alone: None) -> None:
     store, name, room = connect(server), "folder/ü b+c%.bin", bytearray(3)
     store.put(name, b"123")
@@ -313,17 +331,53 @@ def _with(body: bytes, headers: dict[str, str], **others: str) -> bytes:
     return _said(body, headers | length | {name.replace("_", "-"): value for name, value in others.items()})
 
 
+def _without_length(headers: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name != "Content-Length"}
+
+
+def _wrong(body: bytes) -> bytes:
+    """Other bytes, which an answer that is taken would show."""
+    return bytes(byte ^ 0xFF for byte in body)
+
+
 CROOKS: dict[str, Crook] = {
-    "another range": lambda body, headers: _with(body, headers, Content_Range="bytes 1-100/3000000"),
-    "no range": lambda body, headers: _said(body, {"Content-Length": str(len(body))}),
-    "the whole": lambda body, headers: _said(BIG, {"Content-Length": str(len(BIG))}, b"200 OK"),
-    "another length": lambda body, headers: _with(body, headers, Content_Length="7"),
-    "no length": lambda body, headers: _said(body, headers),
-    "negative length": lambda body, headers: _with(body, headers, Content_Length="-1"),
-    "chunks": lambda body, headers: _said(
-        b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n", headers | {"Transfer-Encoding": "chunked"}
+    "another range": lambda body, headers: _with(
+        _wrong(body), headers, Content_Range=f"bytes 1-{len(body)}/3000000"
     ),
-    "packed": lambda body, headers: _with(body, headers, Content_Encoding="gzip"),
+    "another start": lambda body, headers: _with(
+        _wrong(body), headers, Content_Range=re.sub(r"\d+-", "3-", headers["Content-Range"])
+    ),
+    "a shorter range": lambda body, headers: _with(
+        _wrong(body), headers, Content_Range=headers["Content-Range"].replace("-", "-1")
+    ),
+    "another unit": lambda body, headers: _with(
+        _wrong(body), headers, Content_Range=headers["Content-Range"].replace("bytes", "lines")
+    ),
+    "no range": lambda body, headers: _said(_wrong(body), {"Content-Length": str(len(body))}),
+    "the whole": lambda body, headers: _said(BIG, {"Content-Length": str(len(BIG))}, b"200 OK"),
+    "another status": lambda body, headers: _said(
+        _wrong(body), headers | {"Content-Length": str(len(body))}, b"200 OK"
+    ),
+    "another length": lambda body, headers: _with(body, headers, Content_Length="7"),
+    "a length too small": lambda body, headers: _with(
+        _wrong(body), headers, Content_Length=str(len(body) - 1)
+    ),
+    "a length too large": lambda body, headers: _with(
+        _wrong(body), headers, Content_Length=str(len(body) + 1)
+    ),
+    "no length": lambda body, headers: _said(_wrong(body), _without_length(headers)),
+    "negative length": lambda body, headers: _with(_wrong(body), headers, Content_Length="-1"),
+    "chunks": lambda body, headers: _said(
+        b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n",
+        _without_length(headers) | {"Transfer-Encoding": "chunked"},
+    ),
+    "chunks with a length": lambda body, headers: _with(_wrong(body), headers, Transfer_Encoding="chunked"),
+    **{
+        f"packed by {encoding}": lambda body, headers, encoding=encoding: _with(  # type: ignore[misc]
+            _wrong(body), headers, Content_Encoding=encoding
+        )
+        for encoding in ("gzip", "zstd", "br", "aws-chunked", "identity, gzip")
+    },
     "elsewhere": lambda body, headers: _said(b"", {"Location": "http://127.0.0.1:1/"}, b"307 Go"),
     "no HTTP": lambda body, headers: b"SSH-2.0-OpenSSH_9.2\r\n\r\n" + body,
     "nothing": lambda body, headers: b"",
@@ -354,6 +408,21 @@ def test_after_some_refusals_nothing_more_is_asked(store: Store, server: Crooked
                 assert room == BIG[:50] and not server.crooks
             by.open("a", 3)
             assert not by._opening
+
+    asyncio.run(reading())
+
+
+def test_refusals_count_only_where_they_follow_each_other(store: Store, server: Crooked) -> None:
+    async def reading() -> None:
+        async with store.direct(8) as by:  # type: ignore[union-attr]
+            for number in range(3 * MOST_REFUSALS):
+                by.open("a", 1)
+                await asyncio.gather(*by._opening)
+                assert len(by._idle) == 1, "one answer that is as it should be was between each two"
+                server.crooks = [CROOKS["no range"]] * (number % MOST_REFUSALS != 0)
+                room = bytearray(50)
+                await into(store, by, room)
+                assert room == BIG[:50] and not server.crooks
 
     asyncio.run(reading())
 
@@ -539,6 +608,43 @@ def test_a_connection_does_not_read_ahead_of_who_does_not_take_it() -> None:
     asyncio.run(reading())
 
 
+@pytest.mark.parametrize(
+    ("status", "said", "stays_open"),
+    [
+        ("HTTP/1.1", "", True),
+        ("HTTP/1.1", "Connection: keep-alive\r\n", True),
+        ("HTTP/1.1", "Connection: close\r\n", False),
+        ("HTTP/1.1", "connection:Close\r\n", False),
+        ("HTTP/1.0", "", False),
+        ("HTTP/1.0", "Connection: keep-alive\r\n", True),
+    ],
+)
+@pytest.mark.parametrize("nbytes", [5, 100_000])
+def test_a_connection_is_used_again_only_where_the_store_keeps_it(
+    status: str, said: str, stays_open: bool, nbytes: int
+) -> None:
+    """Whether or not the store has hung up by the time that the answer is there."""
+    content, room, transport = BIG[:nbytes], bytearray(nbytes), _Transport()
+    head = (
+        f"{status} 206 x\r\nContent-Range: bytes 0-{nbytes - 1}/9\r\nContent-Length: {nbytes}\r\n{said}\r\n"
+    )
+
+    async def reading() -> None:
+        connection = _Connection()
+        connection.connection_made(transport)
+        asking = asyncio.create_task(connection.ask(b"", 0, Places(memoryview(room)), 60))
+        await asyncio.sleep(0)
+        for piece in (head.encode(), content):
+            connection.get_buffer(-1)[: len(piece)] = piece
+            connection.buffer_updated(len(piece))
+        await asking
+        assert await connection.more(nbytes, 60) == nbytes and await connection.more(nbytes, 60) == 0
+        assert connection.is_open is stays_open
+
+    asyncio.run(reading())
+    assert room == content
+
+
 def test_what_nobody_asked_for_ends_a_connection() -> None:
     connection, transport = _Connection(), _Transport()
     connection.connection_made(transport)
@@ -547,22 +653,23 @@ def test_what_nobody_asked_for_ends_a_connection() -> None:
     assert transport.aborted and not connection.is_open
 
 
-def test_a_signature_is_made_anew_in_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    signed, sign = [], direct.obstore.sign_async
+def test_a_signature_is_used_for_half_its_life(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked at the end of that half has the other one to come in."""
+    signed: list[Any] = []
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    now_s = [0.0]
+    sign = direct.obstore.sign_async
 
     def counted(*args: Any) -> Any:
-        signed.append(args[2])
+        signed.append((args[2], args[3].total_seconds()))
         return sign(*args)
 
     monkeypatch.setattr(direct.obstore, "sign_async", counted)
-    assert read(store, 0, 10) == BIG[:10]
-    assert signed == ["a"]
-    monkeypatch.setattr(direct, "SIGNED_S", -1.0)
-
-    def none_is_good(*args: Any) -> Any:
-        signed.append(args[2])
-        return sign(*args[:3], direct.timedelta(seconds=60))
-
-    monkeypatch.setattr(direct.obstore, "sign_async", none_is_good)
-    assert read(store, 0, 10) == BIG[:10]
-    assert signed == ["a"] * 3
+    monkeypatch.setattr(direct, "time", clock)
+    by = store.direct(1)
+    assert by is not None
+    for now_s[0], times in ((0.0, 1), (SIGNED_S / 2 - 1, 1), (SIGNED_S / 2 + 1, 2), (SIGNED_S - 1, 2)):
+        asyncio.run(by._url_of("a"))
+        assert signed == [("a", SIGNED_S)] * times
+    asyncio.run(by._url_of("b"))
+    assert signed[-1] == ("b", SIGNED_S)
