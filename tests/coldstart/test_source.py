@@ -537,8 +537,130 @@ def test_an_index_is_held_against_its_files(store: Store) -> None:
     elsewhere = {name: last if place == first else first for name, place in places.items()}
     indexed(elsewhere, r"model\.safetensors\.index\.json: weight '.' is not in models/net/model-0000")
     indexed(places | {"more": first}, "weight 'more' is not in models/net/model-00001-of-00002")
-    store.put(SHARDS[0], save({"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(3)}))
-    indexed(places, r"weight '.' is there twice, in .*00001-of-00002\.safetensors and in .*00002-of")
+
+
+def one(value: float) -> torch.Tensor:
+    return torch.full((3,), value)
+
+
+OVERLAID: dict[str, tuple[dict[str, dict[str, float]], dict[str, str], dict[str, float]]] = {
+    # What the files hold, what the index says, what the model gets.
+    "overlay": (
+        {"base": {"a": 1, "b": 2}, "overlay": {"b": 7}},
+        {"a": "base", "b": "overlay"},
+        {"a": 1, "b": 7},
+    ),
+    "overlay that sorts first": (
+        {"z": {"a": 1, "b": 2}, "a": {"b": 7}},
+        {"a": "z", "b": "a"},
+        {"a": 1, "b": 7},
+    ),
+    "stale copy in a later shard": (
+        {"1": {"a": 1}, "2": {"a": 9, "b": 2}},
+        {"a": "1", "b": "2"},
+        {"a": 1, "b": 2},
+    ),
+    "copies in all of three": (
+        {"1": {"a": 1, "b": 9, "c": 9}, "2": {"a": 9, "b": 2, "c": 9}, "3": {"a": 9, "b": 9, "c": 3}},
+        {"a": "1", "b": "2", "c": "3"},
+        {"a": 1, "b": 2, "c": 3},
+    ),
+    "copies of another shape elsewhere": (
+        {"1": {"a": 1, "long": 4}, "2": {"b": 2}},
+        {"a": "1", "b": "2", "long": "1"},
+        {"a": 1, "b": 2, "long": 4},
+    ),
+    "swapped": (
+        {"1": {"a": 1, "b": 9}, "2": {"a": 9, "b": 2}},
+        {"a": "1", "b": "2"},
+        {"a": 1, "b": 2},
+    ),
+    "not in the index but in one file": (
+        {"1": {"a": 1, "b": 9, "more": 5}, "2": {"b": 2}},
+        {"a": "1", "b": "2"},
+        {"a": 1, "b": 2, "more": 5},
+    ),
+    "a file in a folder": (
+        {"part/1": {"a": 1, "b": 9}, "2": {"b": 2}},
+        {"a": "part/1", "b": "2"},
+        {"a": 1, "b": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAID)
+def test_find_where_two_files_hold_one_name_takes_what_the_index_says(store: Store, case: str) -> None:
+    files, places, expected = OVERLAID[case]
+    for file, held in files.items():
+        tensors = {name: one(value) for name, value in held.items()}
+        store.put(f"models/net/{file}.safetensors", save(tensors))
+    table = {
+        "metadata": {"total_size": -3, "format": "pt"},  # what it says of sizes is not looked at
+        "weight_map": {name: f"{file}.safetensors" for name, file in places.items()},
+        "more": [1],
+    }
+    store.put(INDEX, json.dumps(table).encode())
+    for path in (INDEX, "models/net", "models/net/"):
+        assert_holds(find(store, path), {name: one(value) for name, value in expected.items()})
+
+
+@pytest.mark.parametrize(
+    ("files", "places", "error", "problem"),
+    [
+        (
+            {"1": "a", "2": "ab"},
+            {"a": "1", "b": "1"},
+            ProgramError,
+            r"weight 'b' is not in models/net/1\.saf",
+        ),
+        (
+            {"1": "a", "2": "bc"},
+            {"a": "1", "b": "1", "c": "2"},
+            ProgramError,
+            r"'b' is not in models/net/1\.\w+, but in models/net/2\.",
+        ),
+        (
+            {"1": "ac", "2": "bc"},
+            {"a": "1", "b": "2"},
+            ProgramError,
+            "'c' is there twice, .* does not say which",
+        ),
+        ({"1": "a"}, {"a": "1", "b": "2"}, ObjectNotFound, r"index\.json names models/net/2\.safetensors: "),
+        ({"1": "a"}, {"a": "1", "b": "../net/1"}, ProgramError, r"weight_map: .* has the segment '\.\.'"),
+        ({"1": "a"}, {"a": "1", "A": "1"}, ProgramError, "weight 'A' is not in models/net/1"),
+    ],
+)
+def test_find_where_an_index_and_its_files_disagree_refuses(
+    store: Store, files: dict[str, str], places: dict[str, str], error: type[Exception], problem: str
+) -> None:
+    for file, held in files.items():
+        store.put(f"models/net/{file}.safetensors", save({name: one(1) for name in held}))
+    table = {"weight_map": {name: f"{file}.safetensors" for name, file in places.items()}}
+    store.put(INDEX, json.dumps(table).encode())
+    with pytest.raises(error, match=problem):
+        find(store, "models/net")
+
+
+@pytest.mark.parametrize(
+    ("held", "problem"),
+    [
+        (
+            ["a.safetensors", "b.safetensors"],
+            r"name one of the files that it holds: a\.saf\w+, b\.safetensors$",
+        ),
+        (["adapter_model.safetensors", "x/b.safetensors"], r"holds: adapter_model\.safetensors$"),
+        (["diffusion.safetensors.index.json"], r"holds: diffusion\.safetensors\.index\.json$"),
+        ([f"{number}.safetensors" for number in range(7)], r"holds: 0\..*, 4\.safetensors and more$"),
+        (["Model.SAFETENSORS", "README.md"], r"index\.json'$"),
+    ],
+)
+def test_find_of_a_folder_with_other_names_names_them_and_guesses_none(
+    store: Store, held: list[str], problem: str
+) -> None:
+    for name in held:
+        store.put(f"models/net/{name}", save({"a": one(1)}))
+    with pytest.raises(ObjectNotFound, match=problem):
+        find(store, "models/net")
 
 
 def test_what_lies_in_a_file_besides_belongs_to_the_model(store: Store) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, Literal
 
 import msgspec
@@ -58,6 +59,9 @@ MOST_SHARDS = 1_000
 
 SHARDS_AT_ONCE = 8
 """How many headers are read at the same time: a latency each, hardly any bytes."""
+
+MOST_LISTED, MOST_NAMED = 1_000, 5
+"""Objects of a folder that are looked at where none of the usual names is there, and those an error names."""
 
 _PICKLED_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """What Hugging Face's libraries call them."""
@@ -114,6 +118,11 @@ class Source:
     def nbytes(self) -> int:
         """Of all its tensors."""
         return sum(tensor.stop - tensor.start for tensor in self.tensors)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its bytes have checksums, as those of published files have."""
+        return any(tensor.crc32c for tensor in self.tensors)
 
 
 def object_at(path: str) -> str | None:
@@ -180,8 +189,20 @@ def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> Sou
     looked = ", ".join(repr(name) for name in files)
     raise ObjectNotFound(
         f"no weights of {path!r} in store {store.name!r} ({store.uri}): there is none of {looked} and "
-        f"{index!r}"
+        f"{index!r}{_others(store, path)}"
     )
+
+
+def _others(store: Store, path: str) -> str:
+    """Which files of a folder could be meant, for an error; which one is not guessed."""
+    with suppress(StoreError):
+        objects = islice(store.list(path), MOST_LISTED)
+        inside = (info.path.removeprefix(f"{path}/") for info in objects)
+        names = sorted(name for name in inside if "/" not in name and name.endswith((ENDING, INDEX_ENDING)))
+        if names:
+            some = ", ".join(names[:MOST_NAMED]) + (" and more" if len(names) > MOST_NAMED else "")
+            return f"; name one of the files that it holds: {some}"
+    return ""
 
 
 class _Absent:
@@ -231,6 +252,16 @@ def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) 
             "the store refuses" if absent.refused else "there is no",
             manifest_path(path),
         )
+    return _unordered(store, path, {path: info.etag}, tensors)
+
+
+def find_any(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Source:
+    """The weights of a file, whatever its name, by its header alone.
+
+    Raises:
+        ProgramError: If it is no safetensors file; and the others of :func:`find`.
+    """
+    info, tensors, _ = _foreign(store, check_name(path), caps)
     return _unordered(store, path, {path: info.etag}, tensors)
 
 
@@ -362,16 +393,24 @@ def _check_apart(entries: Iterable[Entry]) -> None:
 
 
 def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> Source:
-    """The files that an index names, and all that is in them."""
+    """The tensors of the files that an index names, each from the file that it says."""
     places = _places(path, index, caps)
     paths = sorted(set(places.values()))
     if len(paths) > MOST_SHARDS:
         raise ProgramError(f"{path} names {len(paths)} files; at most {MOST_SHARDS} are allowed")
     with Beside(SHARDS_AT_ONCE, name="upriver-coldstart-header") as pool:
-        shards = list(pool.map(lambda shard: _foreign(store, shard, caps), paths))
-    tensors = [tensor for _, placed, _ in shards for tensor in placed]
-    _check_shards(path, places, tensors, sum(info.size for info, *_ in shards), caps)
-    return _unordered(store, path, {info.path: info.etag for info, *_ in shards}, tensors)
+        shards = list(pool.map(lambda shard: _shard(store, path, shard, caps), paths))
+    tensors = _chosen(path, places, [tensor for _, placed in shards for tensor in placed])
+    _check_size(path, len(tensors), sum(info.size for info, _ in shards), caps)
+    return _unordered(store, path, {info.path: info.etag for info, _ in shards}, tensors)
+
+
+def _shard(store: Store, index: str, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list[Placed]]:
+    try:
+        info, placed, _ = _foreign(store, path, caps)
+    except ObjectNotFound as error:
+        raise ObjectNotFound(f"{index} names {path}: {error}") from None
+    return info, placed
 
 
 def _places(path: str, index: bytes, caps: GraphCaps) -> dict[str, str]:
@@ -406,22 +445,40 @@ def _beside(path: str, folder: str, file: str) -> str:
     return shard
 
 
-def _check_shards(
-    path: str, places: Mapping[str, str], tensors: Iterable[Placed], nbytes: int, caps: GraphCaps
-) -> None:
-    """Hold what is in the files against the index and against what one model may have."""
-    found: dict[str, str] = {}
+def _chosen(path: str, places: Mapping[str, str], tensors: Iterable[Placed]) -> list[Placed]:
+    """Each tensor once: where the index says, or in the only file that has it.
+
+    A copy in another file may be stale, and is left there: an index that was changed to name an overlay says
+    which of the two counts.
+
+    Raises:
+        ProgramError: If a tensor is not where the index says, or lies twice where it says nothing.
+    """
+    copies: dict[str, list[Placed]] = {}
     for tensor in tensors:
-        if tensor.name in found:
-            raise ProgramError(
-                f"{path}: weight {tensor.name!r} is there twice, in {found[tensor.name]} and in {tensor.path}"
-            )
-        found[tensor.name] = tensor.path
+        copies.setdefault(tensor.name, []).append(tensor)
     for name, shard in places.items():
-        if found.get(name) != shard:
-            raise ProgramError(f"{path}: weight {name[:80]!r} is not in {shard}")
-    if len(found) > caps.header_entries:
-        raise ProgramError(f"{path}: {len(found)} tensors; at most {caps.header_entries} are allowed")
+        there = [tensor.path for tensor in copies.get(name, ())]
+        if shard not in there:
+            elsewhere = f", but in {there[0]}" if there else ""
+            raise ProgramError(f"{path}: weight {name[:80]!r} is not in {shard}{elsewhere}")
+    chosen = []
+    for name, found in copies.items():
+        if name in places:
+            found = [tensor for tensor in found if tensor.path == places[name]]
+        if len(found) > 1:
+            raise ProgramError(
+                f"{path}: weight {name!r} is there twice, in {found[0].path} and in {found[1].path}, and "
+                "weight_map does not say which one counts"
+            )
+        chosen += found
+    return chosen
+
+
+def _check_size(path: str, num_tensors: int, nbytes: int, caps: GraphCaps) -> None:
+    """Hold files of one model to what one may have."""
+    if num_tensors > caps.header_entries:
+        raise ProgramError(f"{path}: {num_tensors} tensors; at most {caps.header_entries} are allowed")
     if nbytes > caps.weights_bytes:
         raise ProgramError(f"{path}: files of {nbytes} bytes; at most {caps.weights_bytes} are allowed")
 
