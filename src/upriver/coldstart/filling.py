@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from upriver.coldstart.converted import HINT, as_saved, is_pretrained
 from upriver.coldstart.source import Placed, Source
 from upriver.errors import ModelError, ProgramError
 from upriver.program.devices import copy_beside
@@ -30,10 +31,12 @@ class Match:
     Attributes:
         source: Of the weights that are wanted, in its order.
         targets: For each of its tensors those of the model that have its values.
+        converted: Whether it has the names that transformers saves, and not those of the state dict.
     """
 
     source: Source
     targets: tuple[tuple[torch.Tensor, ...], ...]
+    converted: bool = False
 
 
 def move(model: nn.Module, device: torch.device) -> nn.Module:
@@ -82,7 +85,7 @@ def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:
     """Every weight of the model with what it is loaded from.
 
     As ``load_state_dict`` has it: names of the state dict, and where a tensor of the model has several names
-    that are stored apart, the last one counts.
+    that are stored apart, the last one counts. A file that transformers wrote has names of its own.
 
     Args:
         model: As it was constructed.
@@ -93,23 +96,11 @@ def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:
         ModelError: If a weight is missing, of another shape, or not the model's to have; the message names
             them.
     """
-    wanted = _weights_of(model)
     stored = {placed.name: number for number, placed in enumerate(source.tensors)}
     number_of = stored | {tie: stored[name] for tie, name in source.ties.items()}
-    tied = _tied(wanted)
-    needless = _needless(model)
-    missing = [
-        name for name in wanted if name not in needless and not any(each in number_of for each in tied[name])
-    ]
-    unexpected = [name for name in number_of if name not in wanted] if strict else []
-    shapes = [
-        f"{name} ({list(source.tensors[number_of[name]].shape)} there, {list(tensor.shape)} here)"
-        for name, tensor in wanted.items()
-        if name in number_of and source.tensors[number_of[name]].shape != tuple(tensor.shape)
-    ]
-    _refuse(model, source, {"missing": missing, "unexpected": unexpected, "of another shape": shapes})
+    wanted, converted = _wanted(model, source, number_of, strict=strict)
     into: dict[int, list[torch.Tensor]] = {}
-    for names in {id(group): group for group in tied.values()}.values():
+    for names in {id(group): group for group in _tied(wanted).values()}.values():
         there = [name for name in names if name in number_of]
         if there:
             into.setdefault(number_of[there[-1]], []).append(wanted[there[-1]])
@@ -117,13 +108,75 @@ def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:
     return Match(
         source=replace(source, tensors=tuple(source.tensors[number] for number in kept), ties={}),
         targets=tuple(tuple(into[number]) for number in kept),
+        converted=converted,
     )
+
+
+def _wanted(
+    model: nn.Module, source: Source, number_of: Mapping[str, int], *, strict: bool
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """The model's memory under the names of a file, and whether those are transformers' own.
+
+    Raises:
+        ModelError: If a file has the weights of no such model, or says too little of their form.
+    """
+    state = _weights_of(model)
+    problems = _problems(state, source, number_of, _needless(model), strict=strict)
+    if (source.is_checked and not any(problems.values())) or (saved := as_saved(model, state)) is None:
+        _refuse(model, source, problems)
+        return state, False
+    parts = {name: part for name, part in saved.items() if part is not None}
+    counters = {name for name in parts if name.rpartition(".")[2] == _COUNTER}
+    others = _problems(parts, source, number_of, counters, strict=strict)
+    if not any(problems.values()):
+        if saved.keys() == state.keys() and not others["of another shape"]:
+            doubtful = [
+                n for n, part in saved.items() if part is None or place_of(part) != place_of(state[n])
+            ]
+            _refuse(model, source, {"perhaps transposed, as names and shapes do not tell": doubtful})
+        return state, False
+    computed = {name for name, part in saved.items() if part is None}
+    others["missing"] += sorted(computed - number_of.keys())
+    others["unexpected"] = [name for name in others["unexpected"] if name not in computed]
+    others["stored in another form than the model's"] = sorted(computed & number_of.keys())
+    if len(saved.keys() & number_of.keys()) < len(state.keys() & number_of.keys()):
+        _refuse(model, source, problems)
+    _refuse(model, source, others)
+    return parts, True
+
+
+def _problems(
+    wanted: Mapping[str, torch.Tensor],
+    source: Source,
+    number_of: Mapping[str, int],
+    needless: Set[str],
+    *,
+    strict: bool,
+) -> dict[str, list[str]]:
+    """Names of weights that cannot be loaded under these names, by what is wrong with them."""
+    tied = _tied(wanted)
+    return {
+        "missing": [
+            name
+            for name in wanted
+            if name not in needless and not any(each in number_of for each in tied[name])
+        ],
+        "unexpected": [name for name in number_of if name not in wanted] if strict else [],
+        "of another shape": [
+            f"{name} ({list(source.tensors[number_of[name]].shape)} there, {list(tensor.shape)} here)"
+            for name, tensor in wanted.items()
+            if name in number_of and source.tensors[number_of[name]].shape != tuple(tensor.shape)
+        ],
+    }
+
+
+_COUNTER = "num_batches_tracked"
 
 
 def _needless(model: nn.Module) -> set[str]:
     """What a state dict may lack: files of before torch counted batches have no such counter."""
     return {
-        f"{path}.num_batches_tracked" if path else "num_batches_tracked"
+        f"{path}.{_COUNTER}" if path else _COUNTER
         for path, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._NormBase)
     }
@@ -188,7 +241,7 @@ def _refuse(model: nn.Module, source: Source, found: Mapping[str, Sequence[str]]
     if told:
         raise ModelError(
             f"{source.path} in store {source.store.name!r} has not the weights of {type(model).__name__}: "
-            f"{'; '.join(told)}"
+            f"{'; '.join([*told, HINT] if is_pretrained(model) else told)}"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.coldstart.filling import MOST_NAMED
-from upriver.coldstart.source import Placed, Source
+from upriver.coldstart.source import Source
 from upriver.errors import ModelError
 from upriver.program.graph import DTYPES
 from upriver.text import error_text
@@ -31,20 +31,23 @@ _OF_TORCH = (
 """What these do is known: they copy."""
 
 
-def check_loading_code(model: nn.Module, source: Source) -> None:
+def check_loading_code(model: nn.Module, source: Source, *, converted: bool = False) -> None:
     """Whether loading a model puts each weight into its place as it is stored.
 
     Args:
         model: As it was constructed. Its code runs as when it is loaded: what it notes on the model stays.
         source: Of its weights.
+        converted: Whether the names are those that transformers saves, which it undoes before it loads.
 
     Raises:
         ModelError: If not; names what of the model's is changed, or what its code raises.
     """
     if not _has_code(model):
         return
-    stored = {placed.name: placed for placed in source.tensors}
+    stored = {placed.name: _meta(placed.shape, DTYPES[placed.dtype]) for placed in source.tensors}
     stored |= {tie: stored[name] for tie, name in source.ties.items()}
+    if converted:
+        stored = {name: _meta(each.shape, each.dtype) for name, each in model.state_dict().items()}
     before, has = _attributes(model), f"{type(model).__name__} has code of its own"
     try:
         changed = _changed(model, stored)
@@ -61,7 +64,11 @@ def check_loading_code(model: nn.Module, source: Source) -> None:
         )
 
 
-def _changed(model: nn.Module, stored: Mapping[str, Placed]) -> list[str]:
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _changed(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> list[str]:
     """What of a model is not written as it is stored, or is written where nothing is stored.
 
     A safetensors file does not say of which versions of its modules weights are. Some modules cannot load
@@ -73,11 +80,8 @@ def _changed(model: nn.Module, stored: Mapping[str, Placed]) -> list[str]:
         return _changed_by(model, stored, getattr(model.state_dict(), "_metadata", None))
 
 
-def _changed_by(model: nn.Module, stored: Mapping[str, Placed], versions: object) -> list[str]:
-    given = OrderedDict(
-        (name, torch.empty(placed.shape, dtype=DTYPES[placed.dtype], device="meta"))
-        for name, placed in stored.items()
-    )
+def _changed_by(model: nn.Module, stored: Mapping[str, torch.Tensor], versions: object) -> list[str]:
+    given = OrderedDict((name, _meta(each.shape, each.dtype)) for name, each in stored.items())
     if versions is not None:
         given._metadata = versions  # type: ignore[attr-defined]
     with _stood_in(model), torch.no_grad(), _Copies() as copies:

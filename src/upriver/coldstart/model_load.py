@@ -193,7 +193,7 @@ def begin(
             steps["constructed"] = time.monotonic()
             source, link, known, steps["found"] = found.result()
         matched = match(move(model, place), source, strict=strict)
-        check_loading_code(model, source)
+        check_loading_code(model, source, converted=matched.converted)
         groups, news = grouped(matched.source, link, grouping, limits, place, known)
         loading = Loading(
             model,
