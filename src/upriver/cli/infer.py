@@ -21,7 +21,7 @@ from upriver.cli.common import (
     working,
 )
 from upriver.cli.inputs import read_inputs
-from upriver.cli.options import InputShapeOption, ModelArgument, WeightsOption, parse_shape
+from upriver.cli.options import InputShapeOption, ModelArgument, WeightsOption, fill, parse_shape
 from upriver.cli.output import check_output
 from upriver.cli.serving import read_token
 from upriver.errors import CaptureError, ConfigError
@@ -93,7 +93,8 @@ def infer(
     from upriver.program.example import tensors_in
     from upriver.program.names import load_model
 
-    network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
+    network, inputs = load_model(model, input_shape=parse_shape(input_shape))
+    fill(network, weights)
     call = _call(file, inputs, network)
     if weights is None:
         note(f"{model} has random weights; give --weights FILE.safetensors for trained ones")

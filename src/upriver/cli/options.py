@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[
     str, typer.Argument(help="torchvision:NAME, timm:NAME, transformers:NAME or package.module:callable.")
 ]
-WeightsOption = Annotated[Path | None, typer.Option(help="Safetensors file; random weights without it.")]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(help="Safetensors file, index of several, or folder; random weights without it."),
+]
 MicroBatchOption = Annotated[int, typer.Option(help="Samples the captured stages see at once.")]
 InputShapeOption = Annotated[
     str | None, typer.Option(metavar="C,H,W", help="Shape of one sample, where the model does not tell.")
@@ -33,6 +36,18 @@ GranularityOption = Annotated[
 StoreOption = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="Store option (endpoint, region); repeatable.")
 ]
+
+
+def fill(model: nn.Module, weights: Path | None) -> None:
+    """Load what ``--weights`` names into a model; nothing without it.
+
+    Raises:
+        UpriverError: If there are no such weights, or they are not the model's.
+    """
+    if weights is not None:
+        from upriver.coldstart.plain import load_weights
+
+        load_weights(model, weights)
 
 
 def store_options(given: list[str] | None) -> dict[str, str]:

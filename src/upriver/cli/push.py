@@ -20,6 +20,7 @@ from upriver.cli.options import (
     check_granularity,
     check_micro_batch,
     check_module,
+    fill,
     parse_counts,
     parse_shape,
     store_options,
@@ -108,7 +109,8 @@ def push(
     precision, ends = autocast_dtype(autocast), check_granularity(granularity)
     _check_lasting(uri)
     store = Store.open(uri, options=store_options(option))
-    network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
+    network, inputs = load_model(model, input_shape=parse_shape(input_shape))
+    fill(network, weights)
     buckets = [(count, size, _of_length(inputs, size)) for size in lengths for count in counts]
     check_module(network, freeze_to)
     examples = [shaped.example(count) for count, _, shaped in buckets]
@@ -153,7 +155,8 @@ def _push_weights(
     path = check_name(name).removesuffix(ENDING) + ENDING
     _check_lasting(uri)
     store = Store.open(uri, options=options)
-    network, inputs = load_model(model, weights=weights, input_shape=parse_shape(input_shape))
+    network, inputs = load_model(model, input_shape=parse_shape(input_shape))
+    fill(network, weights)
     call = Example.of(inputs.example(1))
     _note_random(model, weights)
     with working("publishing the weights"):

@@ -15,7 +15,7 @@ import typer
 from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, progress_bar
 from upriver.cli.config import read_toml
 from upriver.cli.index import note_left_out
-from upriver.cli.options import check_module
+from upriver.cli.options import check_module, fill
 from upriver.cli.stages import input_stages
 from upriver.errors import ConfigError, UpriverError
 
@@ -38,7 +38,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         store: URI of the store; ``store_name`` is what the servers call it.
         path: Folder of the training samples; ``heldout`` of those to evaluate on after each epoch.
         output: Safetensors file for the trained model; ``OUTPUT.checkpoint`` lies beside it until then.
-        weights: Safetensors file to start from.
+        weights: Safetensors file, index of several, or folder to start from.
         stages: Input stages, as for ``upriver index``.
         classifier: Linear layer to replace when it tells another number of classes apart; the last if absent.
         servers: Addresses; an embedded server without.
@@ -236,7 +236,8 @@ def _model(settings: TrainFile, num_classes: int) -> nn.Module:
 
     torch.manual_seed(settings.seed)
     weights = Path(settings.weights) if settings.weights is not None else None
-    model, _ = load_model(settings.model, weights=weights, seed=settings.seed)
+    model, _ = load_model(settings.model, seed=settings.seed)
+    fill(model, weights)
     if weights is None:
         note(f"{settings.model} starts from random weights; name a safetensors file under 'weights'")
     replaced = fit_classifier(model, settings.classifier, num_classes, seed=settings.seed)

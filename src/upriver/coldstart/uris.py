@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from upriver.coldstart.layout import ENDING
+from upriver.coldstart.source import INDEX_ENDING
 from upriver.errors import ConfigError
 from upriver.store import Store
 
@@ -22,7 +27,32 @@ def opened(uri: str, options: Mapping[str, str] | None = None) -> tuple[Store, s
     folder, _, name = uri.rstrip("/").rpartition("/")
     if not name or "://" not in folder or folder.endswith(":/"):
         raise ConfigError(f"weights are s3://BUCKET/NAME or file:///FOLDER/NAME, got {uri!r}")
-    return Store.open(folder, options=options), name
+    store = Store.open(folder, options=options)
+    if folder.startswith("file://"):
+        there, path = file_at(Path(unquote(urlsplit(folder).path)) / name)
+        return (store, name) if path == name else (there, path)
+    return store, name
+
+
+def file_at(path: Path) -> tuple[Store, str]:
+    """A store that holds weights of this machine and what their links lead to, and their name in it.
+
+    The cache of Hugging Face's libraries has links in a model's folder to files in another.
+
+    Args:
+        path: Of a file or a folder, as :func:`~upriver.coldstart.source.find` takes it.
+
+    Raises:
+        StoreError: If there is no such folder.
+    """
+    path = Path(os.path.abspath(path))
+    root = path.parent
+    inside = [path / f"model{ending}" for ending in (ENDING, INDEX_ENDING)]
+    for each in (path.with_name(path.name + ENDING), path, *inside):
+        real = Path(os.path.realpath(each))
+        if real.is_file() and not real.is_relative_to(os.path.realpath(root)):
+            root = Path(os.path.commonpath([root, real.parent]))
+    return Store.open(root.as_uri()), path.relative_to(root).as_posix()
 
 
 def program_at(uri: str) -> tuple[str, str, str]:

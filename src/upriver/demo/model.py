@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from upriver.coldstart.plain import load_weights
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.pipeline import Dataset
@@ -81,8 +82,9 @@ def _images(dataset: Dataset, count: int, *, seed: int, micro_batch: int) -> Seq
 
 
 def _backbone(seed: int, weights: Path | None, cache: Path | None) -> tuple[nn.Module, str]:
-    model, _ = load_model("torchvision:resnet18", weights=weights, seed=seed)
+    model, _ = load_model("torchvision:resnet18", seed=seed)
     if weights is not None:
+        load_weights(model, weights)
         return model, str(weights)
     # Imported late: load_model has made the import possible where compiled operators are missing.
     from torchvision.models import ResNet18_Weights

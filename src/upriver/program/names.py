@@ -1,7 +1,7 @@
 """Models by name: torchvision:resnet18, timm:NAME, transformers:NAME, package.module:callable.
 
-Nothing is fetched: a model comes from its configuration with random weights from a fixed seed, or with the
-weights of a safetensors file. Sizes are published ones (see :mod:`upriver.program.published`).
+Nothing is fetched: a model comes from its configuration with random weights from a fixed seed. Sizes are
+published ones (see :mod:`upriver.program.published`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +21,9 @@ from torch import nn
 from upriver.errors import ConfigError, ModelError
 from upriver.program.example import Example
 from upriver.program.inputs import InputSpec, ModelInputs
-from upriver.program.pickled import BEGINNINGS, refusal
 from upriver.program.published import build, inputs_of
-from upriver.program.weights import LENGTH_BYTES, is_dense, is_reserved, place_of
 
-__all__ = ["IMAGE_SHAPE", "InputSpec", "ModelInputs", "load_model", "load_weights"]
+__all__ = ["IMAGE_SHAPE", "InputSpec", "ModelInputs", "load_model"]
 
 IMAGE_SHAPE = (3, 224, 224)
 """What a vision model takes where it says nothing else: the size that ImageNet models are trained at."""
@@ -35,7 +32,6 @@ IMAGE_SHAPE = (3, 224, 224)
 def load_model(
     name: str,
     *,
-    weights: Path | None = None,
     seed: int = 0,
     input_shape: tuple[int, ...] | None = None,
 ) -> tuple[nn.Module, ModelInputs]:
@@ -45,7 +41,6 @@ def load_model(
         name: ``torchvision:NAME``, ``timm:NAME``, ``transformers:NAME`` (a model type such as ``bert``,
             or a class) or ``package.module:callable`` (called without arguments; returns a module, or a
             module and an example of its inputs).
-        weights: A safetensors file with the model's state; random weights without it.
         seed: Decides the random weights; the caller's random state stays as it was.
         input_shape: Of one sample, where the model's own is not known or not wanted.
 
@@ -53,7 +48,7 @@ def load_model(
         The model, and what it takes.
 
     Raises:
-        ModelError: If there is no such model, its package is not installed, or the weights do not fit.
+        ModelError: If there is no such model, or its package is not installed.
         ConfigError: If another shape is asked for inputs that came with the model, or these are none.
     """
     source, separator, rest = name.partition(":")
@@ -65,47 +60,7 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, inputs = _SOURCES[source](rest) if source in _SOURCES else _own(source, rest)
-    if weights is not None:
-        load_weights(model, weights)
     return model, inputs if input_shape is None else inputs.reshaped(input_shape)
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a safetensors file into a model.
-
-    The padding of one that was published is no weight. A tied one needs to be there under one of its names.
-
-    Raises:
-        ModelError: If the file cannot be read, or its tensors are not the model's.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        state = {name: value for name, value in load_file(path).items() if not is_reserved(name)}
-    except (OSError, SafetensorError) as error:
-        told = refusal(str(path)) if _is_pickled(path) else f"cannot read weights from {path}: {error}"
-        raise ModelError(told) from error
-    try:
-        missing, unexpected = model.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise ModelError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from error
-    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    places = {name: place_of(value) for name, value in tensors.items() if is_dense(value) and value.numel()}
-    there = {places[name] for name in state.keys() & places.keys()}
-    missing = [name for name in missing if places.get(name) not in there]
-    for what, names in (("lacks", missing), ("has, and the model has not,", unexpected)):
-        if names:
-            raise ModelError(f"{path} {what} {len(names)} tensors, first {sorted(names)[0]!r}")
-
-
-def _is_pickled(path: Path) -> bool:
-    """Whether a file that is no safetensors file begins as a pickled checkpoint does."""
-    try:
-        with path.open("rb") as file:
-            return file.read(LENGTH_BYTES).startswith(BEGINNINGS)
-    except OSError:
-        return False
 
 
 # ------------------------------------------------------------------------------------------ sources
