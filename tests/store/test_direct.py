@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ from upriver.store.direct import (
     SIGNED_S,
     Direct,
     _Connection,
+    _Refused,
 )
 from upriver.store.places import Places
 
@@ -223,6 +225,17 @@ def test_several_read_at_once_and_never_more_than_allowed(store: Store, server: 
     assert [bytes(room) for room in rooms] == [BIG[10 * n : 10 * n + 100_000] for n in range(30)]
 
 
+def test_a_connection_that_ended_while_idle_is_not_used(store: Store, alone: None) -> None:
+    async def reading() -> None:
+        async with opened(store, 2) as by:
+            by._idle[-1].close()
+            room = bytearray(100)
+            await into(store, by, room, 7)
+            assert room == BIG[7:107] and by._refusals == 0
+
+    asyncio.run(reading())
+
+
 def test_without_a_connection_nobody_waits_for_one(store: Store, server: Crooked) -> None:
     room = bytearray(len(BIG))
 
@@ -316,6 +329,51 @@ def test_a_proxy_is_left_to_obstore(store: Store, monkeypatch: pytest.MonkeyPatc
     assert num_opened(store) == 0
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert num_opened(store) == 2
+    for name in ("http_proxy", "no_proxy"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    assert num_opened(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "port"),
+    [("https", 443), ("http", 80), ("https://host:9443", 9443), ("http://host:9000", 9000)],
+)
+def test_a_connection_goes_to_the_port_of_its_scheme(
+    store: Store, monkeypatch: pytest.MonkeyPatch, scheme: str, port: int
+) -> None:
+    url = scheme if "://" in scheme else f"{scheme}://host"
+
+    async def opening() -> list[tuple[Any, ...]]:
+        asked: list[tuple[Any, ...]] = []
+
+        async def refused(_protocol: Any, host: str, port: int, *, ssl: Any) -> Any:
+            asked.append((host, port, ssl is not None))
+            raise ConnectionRefusedError
+
+        async def signed(_path: str) -> Any:
+            return urlsplit(f"{url}/bucket/a")
+
+        by = store.direct(1)
+        assert by is not None
+        monkeypatch.setattr(by, "_url_of", signed)
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refused)
+        async with by:
+            by.open("a", 1)
+            await asyncio.gather(*by._opening)
+        return asked
+
+    assert asyncio.run(opening()) == [("host", port, scheme.startswith("https"))]
+
+
+def test_nothing_is_opened_once_all_is_closed(store: Store) -> None:
+    async def closing() -> None:
+        async with opened(store) as by:
+            pass
+        by.open("a", 1)
+        assert not by._opening
+
+    asyncio.run(closing())
 
 
 # ------------------------------------------------------------------------------- answers that are not taken
@@ -626,7 +684,7 @@ def test_a_connection_is_used_again_only_where_the_store_keeps_it(
     """Whether or not the store has hung up by the time that the answer is there."""
     content, room, transport = BIG[:nbytes], bytearray(nbytes), _Transport()
     head = (
-        f"{status} 206 x\r\nContent-Range: bytes 0-{nbytes - 1}/9\r\nContent-Length: {nbytes}\r\n{said}\r\n"
+        f"{status} 206 x\r\nContent-Range: bytes 0-{nbytes - 1}/*\r\nContent-Length: {nbytes}\r\n{said}\r\n"
     )
 
     async def reading() -> None:
@@ -643,6 +701,27 @@ def test_a_connection_is_used_again_only_where_the_store_keeps_it(
 
     asyncio.run(reading())
     assert room == content
+
+
+def test_a_head_that_goes_on_and_on_is_read_no_further() -> None:
+    async def reading() -> None:
+        connection, num_bytes = _Connection(), 0
+        connection.connection_made(_Transport())
+        asking = asyncio.create_task(connection.ask(b"", 0, Places(memoryview(bytearray(9))), 60))
+        await asyncio.sleep(0)
+        while not asking.done():
+            piece = b"a" * 4096 if num_bytes else b"HTTP/1.1 206 x\r\nx: ".ljust(4096, b"a")
+            connection.get_buffer(-1)[: len(piece)] = piece
+            connection.buffer_updated(len(piece))
+            num_bytes += len(piece)
+            assert num_bytes <= MOST_HEAD_BYTES + len(piece)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        with pytest.raises(_Refused):
+            await asking
+        assert not connection.is_open
+
+    asyncio.run(reading())
 
 
 def test_what_nobody_asked_for_ends_a_connection() -> None:
