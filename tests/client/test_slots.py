@@ -154,6 +154,21 @@ def test_slots_after_deliveries_of_several_sizes_expect_the_largest(sizes):
     assert slots.find(Way.LOCAL, 10) == ()
 
 
+def test_slots_expect_of_each_cut_and_way_what_came_by_it():
+    dealt = [Dealt(way=Way.REMOTE, cut=1), Dealt(way=Way.REMOTE, cut=2), Dealt(way=Way.LOCAL, cut=-1)] * 3
+    window = Window(micro_batches=9, num_bytes=100_000)
+    slots = SlotTable(9, first=0, window=window, dealt=dealt, expected_bytes=dict.fromkeys(Way, 4))
+    ways = (Way.REMOTE, Way.REMOTE, Way.LOCAL)
+    for index, num_floats in enumerate((100, 10, 1)):
+        claim = slots.claim(ways[index], slots.find(ways[index], 1))
+        assert claim.indices == (index,) and slots.deliver(claim, index, delivery(index, num_floats))
+    held = [slots.held_bytes]
+    for index, way in enumerate(ways, start=3):
+        assert slots.claim(way, slots.find(way, 1)).indices == (index,)
+        held.append(slots.held_bytes)
+    assert held == [444, 844, 884, 888]
+
+
 def test_the_one_that_is_due_fits_any_window():
     slots = table(num_bytes=1, expected=40)
     claim = slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 10))

@@ -105,7 +105,7 @@ def _found(path: Path) -> Source:
 
 def _read(source: Source, placed: Placed) -> torch.Tensor:
     """All of one tensor, held against its checksums."""
-    tensor = torch.empty(placed.shape, dtype=DTYPES[placed.dtype])
+    tensor = torch.empty(placed.shape, dtype=DTYPES[placed.dtype], device="cpu")
     memory = Memory(placed, (tensor,), {})
     room = memory.room()
     if room.nbytes:
