@@ -153,8 +153,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: Net(
             inner=lambda y: torch.quantize_per_tensor(y, 0.1, 0, torch.qint8), outer=lambda y: y.dequantize()
         ),
-        "a",
-        "quantize_per_tensor",
+        "b.linear",
+        "a quantized tensor",
     ),
     "sparse buffer in the prefix": (lambda: Net(b=SparseMixing()), "a", "sparse_coo"),
     "complex weight": (lambda: Net(b=ComplexFilter()), "a", "complex64"),
@@ -165,15 +165,23 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     ),
     "tensor class in the tail": (lambda: Net(outer=lambda y: y.as_subclass(Own) * 2), "b", ""),
     "tensor class between": (lambda: Net(inner=lambda y: y.as_subclass(Own)), "a", "subclass"),
-    "checked dataclass": (lambda: Net(inner=Checked, outer=lambda y: y.values), "b.linear", ""),
+    "checked dataclass": (
+        lambda: Net(inner=Checked, outer=lambda y: y.values),
+        "b.linear",
+        "'b' gives what cannot cross a cut: Checked",
+    ),
     "checked dict": (lambda: Net(inner=in_a_checked_dict, outer=lambda y: y["values"]), "b.linear", ""),
     "checked named tuple": (
         lambda: Net(inner=lambda y: CheckedPair(y, 3), outer=lambda y: y.values),
         "b",
         "",
     ),
-    "generator": (lambda: Net(inner=lambda y: (y * n for n in (1, 2)), outer=sum), "b.linear", ""),
-    "packed sequence between": (lambda: Net(inner=packed, outer=unpacked), "b.linear", ""),
+    "generator": (
+        lambda: Net(inner=lambda y: (y * n for n in (1, 2)), outer=sum),
+        "b.linear",
+        "cannot cross a cut: generator",
+    ),
+    "packed sequence between": (lambda: Net(inner=packed, outer=unpacked), "b.linear", "PackedSequence"),
     "numpy in the tail": (lambda: Net(outer=through_numpy), "", "NumPy"),
     "weight norm by hooks": (
         lambda: Net(b=nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))),
@@ -350,3 +358,38 @@ def test_offload_of_a_model_that_does_not_run_says_so_and_does_not_blame_the_cap
 
     with pytest.raises(upriver.errors.CaptureError, match="the model does not run: RuntimeError: of my own"):
         upriver.offload(Net(outer=broken), example_inputs=torch.randn(4, WIDTH))
+
+
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "coo": lambda: torch.eye(4).to_sparse(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "mkldnn": lambda: torch.eye(4).to_mkldnn(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "conjugate": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "without elements": lambda: torch.empty(0, 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_split_of_a_model_that_only_holds_an_unusual_tensor_is_right(
+    kind: Callable[[], torch.Tensor],
+) -> None:
+    model, x = Net().eval(), torch.randn(4, WIDTH)
+    model.b.register_buffer("unread", kind())
+    model.kept = [kind()]
+    parts = split(model, x)
+    (given,), (wanted,) = answers(model, parts, x)
+    assert torch.equal(given, wanted)
+
+
+def test_split_of_a_model_that_maps_a_frozen_module_over_samples_runs_unsplit() -> None:
+    class Mapped(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.vmap(self.b)(torch.vmap(self.a)(x)))
+
+    parts = split(Mapped().eval(), torch.randn(4, WIDTH))
+    assert parts.program is None
+    assert "cannot cross a cut: a tensor of torch.func" in parts.why_not

@@ -193,5 +193,5 @@ class FrozenGuard:
 
 def fold(tensor: torch.Tensor) -> int:
     """A digest of its values."""
-    data = tensor.detach().cpu().contiguous()
+    data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     return xxhash.xxh3_64_intdigest(data.reshape(-1).view(torch.uint8).numpy().data) if data.numel() else 0

@@ -5,17 +5,24 @@ A tracer sees that an operator reads one, and not what it shares with others, so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
+
+from upriver.errors import CaptureError, ConfigError, ModelError
 
 
 def unusual(tensor: torch.Tensor) -> str:
     """What kind of tensor it is, in words; empty for one in plain memory."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"a tensor of type {type(tensor).__name__}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor of torch.func"
     if tensor.is_nested:
         return "a nested tensor"
+    if tensor.is_quantized:
+        return "a quantized tensor"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.').removeprefix('_')}"
     return ""
@@ -34,7 +41,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor | None) -> bool:
     if b is None or (a.dtype, a.layout, a.is_nested) != (b.dtype, b.layout, b.is_nested):
         return False
     if a.is_nested or a.layout is not torch.strided:
-        parts, others = (_stored(each) for each in (a.detach(), b.detach()))
+        parts, others = (stored_parts(each) for each in (a.detach(), b.detach()))
         return len(parts) == len(others) and all(map(same_bits, parts, others))
     return a.shape == b.shape and (
         torch.equal(a, b)
@@ -42,7 +49,22 @@ def same_bits(a: torch.Tensor, b: torch.Tensor | None) -> bool:
     )
 
 
-def _stored(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Make an error that torch, or a class of the model's own, raises at what only a watcher does a refusal.
+
+    Raises:
+        CaptureError: In its place, beginning with ``what``.
+    """
+    try:
+        yield
+    except (ModelError, ConfigError):
+        raise
+    except Exception as error:
+        raise CaptureError(f"{what}: {type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def stored_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensors that it is kept in: the gradient of a large table has few rows, and would be all of it."""
     if tensor.layout is torch.sparse_coo:
         shape = torch.tensor(tensor.shape, dtype=torch.int64, device="cpu")

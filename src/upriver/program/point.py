@@ -121,8 +121,8 @@ class _Search:
             )
         if all(ship.source.path is None for ship in ships):
             return FreezePoint(
-                why_not="the tail reads nothing that the frozen modules give, unless by way of NumPy or of a "
-                "tensor class of its own, which cannot be followed"
+                why_not="the tail reads nothing that the frozen modules give, or in a way that cannot be "
+                "followed: through NumPy, lists of numbers, another thread or a tensor class of its own"
             )
         skipped.sort(key=lambda call: call.exit)
         return FreezePoint(
@@ -144,8 +144,10 @@ class _Search:
 
         def visit(call: Call) -> None:
             kind = self.kinds[call.path]
-            usable = call.index not in self.holds and call.index not in self.blocked and not call.opaque
-            if call.path and usable and kind != "trained":
+            usable = call.index not in self.holds and call.index not in self.blocked
+            if call.opaque and usable and kind == "frozen" and call.path:
+                self.notes.append(f"module {call.path!r} gives what cannot cross a cut: {call.opaque}")
+            if call.path and usable and kind != "trained" and not call.opaque:
                 (frozen if kind == "frozen" else free).append(call)
             elif self.blocked.get(call.index, True):
                 for child in children.get(call.index, ()):

@@ -20,7 +20,7 @@ from upriver.program.example import Example, Source
 from upriver.program.export import ROOT, export
 from upriver.program.freeze import check_initialized
 from upriver.program.graph import Node, TensorSpec, Value, Weight, constants, references
-from upriver.program.layouts import unusual
+from upriver.program.layouts import refusing, unusual
 from upriver.program.nodes import flops_of, is_operator, merge_parts, node_of, place_of, where
 from upriver.program.stages import Chain
 
@@ -74,9 +74,10 @@ def record(
     """
     check_initialized(model)
     sources = [*first, *(outputs or ())]
-    exported, notes = export(model, example, sources, whole=outputs is None, autocast=autocast)
-    reader = _Reader(exported, num_first=len(first), num_sources=len(sources), num_answers=notes.num_answers)
-    return reader.read(example.samples)
+    with refusing("the model cannot be captured"):
+        exported, notes = export(model, example, sources, whole=outputs is None, autocast=autocast)
+        counts = {"num_first": len(first), "num_sources": len(sources), "num_answers": notes.num_answers}
+        return _Reader(exported, **counts).read(example.samples)
 
 
 class _Reader:

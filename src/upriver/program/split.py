@@ -23,6 +23,7 @@ from upriver.program.capture import capture
 from upriver.program.chance import random_branch
 from upriver.program.example import Example, Inputs, Source
 from upriver.program.freeze import check_trainable, frozen_units, without_written
+from upriver.program.layouts import refusing
 from upriver.program.passes import Pass
 from upriver.program.point import EvalPlan, FreezePoint, Ship, find, in_eval_for
 from upriver.program.precision import autocast_dtype, autocasting
@@ -162,30 +163,32 @@ class _Splitting:
     def run(self, granularity: Granularity) -> Split:
         """Try one way after the other."""
         check_trainable(self.model)
-        with state_kept(self.model):  # the values are copied once, for all that follows
-            return self._run(granularity)
+        try:
+            # The values are copied once, for all that follows.
+            with refusing(_NOT_WATCHED), state_kept(self.model):
+                return self._run(granularity)
+        except CaptureError as error:
+            self.attempts.insert(0, Attempt(step="trace", why_not=str(error)))
+            return self._unsplit(frozen_units(self.model))
 
     def _run(self, granularity: Granularity) -> Split:
         units = frozen_units(self.model)
         step = "trace"
         try:
             self.tell("tracing the model")
-            calls = trace(self.model, self.example, autocast=self.autocast)
-            training = self._in_training(calls, units)
+            with refusing(_NOT_WATCHED):
+                calls = trace(self.model, self.example, autocast=self.autocast)
+                training = self._in_training(calls, units)
             if training is not None:
                 changed = training.flow.changed
                 units = without_written(self.model, units, changed, calls.flow.changed)
             step = "freeze point"
             for point in self._points(calls, training):
-                done = self._cut(calls, point, units, granularity)
+                done = self._tried(calls, point, units, granularity)
                 if done is not None:
                     return done
         except CaptureError as error:
             self.attempts.append(Attempt(step=step, why_not=str(error)))
-        except (ConfigError, ModelError):
-            raise
-        except Exception as error:  # of torch or of the model's own classes, on what only a watcher does
-            self.attempts.append(Attempt(step=step, why_not=_unforeseen(error)))
         if step == "trace":
             changed = written_in_training(self.model, self.example, autocast=self.autocast)
             units = without_written(self.model, units, changed, changed)
@@ -223,6 +226,16 @@ class _Splitting:
                 return point
             left[chance[0]] = chance[1]
 
+    def _tried(
+        self, calls: Trace, point: FreezePoint, units: list[str], granularity: Granularity
+    ) -> Split | None:
+        try:
+            with refusing(_NOT_WATCHED):
+                return self._cut(calls, point, units, granularity)
+        except CaptureError as error:
+            self.attempts.append(Attempt(step=f"up to {point.name}", why_not=str(error)))
+        return None
+
     def _cut(
         self, calls: Trace, point: FreezePoint, units: list[str], granularity: Granularity
     ) -> Split | None:
@@ -249,10 +262,6 @@ class _Splitting:
             self.attempts.append(Attempt(step=step, why_not=str(error)))
             if error.module is not None and error.module not in self.left:
                 self.left[error.module] = str(error)  # the next point leaves it to the tail
-        except (ConfigError, ModelError):
-            raise
-        except Exception as error:  # as in run(); a shorter prefix may do
-            self.attempts.append(Attempt(step=step, why_not=_unforeseen(error)))
         return None
 
     def _proven(self, program: Program, tail: Tail, in_eval: EvalPlan, step: str) -> bool:
@@ -314,9 +323,7 @@ class _Splitting:
         )
 
 
-def _unforeseen(error: Exception) -> str:
-    """Why a model cannot be cut, where nobody knew that it could not."""
-    return f"the model cannot be watched while it runs: {type(error).__name__}: {error}".splitlines()[0]
+_NOT_WATCHED = "the model cannot be watched while it runs"
 
 
 _LEVELS: dict[Granularity, str] = {

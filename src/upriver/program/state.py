@@ -223,7 +223,8 @@ class _Tensor:
 
 
 def _has_place(tensor: torch.Tensor) -> bool:
-    return not unusual(tensor) and not is_lazy(tensor) and not tensor.is_inference()
+    plain = not unusual(tensor) and not is_lazy(tensor)
+    return plain and not tensor.is_meta and not tensor.is_inference()
 
 
 def _hooks_of(tensor: torch.Tensor) -> list[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from upriver.errors import CaptureError
 from upriver.program.capture import bound, checked, graph_of
 from upriver.program.example import Example, Inputs
 from upriver.program.freeze import check_initialized
-from upriver.program.layouts import same_bits
+from upriver.program.layouts import refusing, same_bits
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
 from upriver.program.proof import random_like, through_cuts
@@ -94,6 +94,7 @@ class Answer:
         return pytree.tree_unflatten(leaves, self.form)
 
 
+@refusing("the model cannot be captured")
 def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | None = None) -> Captured:
     """Capture a model in eval and prove every cut of it; the model is left as it was.
 
