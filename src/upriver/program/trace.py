@@ -416,7 +416,7 @@ class _Pass:
         leaves, form = pytree.tree_flatten(result)
         tensors, opaque = tensors_in(result), opaque_in(result)
         if any(map(is_functorch_wrapped_tensor, tensors)):  # none that is there outside of it
-            tensors, opaque = [], "a tensor of a transform"
+            tensors = []
         self.calls.append(
             Call(
                 path=path,
