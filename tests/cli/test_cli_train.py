@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -433,6 +434,23 @@ def test_fewer_epochs_than_have_begun_are_refused(folder: Path, capsys: pytest.C
     assert main(["train", config(folder, more="epochs = 1")]) == 2
     assert "is in epoch 2, so epochs must be at least 2, got 1" in capsys.readouterr().err.splitlines()[-1]
     assert len(losses(trained(capsys, config(folder, more="epochs = 2")))) == 8
+
+
+def test_train_with_held_out_samples_of_fewer_classes_matches_names_and_reports_what_it_leaves_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first, *_) = sorted(each.name for each in (folder / "train").iterdir())
+    shutil.rmtree(folder / "heldout" / first)
+    (folder / "train" / first / "9.tif").write_bytes(b"II*\0")
+    assert main(["train", config(folder, more="epochs = 1")]) == 2
+    assert f"'train/{first}/9.tif': .tif is not supported" in capsys.readouterr().err
+    assert main(["train", config(folder, more='epochs = 1\non_left_out = "report"')]) == 0
+    assert f"left out: 1 of a format that is not read ('train/{first}/9.tif')" in capsys.readouterr().err
+    (folder / "heldout" / "other").mkdir()
+    next((folder / "heldout").glob("*/*.png")).rename(folder / "heldout" / "other" / "0.png")
+    assert main(["train", config(folder, output="again.st", more='on_left_out = "report"')]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "heldout 'heldout' has other classes than the training samples: class 'other' is none of" in line
 
 
 def test_other_data_is_named_and_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

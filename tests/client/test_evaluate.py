@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import upriver
 from tests.client.training import BATCH, MICRO, images, optimizer_of, photos, root_of, train
 from tests.program.nets import frozen_small
 from upriver.client.job import FinetuneJob
+from upriver.errors import ConfigError
 from upriver.pipeline import Dataset, InputStage
 from upriver.pipeline.dataset import dataset_paths
 
@@ -141,3 +143,31 @@ def test_what_evaluating_reads_from_the_store_is_counted(data: Dataset, tmp_path
         before = near.meter.total_bytes
         outputs_of(job, held_out)
         assert near.meter.total_bytes - before == stored
+
+
+@pytest.mark.parametrize("absent", ["class0", "class2", "class4"])
+def test_held_out_data_without_a_class_keeps_the_targets_of_others(
+    data: Dataset, near: upriver.Near, few: upriver.Store, absent: str
+) -> None:
+    root, part = root_of(data), f"without-{absent}"
+    shutil.copytree(root / "few", root / part, ignore=shutil.ignore_patterns(absent))
+    held_out = upriver.index(few, part, stages=SHORT)
+    whole = upriver.index(few, "few", stages=SHORT)
+    wanted = [int(t) for t in whole.targets if whole.classes[t] != absent]
+    seen: list[torch.Tensor] = []
+
+    def mean(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        seen.append(targets)
+        return 0.0
+
+    with near.finetune(frozen_small(), data, batch_size=BATCH, micro_batch=MICRO) as job:
+        job.evaluate(held_out, mean)
+        assert torch.cat(seen).tolist() == wanted
+        (root / part / absent).mkdir()
+        empty = upriver.index(few, part, stages=SHORT, on_left_out="report")
+        job.evaluate(empty, mean)
+        assert torch.cat(seen).tolist() == 2 * wanted
+        (root / part / absent).rmdir()
+        (root / part / "class1").rename(root / part / "class9")
+        with pytest.raises(ConfigError, match="class 'class9' is none of the 5 classes"):
+            job.evaluate(upriver.index(few, part, stages=SHORT), mean)

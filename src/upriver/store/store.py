@@ -402,6 +402,7 @@ class Store:
 
         obstore would compare ETags of its own, which know nothing of the change time.
         """
+        _check_process(self)
         with self._opened(root, path) as file:
             status = self._check_same(path, etag, file.fileno())
             on_answer(_file_info(path, status))
@@ -414,11 +415,13 @@ class Store:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _opened(self, root: Path, path: str) -> FileIO:
-        self._checked(path)
-        real = local.inside(root, path)
-        if not real.is_file():
+        # Without O_NONBLOCK a FIFO would hold its opener until somebody writes to it.
+        real = local.inside(root, check_name(path))
+        file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
             raise FileNotFoundError(path)
-        return real.open("rb", buffering=0)
+        return FileIO(file, "rb")
 
     def _filling_from_file(
         self, root: Path, path: str, start: int, places: Places, etag: str | None, piece_bytes: int
@@ -460,8 +463,8 @@ class Store:
             return _info(path, await obstore.head_async(self._backend, self._checked(path)))
 
     def _head_file(self, root: Path, path: str) -> ObjectInfo:
-        self._checked(path)
-        status = local.inside(root, path).stat()
+        _check_process(self)
+        status = local.inside(root, check_name(path)).stat()
         if not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError(path)
         return _file_info(path, status)
