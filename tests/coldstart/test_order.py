@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +306,71 @@ def test_model_arguments_and_random_numbers_are_as_they_were(looks: bool) -> Non
     assert (model.cache, model.seen, model.kept, set(vars(model))) == (None, [], None, attributes)
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch.is_grad_enabled()
+
+
+class Writes(nn.Module):
+    """Calls a function that writes somewhere."""
+
+    def __init__(self, write: Callable[[Any], object], looks: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(3))
+        self.counts, self.array, self.flag = {"calls": [0]}, np.zeros(3), False
+        self.generator = torch.Generator()
+        self.write, self.looks = write, looks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self)
+        if self.looks and x.sum() > 1e9:
+            return x
+        return self.first(x) + self.second(x)  # type: ignore[no-any-return]
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "momentum": lambda m: [
+        q.data.mul_(0.9).add_(p.data, alpha=0.1)
+        for p, q in zip(m.first.parameters(), m.second.parameters(), strict=True)
+    ],
+    "a clamped weight": lambda m: m.first.weight.data.clamp_(min=0),
+    "a buffer": lambda m: m.steps.add_(1),
+    "a buffer by its array": lambda m: m.steps.numpy().__iadd__(1),
+    "a weight by its array": lambda m: m.first.weight.detach().numpy().__imul__(2),
+    "a buffer's memory": lambda m: m.steps.untyped_storage().fill_(1),
+    "a buffer of another size": lambda m: m.steps.resize_(5),
+    "other memory": lambda m: setattr(m.first.weight, "data", torch.zeros(4, 4)),
+    "another parameter": lambda m: setattr(m.first, "weight", nn.Parameter(torch.zeros(4, 4))),
+    "another module": lambda m: setattr(m, "first", m.second),
+    "a new buffer": lambda m: m.register_buffer("late", torch.ones(1)),
+    "a nested count": lambda m: m.counts["calls"].append(1),
+    "an array": lambda m: m.array.__iadd__(1),
+    "a flag": lambda m: setattr(m, "flag", True),
+    "a hook": lambda m: m.first.register_forward_hook(lambda *_: None),
+    "a frozen weight": lambda m: m.first.weight.requires_grad_(False),
+    "generators": lambda m: (random.random(), np.random.rand(), torch.rand(3)),
+    "a generator of its own": lambda m: torch.rand(2, generator=m.generator),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_publish_model_leaves_what_a_forward_writes_as_it_was(write: str, looks: bool) -> None:
+    model, store = Writes(WRITES[write], looks), Store.open(f"memory://writes-{write}-{looks}")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    identities = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
+    own = model.generator.get_state()
+    seed()
+    drawn = random.random(), np.random.rand(), torch.rand(3).tolist()
+    seed()
+    publish_model(model, store, "net.safetensors", (X,))
+    assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == drawn
+    assert torch.equal(model.generator.get_state(), own)
+    assert {name: id(value) for name, value in model.state_dict(keep_vars=True).items()} == identities
+    published = load_safetensors(store.get("net.safetensors"))
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value) and torch.equal(published[name], value), name
+    assert (model.counts, model.array.any(), model.flag) == ({"calls": [0]}, False, False)
+    assert model.training and model.first.weight.requires_grad and not model.first._forward_hooks
 
 
 def test_nothing_changes_where_recording_fails() -> None:

@@ -34,7 +34,6 @@ from upriver.program.check import flops_of_call, silent
 from upriver.program.compiled import uncompiled, under
 from upriver.program.devices import random_kept
 from upriver.program.example import tensors_in
-from upriver.program.flow import written_by
 from upriver.program.state import attributes_kept, state_kept
 from upriver.program.trace import in_eval, no_fast_path
 from upriver.store import Store
@@ -176,7 +175,7 @@ def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) 
     Raises:
         ModelError: If the call fails.
     """
-    touched = _TouchedAndKept(state)
+    touched = _Touched(_Weights(state))
     args, kwargs = _copied(call)
     with state_kept(model):
         try:
@@ -186,8 +185,6 @@ def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) 
             raise ModelError(
                 f"the order of weights cannot be recorded, as the model cannot be called: {error_text(error)}"
             ) from error
-        finally:
-            touched.put_back()
     return touched.names
 
 
@@ -323,26 +320,3 @@ class _TouchedWithoutData(_Touched):  # type: ignore[no-untyped-call]
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
-
-
-class _TouchedAndKept(_Touched):  # type: ignore[no-untyped-call]
-    """Keeps a copy of each weight that an operator is about to write to; most models have none."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(_Weights(state))
-        self._state = state
-        self._before: dict[str, torch.Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Keep what would be lost, and go on."""
-        if hasattr(func, "_schema"):
-            for tensor in written_by(func, args, kwargs or {}):
-                for name in self.weights.within(tensor):
-                    if name not in self._before:
-                        self._before[name] = self._state[name].detach().clone()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def put_back(self) -> None:
-        """Write all of that again."""
-        for name, before in self._before.items():
-            self._state[name].detach().copy_(before)
