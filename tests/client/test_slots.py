@@ -232,6 +232,35 @@ def test_nothing_is_begun_after_an_error():
     assert slots.done
 
 
+def test_an_error_behind_another_one_changes_nothing():
+    slots = table()
+    claim = slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 6))
+    for index in (1, 4):
+        error = BadSample(sample=index, object_name="o", reason="r")
+        slots.deliver(claim, index, Delivery(source="s", error=error))
+    slots.deliver(claim, 0, delivery(0))
+    slots.take()
+    with pytest.raises(BadSample, match="sample 1"):
+        slots.take().result()
+    assert slots.done
+
+
+def test_one_request_is_never_for_two_pins():
+    pins = {index: Pin(way=Way.REMOTE, source="ab"[index // 2], cut=1) for index in range(4)}
+    slots = SlotTable(4, first=0, window=Window(), pins=pins)
+    assert slots.find(Way.REMOTE, 4) == (0, 1)
+    slots.claim(Way.REMOTE, (0, 1))
+    assert slots.find(Way.REMOTE, 4) == (2, 3) and slots.find(Way.LOCAL, 4) == ()
+
+
+def test_a_short_run_that_is_due_soon_does_not_wait_for_the_window():
+    """Of a route with a small share the window holds few."""
+    dealt = [Dealt(way=Way.REMOTE, cut=9 if index % 8 == 2 else 1) for index in range(24)]
+    slots = SlotTable(24, first=0, window=Window(micro_batches=8), dealt=dealt)
+    slots.claim(Way.REMOTE, (0, 1))
+    assert slots.find(Way.REMOTE, 2) == (2,)
+
+
 def test_what_cannot_be_made_here_goes_to_servers_at_a_cut_of_the_plan():
     here, there = Dealt(way=Way.LOCAL, cut=-4), Dealt(way=Way.REMOTE, cut=2)
     slots = SlotTable(6, first=0, window=Window(), dealt=[here, there, there, here, here, here])

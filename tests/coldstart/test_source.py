@@ -605,6 +605,25 @@ def test_find_where_two_files_hold_one_name_takes_what_the_index_says(store: Sto
 
 
 @pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ({"a": "model", "b": "overlay"}, {"a": 1, "b": 7}),  # the index is of that file, too
+        ({"a": "overlay", "b": "overlay"}, {"a": 1, "b": 2}),  # another form of the model
+        (None, {"a": 1, "b": 2}),
+    ],
+)
+def test_find_of_a_file_and_an_index_in_one_folder_takes_the_index_where_it_names_the_file(
+    store: Store, places: dict[str, str] | None, expected: dict[str, float]
+) -> None:
+    store.put("models/net/model.safetensors", save({"a": one(1), "b": one(2)}))
+    store.put("models/net/overlay.safetensors", save({"a": one(9), "b": one(7)}))
+    if places is not None:
+        table = {"weight_map": {name: f"{file}.safetensors" for name, file in places.items()}}
+        store.put(INDEX, json.dumps(table).encode())
+    assert_holds(find(store, "models/net"), {name: one(value) for name, value in expected.items()})
+
+
+@pytest.mark.parametrize(
     ("files", "places", "error", "problem"),
     [
         (

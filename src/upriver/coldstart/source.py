@@ -140,7 +140,8 @@ def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahea
         store: Where to look.
         path: ``NAME.safetensors``, published here or written by anyone; ``NAME.safetensors.index.json`` of
             several such files; or ``NAME``, which stands for ``NAME.safetensors``,
-            ``NAME/model.safetensors`` or ``NAME/model.safetensors.index.json``, whichever is there first.
+            ``NAME/model.safetensors`` or ``NAME/model.safetensors.index.json``, whichever is there first;
+            an index that names the file ``NAME/model.safetensors`` comes before that.
         caps: What may be claimed, at most.
         ahead: What has been asked for already, of :func:`object_at`.
 
@@ -173,13 +174,18 @@ def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> Sou
         return _file(store, files[0], caps, ahead)
     with absent:
         _refuse_object(store, path)
+    found, data = None, None
     with absent:
-        return _file(store, files[1], caps)
-    data: bytes | None = None
+        found = _file(store, files[1], caps)
+        if found.is_checked:
+            return found
     with absent:
         data = get_at_most(store, index, caps.header_bytes)
-    if data is not None:
+    # One that names that file says what overlays it; else they are two forms of a model.
+    if data is not None and (found is None or files[1] in _places(index, data, caps).values()):
         return _shards(store, index, data, caps)
+    if found is not None:
+        return found
     for name in _PICKLED_NAMES:
         with absent:
             if store.exists(f"{path}/{name}"):
