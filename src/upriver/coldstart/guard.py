@@ -4,20 +4,15 @@ While it loads its class is a subclass of its own, made for it. A call runs unde
 (:mod:`upriver.coldstart.barrier`), and gives back only what is there; whatever else is asked of it, such as
 ``model.encode_image(...)``, ``model.layer1``, ``state_dict()`` or ``to()``, waits until everything is there.
 Then the class is the model's own again, and nothing of this is left.
-
-Code that torch.compile made reads weights without operators, so calls of a model that has some wait for
-everything, too.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import FunctionType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -103,15 +98,13 @@ class Guard:
 
 def _guarded(model: nn.Module, guard: Guard) -> type[nn.Module]:
     """A subclass for one model."""
-    kind, compiled = type(model), is_compiled(model)
+    kind = type(model)
 
     # Never `super()`: by the time that a wait is over the object may be of its own class again.
     class Guarded(kind):  # type: ignore[valid-type, misc]
         _upriver_guard: ClassVar[Guard] = guard
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if compiled:
-                guard.wait()
             with guard.call():
                 return guard.given(kind.__call__(self, *args, **kwargs))
 
@@ -140,23 +133,3 @@ def guard_of(model: nn.Module) -> Guard | None:
     """Of a model that is still loading."""
     found: Guard | None = vars(type(model)).get("_upriver_guard")
     return found
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile was told of a part of a model.
-
-    A part is a module, a method, or a function: one that a module has as an attribute, or that lies where the
-    class of one is defined.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return False
-    modules = list(model.modules())
-    kinds = {kind for module in modules for kind in type(module).__mro__}
-    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
-    return any(
-        isinstance(value, FunctionType)
-        and hasattr(value, "_torchdynamo_orig_callable")
-        and not hasattr(value, "_torchdynamo_disable")
-        for owner in (*modules, *kinds, *files)
-        for value in tuple(vars(owner).values())
-    )
