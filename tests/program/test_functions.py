@@ -113,7 +113,7 @@ WAYS: dict[str, tuple[Forward, str]] = {
     "compiled before": (lambda net, x: net.a(net.first(_gelu(x))), "first"),
     "compiled between": (lambda net, x: net.a(net.second(_gelu(net.first(x)))), "second"),
     "compiled to other bits": (lambda net, x: net.a(_other(net.first(x))), "first"),
-    "compiled to other bits between": (lambda net, x: net.a(net.second(_other(net.first(x)))), ""),
+    "compiled to other bits between": (lambda net, x: net.a(net.second(_other(net.first(x)))), "first"),
     "compiled modules": (lambda net, x: net.a(net.first(x)), "first"),
     "checkpoint": (lambda net, x: checkpoint(lambda y: net.a(y), net.first(x), use_reentrant=False), "first"),
     "vmap": (lambda net, x: torch.vmap(lambda row: net.second(row))(net.first(x)), "first"),

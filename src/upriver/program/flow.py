@@ -40,6 +40,7 @@ class Operation:
         reads: What its arguments were.
         trouble: Why it may only run where the user's model runs; empty for most.
         observes: Whether Python saw a value of the data (a branch may depend on it), or a size did.
+        compiled: Whether it is the first in code that torch.compile makes, whose low bits may be others.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Operation:
     reads: tuple[Value, ...]
     trouble: str
     observes: bool
+    compiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +114,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.call = 0
         self.running = ""
+        self._compiled = False
         self._read: list[Value] = []  # by functions of that operator
         self._written: list[int] = []
         self._operations: list[Operation] = []
@@ -144,6 +147,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             overwritten=written,
             changed=frozenset(changed) | {self._origins[number].name for number in written},
         )
+
+    def enter_compiled(self) -> bool:
+        """Note that the next operator is in code that torch.compile makes, which runs as it is written."""
+        self._compiled = True
+        return False
 
     def draw(self, whose: str) -> None:
         """Note that the call that is running has drawn random numbers that no operator shows."""
@@ -185,6 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._read += self._known(held)
             return func(*functions[0], **functions[1])
         self.running, self._read, self._written = str(func.name()), list(self._known(held)), []
+        self._compiled = False  # such an operator compiles what it is given by itself
         try:
             result = func(*functions[0], **functions[1])
         finally:
@@ -227,8 +236,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trouble = trouble or (f"computes with {odd}" if odd else "")
         seen = bool(reads) and not made and not written
         self._operations.append(
-            Operation(name=name, call=self.call, reads=reads, trouble=trouble, observes=seen or sized)
+            Operation(
+                name=name,
+                call=self.call,
+                reads=reads,
+                trouble=trouble,
+                observes=seen or sized,
+                compiled=self._compiled and bool(reads),
+            )
         )
+        self._compiled = self._compiled and not reads
         for tensor in made:
             if id(tensor) not in self._numbers:
                 self._makers[self._number(tensor, made_at=index)] = index

@@ -68,7 +68,8 @@ def find(
     Args:
         calls: A pass in eval.
         training: The same in training mode, frozen units in eval: it may read more (auxiliary heads).
-        before_branches: End the prefix before the first operator that shows Python a value of the data.
+        before_branches: End the prefix before the first operator that shows Python a value of the data, or
+            that torch.compile was told of.
         left: Modules inside which nothing may be skipped, with the reason.
     """
     return _Search(model, calls, training, before_branches=before_branches, left=left or {}).run()
@@ -248,6 +249,9 @@ class _Search:
             own = bool(operation.trouble) or self._trained(operation)
             own = own or left[index] >= 0 or run.calls[operation.call].path in self.trace.counting
             own = own or branched or run.follows(operation, held)
+            if before_branches and operation.compiled:
+                own = True
+                self.notes.append(f"{run.where(index)} runs code that torch.compile makes")
             read = {value.tensor for value in operation.reads} & stateful
             if own or read:
                 held.add(index)

@@ -5,7 +5,8 @@ What is tried, each only after the one before it has failed its proof:
 1. every cut of the granularity that was asked for;
 2. cuts at the ends of modules only, if that was finer;
 3. the freeze point alone;
-4. the same with a prefix that ends before the first branch on data, where there is one;
+4. the same with a prefix that ends before the first branch on data, or code that torch.compile makes, where
+   there is one;
 5. unsplit.
 """
 

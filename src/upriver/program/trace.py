@@ -18,7 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ModelError
-from upriver.program.compiled import as_ever, uncompiled
+from upriver.program.compiled import as_ever, entering, uncompiled
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.flow import Flow, Recorder, Value, opaque_in
 from upriver.program.freeze import check_initialized, keep_in_eval, switch
@@ -352,7 +352,7 @@ class _Pass:
                 # Ours run first on the way in and last on the way out, around whatever hooks the user has.
                 stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(path)).remove)
-            with self.recorder:
+            with self.recorder, entering(self.recorder.enter_compiled):
                 self.model(*self.example.args, **self.example.kwargs)
 
     def _failed(self, reason: str) -> CaptureError | ModelError:
