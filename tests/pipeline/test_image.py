@@ -135,7 +135,7 @@ def test_a_bomb_is_refused_with_no_warning(bomb: bytes) -> None:
         decode(bomb)
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "PPM", "BMP"])
 def test_wherever_it_is_cut_off_it_is_a_sample_error(form: str) -> None:
     data = encoded(pixels(40, 50), form)
     for length in [*range(0, 64), *range(64, len(data) - 20, 97)]:
@@ -143,7 +143,7 @@ def test_wherever_it_is_cut_off_it_is_a_sample_error(form: str) -> None:
             decode(data[:length])
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "PPM", "BMP"])
 def test_leniency_set_elsewhere_changes_nothing(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many training scripts set it: a truncated image would decode there and fail on a server."""
     data = encoded(pixels(40, 50), form)
@@ -152,7 +152,7 @@ def test_leniency_set_elsewhere_changes_nothing(form: str, monkeypatch: pytest.M
         decode(data[: len(data) * 3 // 4])
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "PPM", "BMP"])
 def test_damage_gives_pixels_or_a_sample_error_and_nothing_else(form: str) -> None:
     rng = np.random.default_rng(3)
     data = np.frombuffer(encoded(pixels(30, 30), form, exif=tiff("<", 1)), dtype=np.uint8)

@@ -47,7 +47,7 @@ def png(width: int, height: int, *more: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(more) + end
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "PPM", "BMP"])
 def test_an_image_beyond_the_limit_is_refused_and_is_no_bad_sample(form: str) -> None:
     data = encoded(pixels(40, 50), form)
     image.limit_pixels(40 * 50)
