@@ -2,13 +2,16 @@
 
 Run with ``python benchmarks/split_overhead.py``; ``--write`` writes ``benchmarks/results/split_overhead.md``.
 One training iteration (forward, backward, no step) of the user's model, and the same through the captured
-prefix and the tail, in turns. Memory is the peak of a process that does only the one or the other.
+prefix and the tail, in turns. Memory is the peak of a process that does only the one or the other. What a
+step of a job takes beside the tail's own modules is measured by itself: ``--steps`` does only that, and
+replaces only this part of the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -22,7 +25,8 @@ import torch
 
 from _common import RESULTS, Spread, commit, interleave, machine, table, versions
 from upriver._torchvision import ensure_torchvision
-from upriver.program.freeze import freeze_to, frozen_units, keep_in_eval
+from upriver.program.freeze import InEval, freeze_to, frozen_units, keep_in_eval
+from upriver.program.guard import FrozenGuard
 from upriver.program.split import split
 from upriver.program.trace import no_fast_path
 
@@ -31,6 +35,8 @@ GOAL = 1.03
 BATCH = 16
 REPEATS = 7
 PEAKS = 3
+STEP_REPEATS = 200
+STEPS_TITLE = "## What a step takes beside the tail's own modules"
 WAYS = ("plain", "whole", "split")
 
 NETWORKS = {
@@ -184,6 +190,149 @@ def child(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+class Step:
+    """A step of a job on features that are there, and the tail's modules called by hand."""
+
+    def __init__(self, name: str) -> None:
+        self.model, batch, last, self.by_hand = STEPS[name]()
+        freeze_to(self.model, last)
+        parts = split(self.model.train(), batch)
+        if parts.program is None:
+            raise SystemExit(f"{name} runs unsplit: {parts.why_not}")
+        self.tail, self.in_eval = parts.tail, InEval(self.model, parts.in_eval)
+        self.guard = FrozenGuard(
+            self.model,
+            parts.prefix_units,
+            also=[weight.key for weight in parts.program.graph.weights],
+            skipped=parts.skipped,
+            attributes=parts.attributes,
+        )
+        values = parts.program.run((batch,), 0, parts.program.num_stages)
+        self.features = parts.tail.values.select(values, range(1))
+        self.frozen = sum(1 for path in parts.skipped for _ in self.model.get_submodule(path).modules())
+
+    def step(self) -> None:
+        """What ``job(features)`` and the job's iterator do around it."""
+        self.guard.check_versions()
+        self.in_eval()
+        self.tail(self.tail.values.one_or_all(self.features))
+        self.guard.check_versions()
+
+    def measure(self) -> dict[str, Any]:
+        """Processor milliseconds of each, in turns, and of one look at what is frozen."""
+        ways = {
+            "hand": lambda: self.by_hand(self.features[0]),
+            "step": self.step,
+            "look": self.guard.check_versions,
+        }
+        found: dict[str, list[float]] = {way: [] for way in ways}
+        with torch.no_grad():
+            for repeat in range(STEP_REPEATS + 5):
+                for way, run in ways.items():
+                    began = time.process_time()
+                    run()
+                    if repeat >= 5:
+                        found[way].append((time.process_time() - began) * 1e3)
+        medians = {way: statistics.median(times) for way, times in found.items()}
+        over = statistics.median(b - a for a, b in zip(found["hand"], found["step"], strict=True))
+        return {**medians, "over": over, "frozen": self.frozen}
+
+
+Building = Callable[[], tuple[Any, torch.Tensor, str, Callable[[torch.Tensor], Any]]]
+"""A model, two samples, its last frozen module, and its tail as one would write it."""
+
+
+def linears() -> Any:
+    """Many modules that do next to nothing."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(301)])
+    return model, torch.randn(2, 4), "299", model[300]
+
+
+def resnet18() -> Any:
+    """The last block and the classifier train."""
+    from torchvision import models
+
+    model = models.resnet18(weights=None)
+    return (
+        model,
+        torch.randn(2, 3, 224, 224),
+        "layer4.0",
+        lambda x: model.fc(model.avgpool(model.layer4[1](x)).flatten(1)),
+    )
+
+
+def vit_b_16() -> Any:
+    """The last layer and the head train."""
+    from torchvision import models
+
+    model = models.vit_b_16(weights=None)
+    return (
+        model,
+        torch.randn(2, 3, 224, 224),
+        "encoder.layers.encoder_layer_10",
+        lambda x: model.heads(model.encoder.ln(model.encoder.layers[11](x))[:, 0]),
+    )
+
+
+def bert() -> Any:
+    """BERT-base of random weights: the last layer, the pooler and the classifier train."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model = BertForSequenceClassification(BertConfig())
+    return (
+        model,
+        torch.randint(0, 1000, (2, 128)),
+        "bert.encoder.layer.10",
+        lambda x: model.classifier(model.dropout(model.bert.pooler(model.bert.encoder.layer[11](x)))),
+    )
+
+
+STEPS: dict[str, Building] = {
+    "300 linear layers": linears,
+    "resnet18": resnet18,
+    "vit_b_16": vit_b_16,
+    "bert-base": bert,
+}
+
+
+def steps_of(name: str) -> dict[str, Any]:
+    """One row of the steps."""
+    ensure_torchvision()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    return Step(name).measure()
+
+
+def steps_part() -> str:
+    """The part of the page about steps."""
+    rows = []
+    for name in STEPS:
+        print(f"a step of {name} ...", file=sys.stderr, flush=True)
+        row = child("--step", name)
+        numbers = (f"{row[key]:.2f}" for key in ("hand", "step", "over", "look"))
+        rows.append((name, row["frozen"], *numbers))
+    header = (
+        "network",
+        "modules skipped",
+        "tail by hand, ms",
+        "step, ms",
+        "step - by hand, ms",
+        "one look, ms",
+    )
+    return f"""{STEPS_TITLE}
+
+{table(header, rows)}
+
+- Processor time at batch 1, forward without gradients, one thread: medians of {STEP_REPEATS} turns. The table
+  above divides by whole iterations, in which this does not show.
+- A step is what `job(features)` and the job's iterator do: look twice at what is frozen (versions, modules,
+  hooks, attributes), keep it in eval, run the tail. By hand: the tail's modules called one after the other.
+- Commit {commit()}; {versions("torch", "torchvision", "transformers")}.
+
+Again: `python benchmarks/split_overhead.py --steps --write`.
+"""
+
+
 def _peaks(row: dict[str, Any], way: str, what: str) -> Spread:
     """Peaks of one way, in MB."""
     return Spread.of(peak[what] / 1e6 for peak in row["peak"][way])
@@ -274,11 +423,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     parser.add_argument("--only", nargs="*", default=list(NETWORKS), help="networks")
+    parser.add_argument("--steps", action="store_true", help="only what a step takes")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
         print(json.dumps(measure(options.row)))
+        return
+    if options.step:
+        print(json.dumps(steps_of(options.step)))
+        return
+    if options.steps:
+        part = steps_part()
+        print(part)
+        if options.write:
+            page = RESULT.read_text(encoding="utf-8")
+            kept = re.split(f"^{re.escape(STEPS_TITLE)}", page, flags=re.MULTILINE)[0].rstrip()
+            RESULT.write_text(f"{kept}\n\n{part}", encoding="utf-8")
         return
     if options.peak:
         print(json.dumps(peak_of(*options.peak)))
@@ -289,7 +451,7 @@ def main() -> None:
         row = child("--row", name)
         row["peak"] = interleave({way: partial(_peak_of_child, name, way) for way in WAYS}, PEAKS)
         rows.append(row)
-    text = report(rows)
+    text = f"{report(rows)}\n{steps_part()}"
     print(text)
     if options.write:
         RESULT.write_text(text, encoding="utf-8")

@@ -138,13 +138,32 @@ def test_weights_that_come_to_lie_in_shared_memory_are_no_change(model: Chain, a
         assert torch.equal(answer(x), wanted)
 
 
-def test_a_tensor_in_the_place_of_another_one_changes_nothing(model: Chain, answer: Offload) -> None:
+def test_a_tensor_in_the_place_of_another_one_is_no_change_if_its_values_are_none(
+    model: Chain, answer: Offload
+) -> None:
     x = torch.randn(2, 64)
-    wanted = here(model, x)
+    before, wanted = copy.deepcopy(model.state_dict()), here(model, x)
     model.load_state_dict(chain(seed=1).state_dict(), assign=True)
     for cut in range(answer.program.num_stages + 1):
         cut_at(answer, cut)
-        assert torch.equal(answer(x), wanted)
+        with pytest.raises(FrozenChanged, match=r"'layers\.\w+\.\w+' changed after the model had been"):
+            answer(x)
+    model.load_state_dict(before, assign=True)
+    assert torch.equal(answer(x), wanted)
+    model.layers.last.bias.data.add_(1)  # and is watched from here on
+    with pytest.raises(FrozenChanged, match=r"layers\.last\.bias"):
+        for _ in range(len(answer._unchanged._pieces)):
+            answer(x)
+
+
+def test_another_type_is_a_change_and_back_without_a_loss_is_none(model: Chain, answer: Offload) -> None:
+    x = torch.randn(2, 64)
+    wanted = here(model, x)
+    model.double().float()
+    assert torch.equal(answer(x), wanted)
+    model.half()
+    with pytest.raises(FrozenChanged, match=r"'layers\.\w+\.\w+' changed after the model had been"):
+        answer(x)
 
 
 def replaced(model: Chain) -> Callable[[], object]:
@@ -165,18 +184,34 @@ def hooked_before(model: Chain) -> Callable[[], object]:
     return model.register_forward_pre_hook(lambda _module, args: (args[0] + 1,)).remove
 
 
-@pytest.mark.parametrize("change", [replaced, added, hooked, hooked_before])
+def hooked_everywhere(model: Chain) -> Callable[[], object]:
+    def hook(_module: nn.Module, _args: object, result: torch.Tensor) -> torch.Tensor:
+        return result + 1
+
+    return torch.nn.modules.module.register_module_forward_hook(hook).remove
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (replaced, "submodule 'last' of module 'layers'"),
+        (added, "submodule '7' of module 'layers'"),
+        (hooked, r"a hook of module 'layers\.tanh'"),
+        (hooked_before, "a hook of the model"),
+        (hooked_everywhere, "a hook of all modules"),
+    ],
+)
 def test_other_modules_and_hooks_are_an_error_at_every_cut_until_they_are_as_they_were(
-    change: Callable[[Chain], Callable[[], object]], model: Chain, answer: Offload
+    change: Callable[[Chain], Callable[[], object]], named: str, model: Chain, answer: Offload
 ) -> None:
     x = torch.randn(2, 64)
     wanted = here(model, x)
     put_back = change(model)
     for cut in range(answer.program.num_stages + 1):
         cut_at(answer, cut)
-        with pytest.raises(FrozenChanged, match="a module or a hook of the model changed after the model"):
+        with pytest.raises(FrozenChanged, match=f"{named} changed after the model"):
             answer(x)
-    with pytest.raises(FrozenChanged, match="a module or a hook"):
+    with pytest.raises(FrozenChanged, match=named):
         answer(torch.randn(3, 64))
     put_back()
     assert torch.equal(answer(x), wanted)

@@ -24,7 +24,8 @@ from tests.program.nets import (
 )
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import ConfigError, FrozenChanged, ModelError
-from upriver.program.freeze import FrozenGuard, freeze_to, frozen_units, keep_in_eval
+from upriver.program.freeze import freeze_to, frozen_units, keep_in_eval
+from upriver.program.guard import FrozenGuard
 from upriver.program.split import Split, Whole, split
 from upriver.program.trace import no_fast_path
 

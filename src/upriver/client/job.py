@@ -40,7 +40,8 @@ from upriver.client.wrapping import TailRunner
 from upriver.engine.fingerprint import flags, here
 from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
 from upriver.pipeline import Dataset
-from upriver.program.freeze import FrozenGuard, keep_in_eval
+from upriver.program.freeze import InEval
+from upriver.program.guard import FrozenGuard
 from upriver.program.split import Split
 from upriver.program.trace import in_eval
 from upriver.protocol import Larger
@@ -119,7 +120,14 @@ class FinetuneJob:
         weights = split.program.graph.weights if split.program is not None else ()
         exactly = choices.exact == "bitwise" and split.program is not None
         self._flags = self._flags_now() if exactly else None
-        self._guard = FrozenGuard(model, list(split.prefix_units), also=[weight.key for weight in weights])
+        self._guard = FrozenGuard(
+            model,
+            split.prefix_units,
+            also=[weight.key for weight in weights],
+            skipped=split.skipped,
+            attributes=split.attributes,
+        )
+        self._keep_in_eval = InEval(model, split.in_eval)
         self._epoch = 0
         self._step = 0
         self._resumed = False
@@ -149,12 +157,13 @@ class FinetuneJob:
 
         Raises:
             ConfigError: If the features are none that the job yields.
-            FrozenChanged: If a frozen parameter was written to since the job started.
+            FrozenChanged: If a frozen parameter was written to since the job started, or an attribute, a
+                submodule or a hook of the frozen part is another one.
         """
         self._check_features(features)
         self._check_autocast()
         self._guard.check_versions()
-        keep_in_eval(self._model, list(self._split.in_eval))
+        self._keep_in_eval()
         return self._run(features)
 
     def _check_autocast(self) -> None:
@@ -210,7 +219,7 @@ class FinetuneJob:
 
         Raises:
             BadSample: If a stored sample cannot be read and the job was not asked to skip it.
-            FrozenChanged: If a frozen parameter changed since the job started.
+            FrozenChanged: If something of the frozen part changed since the job started.
             NotExact: If a numerics flag of this process did, or its number of threads while servers take
                 part, and low bits count.
             ConfigError: If the job was closed.

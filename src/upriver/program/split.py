@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from upriver.errors import CaptureError, ConfigError, ModelError
+from upriver.program.attributes import Attributes, attributes_of
 from upriver.program.capture import capture
 from upriver.program.chance import random_branch
 from upriver.program.example import Example, Inputs, Source
@@ -99,6 +100,8 @@ class Split:
         tail: Runs what is left, from what crosses the freeze point (or from the inputs).
         in_eval: Modules that stay in eval whatever ``model.train()`` says.
         prefix_units: Frozen modules that run in the program.
+        skipped: These and the others that the tail does not call.
+        attributes: What the forward of the model reads up to the freeze point; None when unsplit.
         boundary: The last module of the prefix; empty when unsplit.
         why_not: Why the model runs unsplit; empty when it does not.
         note: Why the freeze point is not later, where something but a trainable parameter ended the prefix.
@@ -110,6 +113,8 @@ class Split:
     tail: Tail | Whole
     in_eval: tuple[str, ...]
     prefix_units: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    attributes: Attributes | None = None
     boundary: str = ""
     why_not: str = ""
     note: str = ""
@@ -304,10 +309,31 @@ class _Splitting:
             prefix_units=tuple(
                 p for p in paths if any(True for _ in self.model.get_submodule(p).parameters())
             ),
+            skipped=tuple(paths),
+            attributes=self._attributes(calls, point, paths),
             boundary=point.name,
             note=point.note,
             attempts=tuple(self.attempts),
             capture_s=capture_s,
+        )
+
+    def _attributes(self, calls: Trace, point: FreezePoint, paths: list[str]) -> Attributes:
+        """What skipped calls read, and those around them until the last of them ends."""
+        run = Pass(calls.calls, calls.flow)
+        owner = run.enclosing(point.skipped)
+        ends: dict[int, int] = {}
+        for index in point.skipped:
+            exit = run.calls[index].exit
+            while index >= 0:
+                index = run.calls[index].parent
+                ends[index] = max(exit, ends.get(index, -1))
+        inside = [module for path in paths for module in self.model.get_submodule(path).modules()]
+        around = [self.model.get_submodule(call.path) for call in calls.calls if call.index in ends]
+        return attributes_of(
+            calls.reads,
+            self.model,
+            among=[*inside, *around],
+            within=lambda call, event: owner.get(call, -1) >= 0 or event <= ends.get(call, -1),
         )
 
     def _paths(self, calls: Trace, point: FreezePoint) -> list[str]:

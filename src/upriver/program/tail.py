@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError
 from upriver.program.example import Example
-from upriver.program.freeze import keep_in_eval
+from upriver.program.freeze import InEval
+from upriver.program.modules import HARMLESS
 from upriver.program.passes import Pass
 from upriver.program.point import FreezePoint
 from upriver.program.precision import autocasting
@@ -77,59 +78,102 @@ class _Cloned:
 
 
 class _Feed:
-    """What has crossed the cut in the call that is running; the stubs of one shadow share it."""
+    """What has crossed the cut in the call that is running; the stubs of one shadow share it.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: Whether poison is kept for the next call with as many samples.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
         self.values: tuple[torch.Tensor, ...] | None = None
         self.samples = 0
+        self.results: list[_Results] = []
+        self._keeps = keeps
+        self._device = torch.device("cpu")
+        self._poison: dict[int, torch.Tensor] = {}
 
-    def open(self, path: str) -> None:
+    def begin(self, values: tuple[torch.Tensor, ...], samples: int) -> None:
+        """A call begins: stubs give their first results again."""
+        if self._poison and (self.samples != samples or self._device != values[0].device):
+            self._poison.clear()
+        self.values, self.samples, self._device = values, samples, values[0].device
+        for each in self.results:
+            each.next = 0
+
+    @staticmethod
+    def refuse(path: str) -> NoReturn:
         """Refuse a call of a module from outside of the tail's forward.
 
         Raises:
-            CaptureError: If nothing has crossed the cut.
+            CaptureError: As nothing has crossed the cut.
         """
-        if self.values is None:
-            raise CaptureError(
-                "a skipped module was called outside of the tail's forward: the cut lies in a region that "
-                "activation checkpointing runs again",
-                module=path,
-            )
+        raise CaptureError(
+            "a skipped module was called outside of the tail's forward: the cut lies in a region that "
+            "activation checkpointing runs again",
+            module=path,
+        )
 
     def take(self, item: Any) -> Any:
         """A stub's result, or an input, for this call."""
         values = self.values
-        assert values is not None  # open() was asked
+        assert values is not None  # or the call was refused
         if isinstance(item, _Given):
             return values[item.index]
-        if isinstance(item, _Poison):
+        if not isinstance(item, _Poison):
+            return item
+        if item.dense or not self._keeps:
             return item.make(self.samples, values[0].device)
-        return item
+        if (made := self._poison.get(id(item))) is None:
+            self._poison[id(item)] = made = item.make(self.samples, values[0].device)
+        return made.detach()  # another object, as somebody may ask for its gradient
+
+
+class _Results:
+    """What the calls of one stub give, in order.
+
+    Attributes:
+        next: Number of the next call.
+    """
+
+    def __init__(self, item: _Stubbed, module: nn.Module, feed: _Feed) -> None:
+        self._path, self._module, self._feed = item.path, module, feed
+        self._results, self.next = item.results, 0
+        feed.results.append(self)
+
+    def give(self, *args: Any, **kwargs: Any) -> Any:
+        """The next one; a call that is not skipped runs."""
+        feed = self._feed
+        if feed.values is None:
+            feed.refuse(self._path)
+        number = self.next
+        self.next = number + 1
+        leaves, spec = self._results[number] if number < len(self._results) else (None, None)
+        if leaves is None or spec is None:
+            return self._module(*args, **kwargs)
+        if len(leaves) == 1 and spec.is_leaf():
+            return feed.take(leaves[0])
+        return pytree.tree_unflatten([feed.take(leaf) for leaf in leaves], spec)
 
 
 class _Stub(nn.Module):
     """Stands for a module whose calls are skipped.
 
-    It is a shallow clone of the module, of a subclass of its class: whatever the user's code reads from it,
+    It has the module's own ``__dict__``, and a subclass of its class: whatever the user's code reads from it,
     or asks of its type, is as ever. Only calling it is another thing.
     """
 
-    __call__ = nn.Module._wrapped_call_impl  # a class may have wrapped its own, as transformers' layers do
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the next result, by way of hooks where there are any."""
+        if self._forward_pre_hooks or self._forward_hooks:
+            return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self._upriver_results.give(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._upriver_feed.open(self._upriver_path)
-        number = self._upriver_next
-        self._upriver_next = number + 1
-        leaves, spec = self._upriver_results[number] if number < len(self._upriver_results) else (None, None)
-        if leaves is None or spec is None:
-            return self._upriver_real[0](*args, **kwargs)
-        return pytree.tree_unflatten([self._upriver_feed.take(leaf) for leaf in leaves], spec)
+    @property  # one of the module's own instance does not come before it
+    def forward(self) -> Any:  # type: ignore[override]
+        """What calls with hooks run."""
+        return self._upriver_results.give
 
-    _upriver_next: int
-    _upriver_path: str
-    _upriver_results: tuple[tuple[list[Any], Any] | tuple[None, None], ...]
-    _upriver_real: tuple[nn.Module]
-    _upriver_feed: _Feed
+    _upriver_results: _Results
 
 
 _STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
@@ -138,36 +182,34 @@ _STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
 def _stand_in(module_class: type[nn.Module]) -> type[nn.Module]:
     """The class of a stub for modules of that class."""
     if module_class not in _STAND_INS:
-        place = {"__module__": module_class.__module__}
+        place = {"__module__": module_class.__module__, "__slots__": ("_upriver_results",)}
         _STAND_INS[module_class] = type(module_class.__name__, (_Stub, module_class), place)
     return _STAND_INS[module_class]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Twin:
-    """A clone, whose it is, and in what they differ."""
+    """A clone of an ancestor, whose it is, and the submodules in which they differ."""
 
     module: nn.Module
     clone: nn.Module
-    own: Mapping[str, Any]
+    children: Mapping[str, nn.Module]
 
     def update(self) -> None:
         """Make the clone what the module is now, but for their differences."""
-        state = self.clone.__dict__
-        for name in [name for name in state if name not in self.module.__dict__ and name not in self.own]:
+        state, theirs = self.clone.__dict__, self.module.__dict__
+        for name in state.keys() - theirs.keys():
             del state[name]
-        state.update(self.module.__dict__)
-        state.update(self.own)
+        state.update(theirs)
+        state["_modules"] = theirs["_modules"] | self.children
         state.pop("forward", None)
         state.pop("_compiled_call_impl", None)  # of module.compile(): it would run the module itself
 
     def hand_back(self) -> None:
         """Make what the user's forward has set on the clone the module's."""
-        if isinstance(self.clone, _Stub):
-            return
         theirs = self.module.__dict__
         for name, value in self.clone.__dict__.items():
-            if name not in self.own and theirs.get(name, self) is not value:
+            if name != "_modules" and theirs.get(name, self) is not value:
                 theirs[name] = value
 
 
@@ -215,14 +257,14 @@ class Tail(nn.Module):
         self.boundary = point.name
         self.values = Values(point.ships)
         self._model = (model,)  # in a tuple: registered is the shadow
-        self._in_eval = list(in_eval)
+        self._in_eval = InEval(model, in_eval)
         self._autocast = autocast
         self._example = _inputs(point, calls)
         self._recipe = _Recipe(model, point, calls).make()
         _refuse_hooks(model, self._recipe)
         self.with_gradient: dict[bool, tuple[bool, ...]] = {}
         self._shadows = _PerThread(model, self._recipe)
-        self._compiled = _build(model, self._recipe)
+        self._compiled = _build(model, self._recipe, compiled=True)
         self.shadow = self._compiled.root
 
     @property
@@ -248,7 +290,7 @@ class Tail(nn.Module):
         else:
             values = self._asking(values)
             shadow = self._shadows.get()
-            keep_in_eval(self.model, self._in_eval)
+            self._in_eval()
             for twin in shadow.twins:
                 twin.update()
         return self._run(shadow, values)
@@ -274,10 +316,7 @@ class Tail(nn.Module):
 
     def _run(self, shadow: _Shadow, values: tuple[torch.Tensor, ...]) -> Any:
         feed = shadow.feed
-        feed.values, feed.samples = self.values.unshared(values), self.values.samples_of(values)
-        for twin in shadow.twins:
-            if isinstance(twin.clone, _Stub):
-                twin.clone._upriver_next = 0
+        feed.begin(self.values.unshared(values), self.values.samples_of(values))
         leaves, spec = self._example
         args, kwargs = pytree.tree_unflatten([feed.take(leaf) for leaf in leaves], spec)
         try:
@@ -372,16 +411,10 @@ def _inputs(point: FreezePoint, calls: Trace) -> tuple[list[Any], Any]:
     return made, spec
 
 
-def _build(model: nn.Module, recipe: _Cloned) -> _Shadow:
-    feed = _Feed()
+def _build(model: nn.Module, recipe: _Cloned, *, compiled: bool = False) -> _Shadow:
+    feed = _Feed(keeps=not compiled)
     twins: list[_Twin] = []
     made: dict[int, nn.Module] = {}
-
-    def twin(module: nn.Module, clone_class: type[nn.Module], own: dict[str, Any]) -> nn.Module:
-        clone: nn.Module = clone_class.__new__(clone_class)
-        twins.append(_Twin(module=module, clone=clone, own=own))
-        twins[-1].update()
-        return clone
 
     def build(module: nn.Module, item: _Stubbed | _Cloned) -> nn.Module:
         if id(module) not in made:  # a module with two names has one stand-in
@@ -389,17 +422,22 @@ def _build(model: nn.Module, recipe: _Cloned) -> _Shadow:
         return made[id(module)]
 
     def stub(module: nn.Module, item: _Stubbed) -> nn.Module:
-        own = {"_upriver_results": item.results, "_upriver_real": (module,), "_upriver_feed": feed}
-        own |= {"_upriver_next": 0, "_upriver_path": item.path}
-        return twin(module, _stand_in(type(module)), own)
+        kind: Any = _stand_in(type(module))
+        made: nn.Module = kind.__new__(kind)
+        made.__dict__ = module.__dict__
+        kind._upriver_results.__set__(made, _Results(item, module, feed))
+        return made
 
     def clone(module: nn.Module, item: _Cloned) -> nn.Module:
-        children = dict(module._modules)
+        children = {}
         for name, inner in item.children.items():
-            child = children[name]
+            child = module._modules[name]
             assert child is not None  # the recipe names only modules that are there
             children[name] = build(child, inner)
-        return twin(module, type(module), {"_modules": children})
+        made: nn.Module = type(module).__new__(type(module))
+        twins.append(_Twin(module=module, clone=made, children=children))
+        twins[-1].update()
+        return made
 
     root = build(model, recipe)
     return _Shadow(root=root, feed=feed, twins=twins)
@@ -423,12 +461,7 @@ def _refuse_hooks(model: nn.Module, recipe: _Cloned, path: str = "") -> None:
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_HARMLESS = ("make_inputs_require_grads", "make_inputs_require_grad", "output_capturing_hook")
-"""Of transformers and peft: those for activation checkpointing mark an embedding's answer as in need of a
-gradient, which changes no value and no parameter's gradient; the one that collects hidden states does nothing
-until they are asked for (and then the proof fails where skipped layers' are missing)."""
-
 
 def _hooks(module: nn.Module) -> bool:
     hooks = [hook for name in _HOOKS for hook in (getattr(module, name) or {}).values()]
-    return any(getattr(hook, "__name__", "") not in _HARMLESS for hook in hooks)
+    return any(getattr(hook, "__name__", "") not in HARMLESS for hook in hooks)

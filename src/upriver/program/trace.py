@@ -18,12 +18,14 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ModelError
+from upriver.program.attributes import attributes_of
 from upriver.program.compiled import as_ever, entering, uncompiled
 from upriver.program.example import Example, Source, tensors_in
 from upriver.program.flow import Flow, Recorder, Value, opaque_in
 from upriver.program.freeze import check_initialized, keep_in_eval, switch
 from upriver.program.layouts import unusual
 from upriver.program.precision import autocasting
+from upriver.program.reads import Reads
 from upriver.program.state import Kept, state_kept
 
 
@@ -118,6 +120,7 @@ class Trace:
         example: What the model was called with.
         counting: Modules that keep something from one pass for the next, and the attribute that they do it
             in: a number that they change, a list that grows, a tensor that they read and replace.
+        reads: Attributes that the pass read.
     """
 
     calls: tuple[Call, ...]
@@ -125,6 +128,7 @@ class Trace:
     example: Example
     flow: Flow
     counting: Mapping[str, str] = field(default_factory=dict)
+    reads: Reads = field(default_factory=Reads)
 
     def of(self, path: str) -> list[Call]:
         """The calls of one module."""
@@ -228,7 +232,7 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         ModelError: If the model cannot be called with such an input, or a parameter is not initialized yet.
     """
     check_initialized(model)
-    two, three = example.resized(2), example.resized(3)
+    two, three, reads = example.resized(2), example.resized(3), Reads()
     with (
         torch.no_grad(),
         state_kept(model) as kept,
@@ -239,8 +243,10 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
     ):
         first, flow = _watch(model, two, example, kept)
         with state_kept(model) as between:
-            second, again = _watch(model, three, example, between)
+            second, again = _watch(model, three, example, between, reads)
             counting = between.counted() | again.carried()
+            behind = attributes_of(reads, model)
+    reads.written = behind.moved()
     if [call.path for call in first] != [call.path for call in second]:
         raise CaptureError("the model calls different modules for 2 and for 3 samples")
     return Trace(
@@ -249,6 +255,7 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         example=two,
         flow=flow,
         counting=counting,
+        reads=reads,
     )
 
 
@@ -293,9 +300,12 @@ def written_in_training(
     return frozenset()
 
 
-def _watch(model: nn.Module, example: Example, given: Example, kept: Kept) -> tuple[list[Call], Flow]:
+def _watch(
+    model: nn.Module, example: Example, given: Example, kept: Kept, reads: Reads | None = None
+) -> tuple[list[Call], Flow]:
     run = _Pass(model, example, given, kept)
-    run.run()
+    with contextlib.nullcontext() if reads is None else reads.noting(run.where):
+        run.run()
     return run.calls, run.recorder.flow(changed=kept.written())
 
 
@@ -354,6 +364,10 @@ class _Pass:
                 stack.callback(module.register_forward_hook(self._leave(path)).remove)
             with self.recorder, entering(self.recorder.enter_compiled):
                 self.model(*self.example.args, **self.example.kwargs)
+
+    def where(self) -> tuple[int, int]:
+        """The call that it has come to, and the event."""
+        return (self._open[-1][0] if self._open else -1), self._events
 
     def _failed(self, reason: str) -> CaptureError | ModelError:
         """Whose fault it is: the model is run once more, and nobody watches."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError
+from upriver.program.attributes import Attributes, attributes_of
 from upriver.program.capture import bound, checked, graph_of
 from upriver.program.example import Example, Inputs
 from upriver.program.freeze import check_initialized
@@ -23,6 +24,7 @@ from upriver.program.layouts import refusing, same_bits
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
 from upriver.program.proof import random_like, through_cuts
+from upriver.program.reads import Reads
 from upriver.program.recording import Recording, record
 from upriver.program.stages import Granularity
 from upriver.program.state import state_kept
@@ -48,6 +50,7 @@ class Captured:
         returned: What the model itself returned for the example.
         granularity: Where its stages end.
         weights: What the program reads, by key in the weights file: the model's own tensors.
+        attributes: What the model's forward read beside them.
         autocast: Type that autocast computed in; None where it was off.
     """
 
@@ -58,6 +61,7 @@ class Captured:
     returned: Answer = field(repr=False)
     granularity: Granularity
     weights: Mapping[str, torch.Tensor] = field(repr=False)
+    attributes: Attributes = field(repr=False)
     autocast: torch.dtype | None = None
 
     def answer(self, given: Sequence[torch.Tensor]) -> Any:
@@ -110,7 +114,8 @@ def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | N
     """
     example = Example.of(inputs)
     check_initialized(model)
-    answer = _answer_of(model, example, autocast, counting=True)  # first: does it run at all?
+    reads = Reads()
+    answer = _answer_of(model, example, autocast, reads)  # first: does it run at all?
     recording = checked(record(model, example, autocast=autocast), whole=model)
     random = random_like(example, torch.Generator().manual_seed(0))
     try:
@@ -127,6 +132,7 @@ def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | N
         returned=answer,
         granularity=granularity,
         weights=recording.tensors,
+        attributes=attributes_of(reads, model),
         autocast=autocast,
     )
 
@@ -165,12 +171,12 @@ def _check_alike(first: Answer, answer: Answer, given: Sequence[torch.Tensor]) -
 
 
 def _answer_of(
-    model: nn.Module, example: Example, autocast: torch.dtype | None, *, counting: bool = False
+    model: nn.Module, example: Example, autocast: torch.dtype | None, reads: Reads | None = None
 ) -> Answer:
     """What the model returns in eval; it is left as it was, and so is the example.
 
     Args:
-        counting: Whether to run it once more, and look for attributes that count its calls.
+        reads: Where to note the attributes that it reads; it runs once more then, and must not count.
 
     Raises:
         CaptureError: If it does not run, returns what no program can give, or counts.
@@ -184,10 +190,14 @@ def _answer_of(
         autocasting(device, autocast),
     ):
         answer = _run(model, example)
-        if counting:
+        if reads is not None:
             with state_kept(model) as between:
-                _run(model, example)
+                with reads.noting():
+                    _run(model, example)
                 _check_counts_nothing(between.counted())
+                behind = attributes_of(reads, model)
+    if reads is not None:
+        reads.written = behind.moved()
     leaves, form = pytree.tree_flatten(answer)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):

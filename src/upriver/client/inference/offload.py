@@ -112,8 +112,8 @@ class Offload:
                 the argument; if autocast or torch's default dtype are not as they were when the model was
                 captured; if a function of ``torch.func`` or ``torch.jit.trace`` is at work; or if this object
                 was closed.
-            FrozenChanged: If weights were written to, modules replaced, or hooks registered or removed since
-                the model was captured.
+            FrozenChanged: If weights were written to, modules replaced, hooks registered or removed, or
+                attributes that the forward reads set to other values since the model was captured.
             ProgramError: If the network cannot be computed on them.
         """
         began = time.perf_counter()
@@ -341,7 +341,8 @@ def offload(
 
     Args:
         model: Captured as it is now, in eval; it is left as it was. Its parameters are not copied: once they
-            are written to, requests raise `FrozenChanged`, and another one is to be made.
+            are written to, or an attribute that its forward reads has another value, requests raise
+            `FrozenChanged`, and another one is to be made.
         example_inputs: What it is called with: a tensor, a tuple of positional inputs, or a mapping of
             keyword inputs, on the model's device. Calls of other forms are captured when they first come, up
             to 8 in all.
@@ -487,7 +488,7 @@ def _make(
     """Capture a model for one form of call, and let servers have it."""
     with unchanged.capturing():
         captured = capture_whole(model, example, autocast=autocast)
-    unchanged.watch(captured.weights, module_states(model))
+    unchanged.watch(captured.weights, module_states(model), captured.attributes)
     seconds = device_seconds(captured, measure)
     threads = torch.get_num_threads() if exact == "bitwise" else None
     network = Network(captured=captured, device_s=seconds, total_s=sum(seconds), threads=threads)

@@ -1,9 +1,10 @@
-"""Notices weights and modules that change after a model was captured: servers have those of before."""
+"""Notices what changes of a model after it was captured: servers have what it was."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,9 @@ import xxhash
 from torch import nn
 
 from upriver.errors import FrozenChanged
+from upriver.program.attributes import Attributes
 from upriver.program.freeze import fold
+from upriver.program.modules import Modules
 from upriver.program.weights import storage_order
 
 PIECE_BYTES, MOST_TENSORS = 64 * 1024, 32
@@ -24,6 +27,10 @@ Where all weights were written to, any piece shows it."""
 
 Piece: TypeAlias = "tuple[str, torch.Tensor, int]"
 """Name of a tensor, some of its bytes, and what they are to be."""
+
+
+Place: TypeAlias = "tuple[int, torch.dtype, torch.Size]"
+"""Where a tensor lies, and as what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +71,57 @@ class _Seen:
         return {at for at in found if self.entries[at].read}
 
 
-class _Modules:
-    """Which modules a model has and which hooks, some 20 us for the 151 modules of a ResNet-50."""
+class _Held:
+    """Parameters and buffers that modules have, some 30 us for the 320 of a ResNet-50."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._paths = [path for path, _ in model.named_modules() for _ in range(2)]
         modules = list(model.modules())
-        self._kept = modules  # so that none that comes later has the identity of one of them
-        self._children = [module._modules for module in modules]
-        self._hooks = [
-            hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        ]
-        self._seen = self._now()
+        self._dicts = [each for module in modules for each in (module._parameters, module._buffers)]
+        self.look({})
 
     @property
     def changed(self) -> bool:
-        return self._now() != self._seen
+        now = list(itertools.chain.from_iterable(map(operator.methodcaller("values"), self._dicts)))
+        if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
+            return True
+        # Another type or device for a whole model puts other values into the same parameter.
+        return [tensor.data_ptr() for tensor in self._placed] != self._pointers
 
-    def _now(self) -> tuple[list[int], list[int]]:
-        """Identities of modules, and numbers of hooks, of which torch gives each once."""
-        children = itertools.chain.from_iterable(each.values() for each in self._children)
-        return list(map(id, children)), list(itertools.chain.from_iterable(self._hooks))
+    def look(self, read: Mapping[Place, int]) -> None:
+        """Remember what there is now.
+
+        Args:
+            read: Digest of each tensor that programs read.
+        """
+        self._were = [
+            {name: None if tensor is None else _Was(tensor, read) for name, tensor in each.items()}
+            for each in self._dicts
+        ]
+        self._seen = [tensor for each in self._dicts for tensor in each.values()]
+        self._placed = [tensor for tensor in self._seen if tensor is not None and _is_plain(tensor)]
+        self._pointers = [tensor.data_ptr() for tensor in self._placed]
+
+    def others(self) -> Iterator[tuple[str, _Was | None, torch.Tensor | None]]:
+        """Name, what was there, and what is there now."""
+        for path, were, now in zip(self._paths, self._were, self._dicts, strict=True):
+            for name in were | now:
+                was, tensor = were.get(name), now.get(name)
+                if was is None and tensor is None and name in were:
+                    continue
+                if was is None or tensor is None or _Was(tensor, {}).place != was.place:
+                    yield f"{path}.{name}".removeprefix("."), was, tensor
+
+
+class _Was:
+    """A parameter or buffer as it was: where, in which form, and its digest where programs read it."""
+
+    def __init__(self, tensor: torch.Tensor, read: Mapping[Place, int]) -> None:
+        self.tensor = tensor  # so that no other one has its identity
+        where = _place(tensor) if _is_plain(tensor) else None
+        self.place = (id(tensor), where)
+        self.form = (tensor.dtype, tensor.device, tensor.shape, tensor.stride() if where else ())
+        self.digest = read.get(where) if where else None
 
 
 class Unchanged:
@@ -94,15 +132,18 @@ class Unchanged:
     where anything of a module was written to, the values of all that programs read of it are compared. Writes
     through ``.data`` and by fused optimizers move none: for these the values of some are compared with each
     request, of others each time, and of all when the next form of call is captured. A tensor that
-    comes in the place of another one changes nothing of what programs compute. Modules that are replaced, and
-    hooks that come or go, are an error, but for the time of a capture, which has hooks of its own.
+    comes in the place of another one with the same values is no change. Modules that are replaced, hooks that
+    come or go, and attributes that the forward has read and that have other values are an error, but for the
+    time of a capture, which has hooks of its own.
 
     Args:
         model: Whose modules are looked at; none without it.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._modules = None if model is None else _Modules(model)
+        self._modules = None if model is None else Modules(model.named_modules())
+        self._held = None if model is None else _Held(model)
+        self._attributes: Attributes | None = None
         self._captures = 0  # odd while one is under way
         self._lock = threading.Lock()
         self._digests: dict[str, int] = {}
@@ -120,9 +161,9 @@ class Unchanged:
         """While the model is captured anew, one form at a time.
 
         Raises:
-            FrozenChanged: If its modules or hooks are others.
+            FrozenChanged: If its modules, hooks or attributes are others.
         """
-        self._check_modules()
+        self._check_model()
         self._captures += 1
         try:
             yield
@@ -130,13 +171,17 @@ class Unchanged:
             self._captures += 1
 
     def watch(
-        self, weights: Mapping[str, torch.Tensor], states: Iterable[Mapping[str, torch.Tensor]] = ()
+        self,
+        weights: Mapping[str, torch.Tensor],
+        states: Iterable[Mapping[str, torch.Tensor]] = (),
+        attributes: Attributes | None = None,
     ) -> None:
         """They count from here on, beside those that do.
 
         Args:
             weights: Name to tensor.
             states: For each module of the model all that it has, by name (`module_states`).
+            attributes: What the forward has read.
 
         Raises:
             FrozenChanged: If one has other values than what had its name before.
@@ -157,19 +202,27 @@ class Unchanged:
                 _Tensor(name, weights[name], version, digests[name], read=True)
                 for name, version in new_versions.items()
             ]
-            pieces = [(each.name, piece, _fold(piece)) for each in new for piece in _pieces(each.tensor)]
-            random.Random(0).shuffle(pieces)  # large weights have many
-            self._pieces = (*self._pieces, *_together(pieces))
-            self._seen = _with_states(_with(self._seen, new), states)
+            self._take_in(new)
+            self._seen = _with_states(self._seen, states)
+            if self._held is not None:
+                self._held.look(self._read())
+            if attributes is not None:
+                self._attributes = attributes.joined(self._attributes)
+
+    def _take_in(self, new: Sequence[_Tensor]) -> None:
+        pieces = [(each.name, piece, _fold(piece)) for each in new for piece in _pieces(each.tensor)]
+        random.Random(0).shuffle(pieces)  # large weights have many
+        self._pieces = (*self._pieces, *_together(pieces))
+        self._seen = _with(self._seen, new)
 
     def check(self) -> None:
         """Whether they are as they were.
 
         Raises:
             FrozenChanged: If one has other values; the same ones written once more are no change. Or if the
-                model has other modules or hooks.
+                model has other modules, hooks, or values of attributes.
         """
-        self._check_modules()
+        self._check_model()
         seen = self._seen
         if _versions(seen.tensors) != seen.versions:
             with self._lock:
@@ -180,12 +233,43 @@ class Unchanged:
                     raise _changed(name)  # and so does the next one
             self._at = (at + 1) % len(self._pieces)
 
-    def _check_modules(self) -> None:
+    def _check_model(self) -> None:
         before = self._captures
-        if self._modules is None or not self._modules.changed:
+        if self._modules is None or before % 2:
             return
-        if before == self._captures and not before % 2:
-            raise FrozenChanged(f"a module or a hook of the model {_CHANGED}")
+        try:
+            changed = self._modules.changed or (self._attributes.changed if self._attributes else "")
+            changed = changed or self._replaced()
+        except Exception:  # a capture that begins meanwhile puts tensors without values there
+            if before == self._captures:
+                raise
+            return
+        if changed and before == self._captures:
+            raise FrozenChanged(f"{changed} {_CHANGED}")
+
+    def _replaced(self) -> str:
+        """The first tensor with other values than that in whose place it is, where programs read this."""
+        if self._held is None or not self._held.changed:
+            return ""
+        with self._lock:
+            known = self._read()
+            new: list[_Tensor] = []
+            for name, was, now in self._held.others():
+                if was is None or (now is None and was.digest is not None):
+                    return repr(name)
+                if was.digest is None or now is None:
+                    continue
+                version = 0 if now.is_inference() else now._version
+                if _Was(now, {}).form != was.form or fold(now) != was.digest:
+                    return repr(name)
+                if _place(now) not in known and not now.is_inference():
+                    new.append(_Tensor(name, now, version, was.digest, read=True))
+            self._take_in(new)
+            self._held.look(self._read())
+        return ""
+
+    def _read(self) -> dict[Place, int]:
+        return {_place(entry.tensor): entry.digest for entry in self._seen.entries if entry.read}
 
     def _look(self) -> None:
         seen = self._seen
@@ -241,6 +325,10 @@ def _with_states(seen: _Seen, states: Iterable[Mapping[str, torch.Tensor]]) -> _
         if frozenset(found) not in seen.states:
             seen = replace(seen, states=(*seen.states, frozenset(found)))
     return seen
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,318 @@
+"""Whether attributes that a captured forward has read are as they were.
+
+What is compared with each look is identity: of every value that was read, of what lists and dictionaries
+among them hold, and of the classes. Where one is another object, values are compared: an equal one is no
+change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from upriver.program.freeze import fold
+from upriver.program.reads import ALL, Reads
+
+Form: TypeAlias = "tuple[Any, ...]"
+"""A value by what it is; equal forms are equal values."""
+
+Entry: TypeAlias = "tuple[str, str, Form]"
+"""Whose attribute, its name, and its form."""
+
+_ABSENT: Form = ("absent",)
+
+_DICTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+"""Of a module; others watch what these hold."""
+
+_BY_CONTENT = (types.SimpleNamespace, argparse.Namespace)
+"""Of the standard library, where all that an object holds counts."""
+
+
+class Attributes:
+    """Attributes of some objects, as they were when this was made.
+
+    Args:
+        modules: Each module with what messages call it and the names that were read.
+        kinds: Names that were read of other objects, by class.
+    """
+
+    def __init__(
+        self, modules: Sequence[tuple[nn.Module, str, frozenset[str]]], kinds: Mapping[type, frozenset[str]]
+    ) -> None:
+        self._modules, self._kinds = modules, kinds
+        self._seen = _Look(modules, kinds)
+
+    @property
+    def changed(self) -> str:
+        """The first that has another value now, in words; empty if there is none."""
+        if self._seen.lasts:
+            return ""
+        now = _Look(self._modules, self._kinds)
+        for place, name in self._seen.differs(now):
+            return f"attribute {name!r} of {place}"
+        self._seen = now
+        return ""
+
+    def moved(self) -> frozenset[tuple[str, str]]:
+        """Whose attributes, and which, have other values now."""
+        return frozenset(self._seen.differs(_Look(self._modules, self._kinds)))
+
+    def joined(self, other: Attributes | None) -> Attributes:
+        """Those of both, as they are now."""
+        if other is None:
+            return self
+        modules = {id(module): (module, place, names) for module, place, names in self._modules}
+        for module, place, names in other._modules:
+            before = modules[id(module)][2] if id(module) in modules else frozenset()
+            modules[id(module)] = (module, place, before | names)
+        kinds = dict(self._kinds)
+        for kind, names in other._kinds.items():
+            kinds[kind] = kinds.get(kind, frozenset()) | names
+        return Attributes(list(modules.values()), kinds)
+
+
+def attributes_of(
+    reads: Reads,
+    model: nn.Module,
+    *,
+    among: Iterable[nn.Module] | None = None,
+    within: Callable[[int, int], bool] = lambda call, event: True,
+) -> Attributes:
+    """What a pass has read.
+
+    Args:
+        among: Submodules that count; None for all.
+        within: Whether what was read in a call and at an event counts.
+    """
+    paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
+    left = set() if among is None else paths.keys() - set(map(id, among))
+    modules: list[tuple[nn.Module, str, frozenset[str]]] = []
+    kinds: dict[type, frozenset[str]] = {}
+    for identity, owner in reads.owners.items():
+        places = reads.names[identity]
+        names = frozenset(name for name in places if any(within(*place) for place in places[name]))
+        if not names or identity in left:
+            continue
+        if isinstance(owner, nn.Module):
+            place = _where(owner, paths.get(identity))
+            written = {name for where, name in reads.written if where == place}
+            modules.append((owner, place, _less(names, written, owner)))
+        else:
+            what = _what(kind := type(owner))
+            written = {
+                name for where, name in reads.written if where == what or where.startswith(f"{what} in ")
+            }
+            kinds[kind] = kinds.get(kind, frozenset()) | _less(names, written, owner)
+    return Attributes(modules, kinds)
+
+
+def _less(names: frozenset[str], written: Collection[str], owner: Any) -> frozenset[str]:
+    if written and ALL in names:
+        names = names.union(vars(owner)) - {ALL}
+    return names.difference(written)
+
+
+def _where(module: nn.Module, path: str | None) -> str:
+    """What messages call a module."""
+    if path is None:
+        return f"a {type(module).__name__} that is no submodule"
+    return f"module {path!r}" if path else "the model"
+
+
+class _Look:
+    """One look at all of them.
+
+    Attributes:
+        entries: What was found.
+    """
+
+    def __init__(
+        self, modules: Sequence[tuple[nn.Module, str, frozenset[str]]], kinds: Mapping[type, frozenset[str]]
+    ) -> None:
+        self.entries: list[Entry] = []
+        self._kinds = kinds
+        self._places: dict[int, Form] = {}  # of objects that were visited
+        self._forms: dict[int, Form] = {}
+        self._classes: set[tuple[type, str]] = set()
+        self._kinds_seen: set[type] = set()
+        self._owners: dict[type, list[str]] = {}
+        self._objects: list[Any] = []
+        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        self._held: list[Iterable[Any]] = []
+        self._sized: list[Sized] = []
+        self._sets: list[tuple[Any, frozenset[Any]]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._arrays: list[Any] = []
+        for module, place, names in modules:
+            self._look_at(module, place, names)
+        for owner, names_there in self._owners.items():
+            self._getters.append((_getter(names_there), vars(owner)))
+        self._values = self._now()
+        self._lengths = list(map(len, self._sized))
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._digests = list(map(_digest, self._arrays))
+
+    @property
+    def lasts(self) -> bool:
+        """Whether all is what it was, without a look at values."""
+        try:
+            now = self._now()
+        except (KeyError, AttributeError, RuntimeError):  # the last: another thread writes
+            return False
+        return (
+            len(now) == len(self._values)
+            and all(map(operator.is_, now, self._values))
+            and list(map(len, self._sized)) == self._lengths
+            and [tensor._version for tensor in self._tensors] == self._versions
+            and all(now == before for now, before in self._sets)
+            and list(map(_digest, self._arrays)) == self._digests
+        )
+
+    def differs(self, other: _Look) -> Iterator[tuple[str, str]]:
+        """Whose attributes, and which, have other values there."""
+        mine, others = self._by_name(), other._by_name()
+        for key in dict.fromkeys((*mine, *others)):
+            if mine.get(key) != others.get(key):
+                yield key
+
+    def _by_name(self) -> dict[tuple[str, str], list[Form]]:
+        found: dict[tuple[str, str], list[Form]] = {}
+        for place, name, form in self.entries:
+            found.setdefault((place, name), []).append(form)
+        return found
+
+    def _now(self) -> list[Any]:
+        gotten = [get(source) for get, source in self._getters]
+        return [*map(type, self._objects), *itertools.chain(*gotten), *itertools.chain(*self._held)]
+
+    def _look_at(self, owner: Any, place: str, names: frozenset[str]) -> Form:
+        if id(owner) in self._places:
+            return self._places[id(owner)]
+        self._places[id(owner)] = form = ("object", place)
+        kind, state = type(owner), getattr(owner, "__dict__", {})
+        self._objects.append(owner)
+        self.entries.append((place, "__class__", ("is", id(kind))))
+        if ALL in names:
+            names = names.union(state) - {ALL}
+            self._sized.append(state)
+            self.entries.append((place, "__dict__", tuple(state)))
+        there = [name for name in sorted(names) if name in state]
+        absent = [name for name in sorted(names) if name not in state]
+        fixed = [name for name in _DICTS if name in state] if isinstance(owner, nn.Module) else []
+        if there or fixed:
+            self._getters.append((_getter([*there, *fixed]), state))
+        self.entries += [(place, name, ("is", id(state[name]))) for name in fixed]
+        if absent:
+            self._sized.append(state)
+        for name in there:
+            self.entries.append((place, name, self._form(state[name], place, name)))
+        for name in absent:
+            slot = isinstance(_of_class(kind, name)[1], types.MemberDescriptorType)
+            if slot and hasattr(owner, name):
+                self._getters.append((operator.attrgetter(name, name), owner))
+                self.entries.append((place, name, self._form(getattr(owner, name), place, name)))
+            else:
+                self.entries.append((place, name, _ABSENT))
+            self._look_at_class(kind, name)
+        if isinstance(owner, nn.Module):
+            self._look_at_class(kind, "forward")
+            self._look_at_class(kind, "__call__")
+        return form
+
+    def _look_at_class(self, kind: type, name: str) -> None:
+        """What a name is that objects of a class do not hold themselves."""
+        if (kind, name) in self._classes:
+            return
+        if kind not in self._kinds_seen:
+            self._kinds_seen.add(kind)
+            self._sized += [vars(each) for each in kind.__mro__[:-1]]
+        self._classes.add((kind, name))
+        owner, value = _of_class(kind, name)
+        if owner is not None and name not in self._owners.setdefault(owner, []):
+            self._owners[owner].append(name)
+        form = _ABSENT if owner is None else (id(owner), self._form(value, _what(kind), name))
+        self.entries.append((_what(kind), name, form))
+
+    def _form(self, value: Any, place: str, name: str) -> Form:
+        kind = type(value)
+        if value is None or kind in (bool, int, str, bytes):
+            return kind, value
+        if kind is float:
+            return kind, value.hex()  # 0.0 and -0.0 are equal, and not the same
+        if id(value) not in self._forms:
+            self._forms[id(value)] = ("cycle",)
+            self._forms[id(value)] = self._form_of(value, place, name)
+        return self._forms[id(value)]
+
+    def _form_of(self, value: Any, place: str, name: str) -> Form:
+        kind = type(value)
+
+        def inside(values: Iterable[Any]) -> Form:
+            return tuple(self._form(each, place, name) for each in values)
+
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.ndarray):
+            self._arrays.append(value)
+            return kind, value.dtype.str, value.shape, value.strides, _digest(value)
+        if isinstance(value, np.generic):
+            return kind, value.tobytes()
+        if isinstance(value, enum.Enum | nn.Module):
+            return "is", id(value)
+        if isinstance(value, dict):
+            self._held += [value.keys(), value.values()]
+            return kind, inside(value.keys()), inside(value.values())
+        if isinstance(value, list | tuple):
+            self._held.append(value)
+            return kind, inside(value)
+        if isinstance(value, set | frozenset):
+            self._sets.append((value, frozenset(value)))
+            return kind, frozenset(inside(value))
+        if isinstance(value, functools.partial):
+            return kind, *inside((value.func, value.args, value.keywords))
+        if isinstance(value, types.MethodType):
+            return "method", id(value.__func__), id(value.__self__)
+        if isinstance(value, complex | slice | range | torch.Size | torch.device):
+            return kind, repr(value)
+        if kind in self._kinds or kind in _BY_CONTENT:
+            names = self._kinds.get(kind, frozenset((ALL,)))
+            return self._look_at(value, f"{_what(kind)} in {name!r} of {place}", names)
+        return "is", id(value)
+
+    def _tensor(self, value: torch.Tensor) -> Form:
+        dense = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+        if not dense or type(value) not in (torch.Tensor, nn.Parameter):
+            return "is", id(value)
+        if not value.is_inference():  # which has no version
+            self._tensors.append(value)
+        return "tensor", value.dtype, value.shape, value.stride(), value.device, fold(value)
+
+
+def _what(kind: type) -> str:
+    return f"class {kind.__qualname__}"
+
+
+def _of_class(kind: type, name: str) -> tuple[type | None, Any]:
+    """The class, among the bases of one, that holds a name, and what it holds."""
+    owner = next((each for each in kind.__mro__[:-1] if name in vars(each)), None)
+    return owner, None if owner is None else vars(owner)[name]
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    # Of one name it would give the value and no tuple.
+    return operator.itemgetter(*names, names[0])
+
+
+def _digest(array: Any) -> Any:
+    return tuple(map(id, array.flat)) if array.dtype.hasobject else xxhash.xxh3_64_intdigest(array.tobytes())

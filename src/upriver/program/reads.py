@@ -1,0 +1,202 @@
+"""Which attributes of modules, and of what these hold, a forward pass reads.
+
+While a pass runs, reading an attribute goes through a wrapper of ``__getattribute__``: that of `nn.Module`,
+and those of the classes of objects that are found in attributes, such as configurations. Types stay what they
+are, so a forward that looks at them does what it always does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from upriver.program.compiled import uncompiled
+
+ALL = "*"
+"""In place of a name: somebody took hold of all attributes of an object."""
+
+Place = tuple[int, int]
+"""Index of the module call in which something was read, and of the event before it."""
+
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8
+"""Bits of ``type.__flags__``: made by Python code; attributes cannot be set."""
+
+_LOOKS_THROUGH = ("torch.nn.modules.module", "functools")
+"""Modules whose code takes hold of ``__dict__`` in order to read one attribute, which is noted anyway."""
+
+_OPAQUE = ("_dynamo", "_inductor", "fx", "jit", "cuda", "autograd", "utils", "distributed")
+"""Parts of torch whose objects are handles and no settings."""
+
+_MACHINERY = ("_parameters", "_buffers", "_modules", "training", "_call_impl", "_compiled_call_impl")
+"""The last: compiling a module changes where it computes, not what."""
+
+_MOST = 1000
+"""Elements of a container that are looked into."""
+
+
+def is_machinery(name: str) -> bool:
+    """Whether a module's attribute says nothing of what its forward does."""
+    return name in _MACHINERY or "hook" in name
+
+
+class Reads:
+    """What a pass has read.
+
+    Attributes:
+        owners: The objects, by identity; among them modules.
+        names: For each of them the attributes, and where each was read.
+        written: Whose attributes, and which, the pass writes itself, as messages name them.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.owners: dict[int, Any] = {}
+        self.names: dict[int, dict[str, list[Place]]] = {}
+        self.written: frozenset[tuple[str, str]] = frozenset()
+        self._where: Callable[[], Place] = lambda: (0, 0)
+
+    @contextlib.contextmanager
+    def noting(self, where: Callable[[], Place] | None = None) -> Iterator[None]:
+        """Note what this thread reads; compiled functions run as they are written meanwhile.
+
+        Args:
+            where: Tells where a pass has come to.
+        """
+        if where is not None:
+            self._where = where
+        thread, self._patched = threading.get_ident(), list[type]()
+        try:
+            self._patch(nn.Module)
+            with uncompiled():
+                _ACTIVE[thread] = self
+                try:
+                    yield
+                finally:
+                    del _ACTIVE[thread]
+        finally:
+            for each in self._patched:
+                _unpatch(each)
+
+    def note(self, owner: Any, name: str, value: Any) -> None:
+        """Take down that an attribute was read.
+
+        Args:
+            value: Its value; None where there is none.
+        """
+        reader = sys._getframe(2).f_globals.get("__name__", "")
+        if reader.startswith("upriver.program."):  # hooks of ours
+            return
+        if name == "__dict__":
+            if reader in _LOOKS_THROUGH:
+                return
+            name = ALL
+        elif name.startswith("__") or (isinstance(owner, nn.Module) and is_machinery(name)):
+            return
+        mine = self.names.setdefault(id(owner), {})
+        self.owners[id(owner)] = owner
+        if name not in mine:
+            state = _state(owner)
+            self._reach(state if name == ALL else value)
+            mine[name] = []
+            if value is not None and name not in state and not hasattr(type(owner), name):
+                # Under another name, perhaps, as configurations of transformers translate some.
+                mine |= {each: mine.get(each, mine[name]) for each, held in state.items() if held is value}
+        place = self._where()
+        if not mine[name] or mine[name][-1][0] != place[0]:
+            mine[name].append(place)
+
+    def _reach(self, value: Any, depth: int = 4) -> None:
+        """Have reads of what lies in an attribute noted as well."""
+        if depth and isinstance(value, dict | list | tuple | set | frozenset):
+            inside: Iterable[Any] = value.values() if isinstance(value, dict) else value
+            for each in itertools.islice(inside, _MOST):
+                self._reach(each, depth - 1)
+        elif has_settings(value):
+            self._patch(type(value))
+
+    def _patch(self, kind: type) -> None:
+        if kind in self._patched:
+            return
+        with _LOCK:
+            current: Any = kind.__getattribute__
+            holder = next((each for each in kind.__mro__ if each in _PATCHED), kind)
+            if holder not in _PATCHED or _PATCHED[holder].wrapper is not current:
+                holder = kind
+                wrapper = _wrapper(current)
+                try:
+                    type.__setattr__(kind, "__getattribute__", wrapper)
+                except TypeError:  # of C
+                    return
+                _PATCHED[kind] = _Patch(wrapper, current, "__getattribute__" in vars(kind))
+            _PATCHED[holder].readers += 1
+        self._patched.append(holder)
+
+
+def has_settings(value: Any) -> bool:
+    """Whether this is an object of a class written in Python, whose attributes a forward may read."""
+    kind = type(value)
+    if not kind.__flags__ & _HEAP or kind.__flags__ & _IMMUTABLE:
+        return False
+    if isinstance(value, torch.Tensor | nn.Module | enum.Enum | type | types.ModuleType | BaseException):
+        return False
+    root, _, rest = kind.__module__.partition(".")
+    if root == "torch":
+        return rest.partition(".")[0] not in _OPAQUE and not rest.startswith("_")
+    return root not in sys.stdlib_module_names or root == "__main__"
+
+
+def _state(owner: Any) -> dict[str, Any]:
+    try:
+        return dict(object.__getattribute__(owner, "__dict__"))
+    except AttributeError:  # it has slots
+        return {}
+
+
+class _Patch:
+    """What was done to one class."""
+
+    def __init__(self, wrapper: Any, original: Any, own: bool) -> None:
+        self.wrapper, self.original, self.own, self.readers = wrapper, original, own, 0
+
+
+_PATCHED: dict[type, _Patch] = {}
+_ACTIVE: dict[int, Reads] = {}
+_LOCK = threading.Lock()
+
+
+def _wrapper(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def __getattribute__(self: Any, name: str) -> Any:
+        reads = _ACTIVE.get(threading.get_ident())
+        if reads is None:
+            return original(self, name)
+        try:
+            value = original(self, name)
+        except AttributeError:
+            reads.note(self, name, None)
+            raise
+        reads.note(self, name, value)
+        return value
+
+    return __getattribute__
+
+
+def _unpatch(kind: type) -> None:
+    with _LOCK:
+        patch = _PATCHED[kind]
+        patch.readers -= 1
+        if patch.readers:
+            return
+        del _PATCHED[kind]
+        if patch.own:
+            type.__setattr__(kind, "__getattribute__", patch.original)
+        else:
+            type.__delattr__(kind, "__getattribute__")
