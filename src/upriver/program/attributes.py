@@ -32,7 +32,7 @@ Entry: TypeAlias = "tuple[str, str, Form]"
 
 _ABSENT: Form = ("absent",)
 
-_DICTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_DICTS = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 """Of a module; others watch what these hold."""
 
 _BY_CONTENT = (types.SimpleNamespace, argparse.Namespace)

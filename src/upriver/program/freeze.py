@@ -130,18 +130,18 @@ class InEval:
 
     def _resolve(self) -> None:
         self._modules = [self._model.get_submodule(path) for path in self._units]
-        edges: dict[tuple[int, str], tuple[dict[str, nn.Module | None], str]] = {}
+        edges: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         for path in self._units:
             owner = self._model
             for name in path.split(".") if path else ():
-                edges[id(owner), name] = (owner._modules, name)
+                edges[id(owner), name] = (owner, name)
                 owner = owner.get_submodule(name)
         self._edges = list(edges.values())
-        self._met = [children.get(name) for children, name in self._edges]
+        self._met = [owner._modules.get(name) for owner, name in self._edges]
 
     def __call__(self) -> None:
         """Do so."""
-        if [children.get(name) for children, name in self._edges] != self._met:
+        if [owner._modules.get(name) for owner, name in self._edges] != self._met:
             self._resolve()
         for module in self._modules:
             if module.training:

@@ -33,8 +33,8 @@ class Modules:
         around = list(around)
         self._modules = [*modules, *((path, module) for path, module, _ in around)]
         whole = self._modules[: len(self._modules) - len(around)]
-        self._children = [module._modules for _, module in whole]
-        self._some = [(module._modules, names) for _, module, names in around]
+        self._whole = [module for _, module in whole]
+        self._some = [(module, names) for _, module, names in around]
         self._hooks: list[tuple[str, Mapping[int, Any]]] = [
             ("all modules", getattr(torch_module, name)) for name in _GLOBAL
         ]
@@ -59,14 +59,15 @@ class Modules:
 
     def _now(self) -> tuple[list[int], list[int], list[int]]:
         """Identities of modules, and numbers of hooks, of which torch gives each once."""
-        children = itertools.chain.from_iterable(each.values() for each in self._children)
-        some = itertools.chain.from_iterable(map(each.get, names) for each, names in self._some)
+        # Asked for anew: to take one out of an nn.Sequential gives it another dictionary.
+        children = itertools.chain.from_iterable([module._modules.values() for module in self._whole])
+        some = itertools.chain.from_iterable(map(each._modules.get, names) for each, names in self._some)
         hooks = itertools.chain.from_iterable(hooks for _, hooks in self._hooks)
         return list(map(id, children)), list(map(id, some)), list(hooks)
 
     def _have(self) -> list[dict[str, nn.Module | None]]:
-        some = [{name: each.get(name) for name in names} for each, names in self._some]
-        return [*map(dict, self._children), *some]
+        some = [{name: each._modules.get(name) for name in names} for each, names in self._some]
+        return [*(dict(module._modules) for module in self._whole), *some]
 
     def _differences(self) -> Iterator[str]:
         for had, (place, hooks) in zip(self._had, self._hooks, strict=True):
