@@ -159,13 +159,16 @@ def describe(left_out: Mapping[str, LeftOut]) -> str:
 
 def is_clutter(name: str) -> bool:
     """Whether a file, by its path below the dataset, is one that a system or tool left there."""
-    return any(
-        part.lower() in _CLUTTER or part.startswith(("._", ".Trash", ".nfs")) for part in name.split("/")
-    )
+    parts = name.lower().split("/")
+    if not _CLUTTER.isdisjoint(parts):
+        return True
+    return is_hidden(name) and any(part.startswith(("._", ".trash", ".nfs")) for part in parts)
 
 
 def is_hidden(name: str) -> bool:
     """Whether the path below the dataset, or below a shard's root, has a segment that begins with a dot."""
+    if not name.startswith(".") and "/." not in name:
+        return False
     return any(part.startswith(".") and part != ".." for part in name.split("/"))
 
 

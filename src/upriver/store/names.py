@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from upriver.errors import ConfigError
 
 DEFAULT_PREFIX = ".upriver"
@@ -9,6 +11,8 @@ DEFAULT_PREFIX = ".upriver"
 
 MAX_NAME_BYTES = 1024
 """The longest key that S3 allows."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def check_name(path: str) -> str:
@@ -37,7 +41,7 @@ def _why_not(path: str) -> str:
         return "is empty"
     if "://" in path:
         return "looks like a URL"
-    if any(ord(char) < 32 or ord(char) == 127 for char in path):
+    if _CONTROL.search(path):
         return "has a control character"
     try:
         if len(path.encode()) > MAX_NAME_BYTES:
