@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -38,6 +39,16 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 _lock = threading.Lock()
+
+
+def _forked() -> None:
+    """In a child of this process: nobody there holds the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 _num_inside = 0
 
