@@ -251,6 +251,7 @@ def test_one_request_is_never_for_two_pins():
     assert slots.find(Way.REMOTE, 4) == (0, 1)
     slots.claim(Way.REMOTE, (0, 1))
     assert slots.find(Way.REMOTE, 4) == (2, 3) and slots.find(Way.LOCAL, 4) == ()
+    assert slots.claim(Way.REMOTE, (2, 3)).cut == 1
 
 
 def test_a_short_run_that_is_due_soon_does_not_wait_for_the_window():
