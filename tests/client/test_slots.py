@@ -245,6 +245,15 @@ def test_an_error_behind_another_one_changes_nothing():
     assert slots.done
 
 
+def test_routes_that_come_with_a_window_are_held_to_it():
+    dealt = [Dealt(way=Way.REMOTE, cut=1)] * 10
+    slots = table()
+    slots.deal(dealt, Window(micro_batches=2))
+    assert slots.find(Way.REMOTE, 5) == (0, 1)
+    slots.deal(dealt)
+    assert slots.find(Way.REMOTE, 5) == (0, 1)
+
+
 def test_one_request_is_never_for_two_pins():
     pins = {index: Pin(way=Way.REMOTE, source="ab"[index // 2], cut=1) for index in range(4)}
     slots = SlotTable(4, first=0, window=Window(), pins=pins)
