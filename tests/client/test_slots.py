@@ -245,6 +245,18 @@ def test_an_error_behind_another_one_changes_nothing():
     assert slots.done
 
 
+@pytest.mark.parametrize(
+    ("expected", "held"),
+    [({}, 25), ({Way.REMOTE: 4}, 4), ({Way.REMOTE: 4, Dealt(way=Way.REMOTE, cut=1): 40}, 40)],
+)
+def test_before_anything_came_a_micro_batch_weighs_what_its_route_was_said_to(expected, held):
+    dealt = [Dealt(way=Way.REMOTE, cut=1)] * 4
+    window = Window(micro_batches=4, num_bytes=100)
+    slots = SlotTable(4, first=0, window=window, dealt=dealt, expected_bytes=expected)
+    slots.claim(Way.REMOTE, (0,))
+    assert slots.held_bytes == held
+
+
 def test_routes_that_come_with_a_window_are_held_to_it():
     dealt = [Dealt(way=Way.REMOTE, cut=1)] * 10
     slots = table()
