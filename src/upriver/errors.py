@@ -5,7 +5,7 @@ An error names the thing, says what was allowed and what was got, and where it h
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -18,6 +18,10 @@ class UpriverError(Exception):
     """
 
     code = "error"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by what the error holds: constructors of its kinds take other arguments than `args`."""
+        return _with_args, (type(self), self.args), self.__dict__
 
 
 class ConfigError(UpriverError, ValueError):
@@ -224,6 +228,11 @@ class NoFeasibleCut(UpriverError):
     """No cut fits: the message says which memory is short and by how much."""
 
     code = "no_feasible_cut"
+
+
+def _with_args(kind: type[UpriverError], args: tuple[Any, ...]) -> UpriverError:
+    """Make an error without its constructor."""
+    return kind.__new__(kind, *args)
 
 
 def bare(error: _Error) -> _Error:

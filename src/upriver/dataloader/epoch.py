@@ -26,7 +26,7 @@ from upriver.dataloader.plan import Stretch
 from upriver.dataloader.share import Backlog
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
 from upriver.errors import CodeFailed
-from upriver.pipeline.mapstyle import DONE, note
+from upriver.pipeline.mapstyle import DONE, not_the_end, note
 from upriver.pipeline.seeding import apart
 
 log = logging.getLogger("upriver")
@@ -440,9 +440,11 @@ class Epoch:
         self._plan_beyond(2)
         try:
             value = self._value(batch)
-        except Exception:
+        except Exception as error:
             self._hand_out()
             self._as_left = True
+            if isinstance(error, StopIteration):
+                raise not_the_end(error) from error
             raise
         self._count_made(batch)
         self._as_left = True

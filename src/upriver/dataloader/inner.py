@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 from collections.abc import Callable
@@ -14,6 +15,9 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling, worker
+
+from upriver.errors import UpriverError
+from upriver.pipeline.mapstyle import note
 
 MAKES_WAY = 10
 """By so much loader processes are nicer than the training process, which has work of its own for a moment in
@@ -69,6 +73,59 @@ def ended_by(pid: int, code: int) -> str:
     return f"DataLoader worker (pid(s) {pid}) {ENDED}, {how}"
 
 
+class Failed(ExceptionWrapper):
+    """An exception of a loader process, as PyTorch sends it, and itself where pickle can say it.
+
+    PyTorch sends the type and a text, and makes another exception of the type from the text. Where the
+    constructor takes something else that fails, and ``except`` would depend on ``num_workers``.
+    """
+
+    def __init__(self, error: Exception, where: str) -> None:
+        super().__init__(where=where)  # type: ignore[no-untyped-call]
+        self.pickled = _pickled(error)
+        if _pickled(self.exc_type) is None:  # such as a class within a function: nobody else finds it
+            name = self.exc_type.__name__
+            self.exc_type = RuntimeError
+            self.where = f"in place of {name} {where}"
+
+    def reraise(self) -> None:
+        """Raise one of its type in this process, whatever its constructor takes.
+
+        Raises:
+            Exception: One of our own as it was, any other one as PyTorch makes it; as it was where PyTorch
+                makes another type.
+        """
+        if not issubclass(self.exc_type, UpriverError):
+            try:
+                super().reraise()  # type: ignore[no-untyped-call]
+            except Exception as error:
+                if type(error) is self.exc_type:
+                    raise
+        told = f"Caught {self.exc_type.__name__} {self.where}.\nOriginal {self.exc_msg}"
+        error = _unpickled(self.pickled)
+        if type(error) is not self.exc_type:
+            raise RuntimeError(told)
+        note(error, told)
+        raise error
+
+
+def _pickled(value: object) -> bytes | None:
+    """What another process makes the same of; None where it cannot."""
+    try:
+        found = pickle.dumps(value)
+        return found if type(pickle.loads(found)) is type(value) else None
+    except Exception:  # the user's own code runs in it
+        return None
+
+
+def _unpickled(pickled: bytes | None) -> Any:
+    """What a loader process of ours has pickled; None where this process cannot make it."""
+    try:
+        return None if pickled is None else pickle.loads(pickled)
+    except Exception:
+        return None
+
+
 def raised(failed: ExceptionWrapper) -> Exception:
     """What PyTorch's loader raises for it."""
     try:
@@ -94,14 +151,13 @@ def begin(worker_init_fn: Callable[[int], object] | None, base_seed: int, number
         return
     try:
         worker_init_fn(number)
-    except Exception:
-        tasks.begun_with = wrapped()
+    except Exception as error:
+        tasks.begun_with = wrapped(error)
 
 
-def wrapped() -> ExceptionWrapper:
-    """What is being raised in a loader process, as PyTorch sends it."""
-    where = f"in DataLoader worker process {_info().id}"
-    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+def wrapped(error: Exception) -> ExceptionWrapper:
+    """What is being raised in a loader process, as it is sent."""
+    return Failed(error, f"in DataLoader worker process {_info().id}")
 
 
 def _info() -> Any:

@@ -136,8 +136,8 @@ class Tasks(TorchDataset[Made]):
         try:
             made = self._maker.make(task)
             return Made(task.number, made if task.joins else packed(made))
-        except Exception:
-            return Made(task.number, failed=wrapped())
+        except Exception as error:
+            return Made(task.number, failed=wrapped(error))
         except SystemExit as left:
             why = "" if left.code is None or isinstance(left.code, int) else f": {left.code}"
             return Made(task.number, left=ended_by(os.getpid(), _exit_code(left)) + why)

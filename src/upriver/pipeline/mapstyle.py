@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate as collate_by
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline.draw import Draw
 from upriver.pipeline.seeding import Generators, seed_generators
 from upriver.text import printable
@@ -108,10 +108,13 @@ class MapStyle:
             if stop == RAW:
                 return _read(self.dataset, index)
             return self.dataset[index] if start == START else _transformed(self.dataset, index)
-        except Exception as error:
+        except Exception as caught:
+            error = not_the_end(caught)
             which = sample if start == RAW or whole_number(index) == sample else printable(repr(index), 80)
             note(error, f"raised for sample {which} of epoch {epoch}")
-            raise
+            if error is caught:
+                raise
+            raise error from caught
 
     def make_all(
         self,
@@ -154,9 +157,12 @@ def collated(
     seed_generators(Draw(seed=seed, epoch=epoch, sample=batch, stage=COLLATE))
     try:
         return _contiguous(samples) if collate is default_collate else collate(samples)
-    except Exception as error:
+    except Exception as caught:
+        error = not_the_end(caught)
         note(error, f"raised where batch {batch} of epoch {epoch} was collated")
-        raise
+        if error is caught:
+            raise
+        raise error from caught
 
 
 def _contiguous(samples: list[Any]) -> Any:
@@ -186,6 +192,16 @@ def whole_number(index: Any) -> int | None:
         return None if getattr(index, "ndim", 0) else operator.index(index)
     except TypeError:
         return None
+
+
+def not_the_end(error: Exception) -> Exception:
+    """The error, but no `StopIteration`: raised for a sample it would end the epoch as if that were whole.
+
+    Python does the same for generators (PEP 479).
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    return DatasetError("the dataset's code raised StopIteration, as next() does where nothing is left")
 
 
 def note(error: Exception, text: str) -> None:

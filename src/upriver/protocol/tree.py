@@ -5,6 +5,7 @@ A node is a number, a string, true, false or null as it is; everything else is a
 =============  ======================================================
 ``["t", i]``   tensor ``i``
 ``["n", i]``   NumPy array, from tensor ``i``
+``["m", i]``   the same as an `np.memmap`, as slices of arrays in files are, and of no file any more
 ``["g", i]``   NumPy scalar, from tensor ``i``
 ``["b", i]``   bytes, from tensor ``i``
 ``["i", s]``   whole number beyond what a float holds exactly, in decimal
@@ -55,7 +56,7 @@ _DOUBLE = struct.Struct(">d")
 def flatten(value: Any) -> tuple[Node, list[torch.Tensor]]:
     """Take a sample apart; `build` gives an equal one back.
 
-    Tensors are not copied, nor are most arrays; what is differentiable about them is left behind.
+    Tensors are not copied, nor are most arrays.
 
     Returns:
         The description, and the tensors that it numbers.
@@ -65,6 +66,15 @@ def flatten(value: Any) -> tuple[Node, list[torch.Tensor]]:
     """
     tensors: list[torch.Tensor] = []
     return _Flat(tensors).node(value, "", 0), tensors
+
+
+_MORE: dict[Callable[[torch.Tensor], object], str] = {
+    lambda tensor: tensor.device.type != "cpu": "on another device than the CPU",
+    lambda tensor: tensor.requires_grad: "that requires a gradient",
+    lambda tensor: tensor.is_conj() or tensor.is_neg(): "whose conjugate or negative bit is set",
+    lambda tensor: vars(tensor): "with attributes of its own",
+}
+"""What tensors may have that does not cross, and how it is said."""
 
 
 class _Flat:
@@ -88,6 +98,7 @@ class _Flat:
                 self._exactly(value, float, where)
                 return value if math.isfinite(value) else ["f", _DOUBLE.pack(value).hex()]
             case bytes():
+                self._exactly(value, bytes, where)
                 return self._number("b", torch.from_numpy(np.frombuffer(value, np.uint8).copy()))
             case torch.Tensor():
                 self._exactly(value, torch.Tensor, where)
@@ -97,6 +108,8 @@ class _Flat:
     def _scalar(self, value: Any, where: str) -> Node:
         if isinstance(value, str):
             self._exactly(value, str, where)
+            if not value.isascii() and not _has_code(value):
+                raise self._refusal(value, where or "the sample", " with half a surrogate pair")
         result: Node = value
         return result
 
@@ -127,12 +140,20 @@ class _Flat:
             return self._number("g", torch.from_numpy(np.array(value)))
         if type(value) not in (np.ndarray, np.memmap):
             raise self._refusal(value, where or "the sample")
-        return self._number("n", torch.from_numpy(writeable(value)))
+        kind = "n" if type(value) is np.ndarray else "m"
+        return self._number(kind, torch.from_numpy(writeable(value)))
 
     def _sendable(self, value: torch.Tensor, where: str) -> torch.Tensor:
-        if value.dtype not in DTYPES.values() or value.layout is not torch.strided or value.is_meta:
+        """The tensor, where its numbers and strides are all of it.
+
+        Anything more would be there or not by where the sample was made.
+        """
+        if value.dtype not in DTYPES.values() or value.layout is not torch.strided or value.is_nested:
             raise self._refusal(value, where or "the sample", f" of {value.dtype}, {value.layout}")
-        return value.detach()
+        for held, more in _MORE.items():
+            if held(value):
+                raise self._refusal(value, where or "the sample", f" {more}")
+        return value
 
     def _number(self, kind: str, tensor: torch.Tensor) -> Node:
         self._tensors.append(tensor)
@@ -199,6 +220,8 @@ def identical(one: Any, other: Any) -> bool:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape or _order(one) != _order(other):
         return False
+    if not one.numel():
+        return True  # an empty one of NumPy's may have strides by which its bytes cannot be viewed
     bits = [each.cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*bits)
 
@@ -216,6 +239,7 @@ class _Built:
         self._kinds: dict[str, Callable[[list[Any], int], Any]] = {
             "t": lambda items, depth: self._tensor(items),
             "n": lambda items, depth: self._array(items),
+            "m": lambda items, depth: self._array(items).view(np.memmap),
             "g": lambda items, depth: self._array(items, scalar=True),
             "b": lambda items, depth: self._bytes(items),
             "i": lambda items, depth: _whole(items),
@@ -266,6 +290,15 @@ class _Built:
         if not all(type(key) in (str, int, float, bool) for key in keys):
             raise ProtocolError("keys are strings, numbers or booleans")
         return dict(zip(keys, values[1::2], strict=True))
+
+
+def _has_code(text: str) -> bool:
+    """Whether UTF-8 can say it, and so JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _whole(items: list[Any]) -> int:
