@@ -18,6 +18,7 @@ from upriver.client.transport import ServerClient
 from upriver.dataloader.ahead import num_bytes
 from upriver.dataloader.asked import Asked, ByName, InStore
 from upriver.dataloader.closing import closed_with
+from upriver.dataloader.contents import Contents
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.divided import is_divided
 from upriver.dataloader.local import Maker
@@ -35,6 +36,9 @@ from upriver.text import error_text
 
 log = logging.getLogger("upriver")
 
+MOST_NAMED = 5
+"""Attributes that a reason names."""
+
 
 class Hired:
     """Everyone who may make samples for a loader.
@@ -44,6 +48,7 @@ class Hired:
         maker: Makes the same here.
         clients: Workers by their addresses.
         provider: Starts others, where there are to be.
+        as_made: What a dataset that workers make by its name held when it was made here; None for others.
     """
 
     def __init__(
@@ -53,7 +58,11 @@ class Hired:
         *,
         clients: Sequence[ServerClient],
         provider: Provider | None = None,
+        as_made: Contents | None = None,
     ) -> None:
+        self._as_made = as_made
+        self.changed = ""
+        """Why nobody is asked in this epoch, as the dataset is not the one that they make; else empty."""
         self._maker, self._asked = maker, asked
         self._workers = [Worker(client.url, client) for client in clients]
         self._provider = provider
@@ -133,7 +142,9 @@ class Hired:
     @property
     def why_not(self) -> Mapping[str, str]:
         """Why some are not asked any more, or failed last, by address."""
-        reasons = {worker.url: worker.reason for worker in self._workers}
+        reasons = {worker.url: self.changed or worker.reason for worker in self._workers}
+        if self.changed and not reasons:
+            return {"workers": self.changed}
         return {url: reason for url, reason in reasons.items() if reason}
 
     @property
@@ -171,6 +182,27 @@ class Hired:
         )
         self._at_work.add(workers)
         return workers
+
+    def is_as_made(self) -> bool:
+        """Whether the dataset is as workers have it; where it is not nobody is to be asked in this epoch."""
+        if self._as_made is None:
+            return True
+        self._as_made.learn(lambda: self._made_apart(self._first(0)))
+        names, before = self._as_made.changed(), self.changed
+        self.changed = ""
+        if names:
+            some = ", ".join(names[:MOST_NAMED]) + (", …" if len(names) > MOST_NAMED else "")
+            self.changed = (
+                f"{self._asked.name} was changed after it had been made ({some}), and workers make it by its "
+                "name, as its constructor leaves it: all samples are made here"
+            )
+            if self.changed != before:
+                log.warning("%s", self.changed)
+        return not names
+
+    def _made_apart(self, task: Task) -> Any:
+        with apart():
+            return self._maker.make(task)
 
     # ------------------------------------------------------------------------------ those that are started
 

@@ -25,6 +25,7 @@ from upriver.dataloader.asked import Asked, ByName, InStore
 from upriver.dataloader.auto import Auto, Measured
 from upriver.dataloader.beside import provider_of
 from upriver.dataloader.closing import closed_with
+from upriver.dataloader.contents import Contents
 from upriver.dataloader.cycles import CpuSeconds
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.divided import check_divided
@@ -180,6 +181,7 @@ class DataLoader(TorchLoader[Any]):
         self._hired = self._hire(dataset, workers, Access(token, ca, certificate, key))
         self._check_can()
         self._kept: Processes | Fed | None = None
+        self._copied: Contents | None = None
         self._made: Counter[str] = Counter()
         self._measured, self._room = Measured(), Room()
         self._recall = self._recalled(model)
@@ -202,6 +204,8 @@ class DataLoader(TorchLoader[Any]):
         self._place = place
         arrivals: Arrivals = Pinned() if pins(self) else SimpleQueue()
         asked = self._hired if self._offload != "never" else None
+        if asked is not None and not asked.is_as_made():
+            asked = None
         elsewhere = None if asked is None else asked.work(number, arrivals)
         decides = asked is not None and self._offload == "auto"
         epoch = Epoch(
@@ -408,6 +412,8 @@ class DataLoader(TorchLoader[Any]):
         """Why samples are made where they are: for ``offload="auto"`` what it found, once it has decided."""
         if self._hired is None:
             return "no workers were named"
+        if self._hired.changed:
+            return self._hired.changed
         if self._offload != "auto":
             return f"offload={self._offload!r}, as the loader was told"
         offloaded = self._measured.decision.why if self._measured.decision is not None else ""
@@ -477,6 +483,7 @@ class DataLoader(TorchLoader[Any]):
             self._maker,
             clients=[ServerClient(url, token=checks.token(access.token), tls=tls) for url in urls],
             provider=provider,
+            as_made=dataset.as_made if isinstance(dataset, NamedDataset) else None,
         )
 
     def _recalled(self, model: str | nn.Module | None) -> Recall | None:
@@ -525,8 +532,15 @@ class DataLoader(TorchLoader[Any]):
         return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)
 
     def _processes(self, base_seed: int) -> Processes | Fed:
-        """PyTorch's own; those that persist do one epoch after another."""
+        """PyTorch's own; those that persist do one epoch after another.
+
+        They have a copy of the dataset. Where that was changed since, others begin in their place.
+        """
+        dataset = self._maker.source.dataset
         if self._kept is not None:
+            if isinstance(self._kept, Processes) and self._copied is not None and self._copied.changed():
+                self._kept.begin_anew()
+                self._copied = Contents(dataset)
             return self._kept
         processes = Processes(
             self._maker,
@@ -541,6 +555,7 @@ class DataLoader(TorchLoader[Any]):
         found = Fed(source, processes) if isinstance(source, Declared) else processes
         if self.persistent_workers:
             self._kept = found
+            self._copied = None if isinstance(source, Declared) else Contents(dataset)
             closed_with(self, found.halt)
         return found
 

@@ -251,6 +251,11 @@ class Processes:
                 self._forget()
             self._forward = None
 
+    def begin_anew(self) -> None:
+        """End those that persist: others begin in their place with the next epoch, with the same seeds."""
+        self.stop()
+        self._forget()
+
     def _forget(self) -> None:
         """Processes that persist, one of which has ended: there will be others."""
         self._waiting.tasks.clear()

@@ -11,6 +11,7 @@ import msgspec
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, default_collate
 
+from upriver.dataloader.contents import Contents
 from upriver.errors import ConfigError
 from upriver.protocol import BY_DEFAULT
 from upriver.protocol.messages import CODE_PATTERN, MAX_ARGUMENT_BYTES
@@ -20,21 +21,56 @@ from upriver.text import printable
 class NamedDataset(TorchDataset[Any]):
     """A map-style dataset, and how any machine that has its code can make the same one.
 
+    Every other attribute is the dataset's own, to be read, set and deleted.
+
     Attributes:
         name: ``package.module:callable``.
         arguments: Its keyword arguments.
         dataset: What it made here.
+        as_made: What that held then, as workers have it.
     """
 
+    name: str
+    arguments: dict[str, Any]
+    dataset: Any
+    as_made: Contents
+
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
-        self.name, self.arguments = name, arguments
-        self.dataset = _found(name)(**arguments)
+        made = vars(self)
+        made["name"], made["arguments"] = name, arguments
+        made["dataset"] = _found(name)(**arguments)
+        made["as_made"] = Contents(self.dataset)
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__"):
             kind = type(self.dataset).__name__
             raise ConfigError(f"{name} must make a map-style dataset; {kind} has no samples by index")
 
     def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
+        with self.as_made.making():
+            return self.dataset[index]
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__") or "dataset" not in vars(self):  # as where it is copied
+            raise AttributeError(f"{type(self).__name__} has no {attribute}")
+        return getattr(self.dataset, attribute)
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        setattr(self._has(attribute), attribute, value)
+
+    def __delattr__(self, attribute: str) -> None:
+        delattr(self._has(attribute), attribute)
+
+    def _has(self, attribute: str) -> Any:
+        """The dataset, to be changed.
+
+        Raises:
+            ConfigError: If the attribute is one by which workers make it.
+        """
+        if attribute in NamedDataset.__annotations__:
+            raise ConfigError(
+                f"{attribute} is how workers make the dataset: make another one with upriver.dataset(); "
+                f"an attribute of that name of the dataset's own is dataset.{attribute} of this one"
+            )
+        return self.dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
