@@ -50,6 +50,7 @@ from upriver.dataloader.state import (
     set_own,
     stateful_of,
 )
+from upriver.dataloader.subset import Rows, whole_of
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
@@ -520,13 +521,25 @@ class DataLoader(TorchLoader[Any]):
     # ------------------------------------------------------------------------------------ as PyTorch
 
     @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Asked by ``accelerator.prepare``, which would make a plain loader in place of this one.
+
+        Raises:
+            ConfigError: In every case.
+        """
+        raise ConfigError(
+            "accelerator.prepare makes a plain PyTorch loader of an upriver.DataLoader: without its workers, and "
+            "with samples that are not tied to seed and epoch. Prepare the model and the optimizer alone, give "
+            "each rank a DistributedSampler, and move batches with accelerate.utils.send_to_device"
+        )
+
+    @property
     def _batches(self) -> Iterable[tuple[Any, ...]]:
         """Indices of each batch, from the sampler, which begins where somebody iterates, and not before."""
-        return (
-            _Batches(self.sampler, single=True)
-            if self.batch_sampler is None
-            else _Batches(self.batch_sampler)
-        )
+        single = self.batch_sampler is None
+        batches = _Batches(self.sampler if single else self.batch_sampler, single=single)
+        part = isinstance(self._maker.source, Declared) and not isinstance(self.dataset, Dataset)
+        return Rows(self.dataset, batches) if part else batches
 
     def _collate(self) -> Callable[[list[Any]], Any]:
         return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)
@@ -582,9 +595,9 @@ class _OnlyOne:
 
 
 def _source(dataset: Any, seed: int) -> Source:
-    match dataset:
-        case Dataset():
-            return Declared(dataset, seed)
+    match whole_of(dataset):
+        case Dataset() as whole:
+            return Declared(whole, seed)
         case NamedDataset():
             return MapStyle(dataset.dataset, seed)
     return MapStyle(dataset, seed)

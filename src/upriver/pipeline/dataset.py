@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Never
 
 import msgspec
 import numpy as np
@@ -70,6 +71,18 @@ class Dataset:
 
     def __len__(self) -> int:
         return self._manifest.count
+
+    def __getitem__(self, index: object) -> Never:
+        """Say who makes samples: what is drawn for one belongs to an epoch and a seed, which a loader has.
+
+        Raises:
+            DatasetError: In every case.
+        """
+        raise DatasetError(
+            "an upriver.Dataset has no samples by index: upriver.DataLoader(dataset, …) and near.finetune make "
+            "them. A plain torch.utils.data.DataLoader cannot, nor what makes one (accelerate's prepare, "
+            "transformers' Trainer)"
+        )
 
     def __repr__(self) -> str:
         return (
