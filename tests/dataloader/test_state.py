@@ -436,8 +436,10 @@ def test_a_sampler_whose_order_cannot_be_had_again_is_refused_unless_it_has_a_st
         assert same(found + list(other), reference)
         other.load_state_dict(between)
         assert same(list(other), reference)
-        with pytest.raises(ConfigError, match="only its sampler has a state_dict"):
+        with pytest.raises(ConfigError, match="its sampler is Stateful, and here Hidden"):
             loader_with(Hidden()).load_state_dict(state)
+        with pytest.raises(ConfigError, match="only its sampler has a state_dict"):
+            loader_with(Hidden()).load_state_dict({**state, "order_by": None})
 
 
 class Counting(DistributedSampler[int]):

@@ -14,7 +14,16 @@ import msgspec
 import torch
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from upriver.client import checks
 from upriver.client.fleet import Provider
@@ -34,6 +43,7 @@ from upriver.dataloader.growth import growth
 from upriver.dataloader.hired import Hired
 from upriver.dataloader.local import Fed, Maker, Processes, Source
 from upriver.dataloader.named import NamedDataset, name_of
+from upriver.dataloader.onward import Onward
 from upriver.dataloader.pinning import Pinned, pins
 from upriver.dataloader.plan import CANDIDATES, Offloading, stretch_of
 from upriver.dataloader.recall import Recall
@@ -45,6 +55,7 @@ from upriver.dataloader.state import (
     Place,
     State,
     begun_anew,
+    identity,
     own_state,
     said_by,
     set_own,
@@ -61,6 +72,14 @@ Word: TypeAlias = Literal["auto", "never", "always"]
 Offload: TypeAlias = Word | Offloading
 
 MOST_SEED = 2**63 - 1
+_AT_ONCE = (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
 LEAST_AHEAD = 4
 """Batches that are planned beyond the next one, at least."""
 
@@ -190,6 +209,7 @@ class DataLoader(TorchLoader[Any]):
         self._place: Place | None = None
         self._goes_on: State | None = None
         self._given: list[bool] | None = None
+        self._onward, self._identity = Onward(), identity(dataset)
 
     @property
     def seed(self) -> int:
@@ -263,25 +283,27 @@ class DataLoader(TorchLoader[Any]):
         state, self._goes_on = self._goes_on, None
         drawn = state.drawn if state is not None and state.epoch == number else None
         sampler = own_state(self.batch_sampler, self._sampler)
-        if state is None or drawn is None:
-            starts = self._kept is None  # processes that persist have been started
-            if state is not None and state.epoch == number and state.starts is not None:
-                starts = state.starts  # by those of the loader that the state is of
-            drawn = Drawn.now(self._generators, starts=starts, twice=starts and self.num_workers > 0)
-        elif state.batches:
+        if state is not None and drawn is not None:
             try:
                 base, order = self._behind(state, drawn)
             except ConfigError:
                 if state.sampler is None:
                     raise
                 base, order = self._behind(state, drawn)  # without the sampler's own state: that is used once
+            self._onward.begin()
             return base, Place(number, drawn, order, state.batches, sampler)
-        else:  # the sampler has not begun, and is about to
-            drawn.set(self._generators)
-        base, begun = drawn.begin(self._batches, self._draw)
+        starts = self._kept is None  # processes that persist have been started
+        if state is not None and state.epoch == number and state.starts is not None:
+            starts = state.starts  # by those of the loader that the state is of
+        with self._onward.drawing():
+            drawn = Drawn.now(self._generators, starts=starts, twice=starts and self.num_workers > 0)
+            base, begun = drawn.begin(self._batches, self._draw)
         if state is not None and state.sampler is not None:
             begun = begun_anew(begun, self._batches)
-        return base, Place(number, drawn, Order(begun), sampler=sampler)
+        return base, Place(number, drawn, self._order(begun), sampler=sampler)
+
+    def _order(self, begun: Iterator[Any]) -> Order:
+        return Order(begun, self._onward, late=not _draws_at_once(self.batch_sampler, self._sampler))
 
     def _behind(self, state: State, drawn: Drawn) -> tuple[int, Order]:
         """What is drawn for loader processes, and the order behind what was handed out of the state's epoch.
@@ -291,8 +313,10 @@ class DataLoader(TorchLoader[Any]):
         """
         with drawn.again(self._generators):
             base, begun = drawn.begin(self._batches, self._draw)
-            order = Order(begun)
-            order.go_behind(state.batches, state.digest)
+            if state.sampler is not None and not state.batches and not state.planned:
+                begun = begun_anew(begun, self._batches)
+            order = self._order(begun)
+            order.go_behind(state)
         return base, order
 
     def _draw(self) -> int:
@@ -317,6 +341,7 @@ class DataLoader(TorchLoader[Any]):
         """
         found = State.read(state)
         found.check(self._state())
+        onward = Onward(found.stood)
         if found.drawn is not None:
             with found.drawn.again([torch.Generator() for _ in self._generators]):
                 pass
@@ -330,7 +355,7 @@ class DataLoader(TorchLoader[Any]):
             self._sampler.set_epoch(found.sampler_epoch)
         if found.sampler is not None:
             stateful_of(self.batch_sampler, self._sampler).load_state_dict(found.sampler)
-        self.epoch, self._goes_on, self._place = found.epoch, found, None
+        self.epoch, self._goes_on, self._place, self._onward = found.epoch, found, None, onward
 
     def _state(self) -> State:
         place = self._place
@@ -349,8 +374,12 @@ class DataLoader(TorchLoader[Any]):
             sampler=own_state(self.batch_sampler, self._sampler),
             own=said_by(self._generators),
             starts=self._kept is None,
+            dataset=self._identity,
+            order_by=type(self._sampler).__qualname__,
+            stood=self._onward.stands(),
         )
         if place is not None and not place.over:
+            more, ahead = place.order.ahead
             return msgspec.structs.replace(
                 state,
                 epoch=place.epoch,
@@ -360,6 +389,8 @@ class DataLoader(TorchLoader[Any]):
                 sampler=place.sampler,
                 own=None,
                 starts=None,
+                planned=place.batches + more,
+                ahead=ahead if more else None,
             )
         goes_on = self._goes_on
         if goes_on is not None and goes_on.epoch == self.epoch:
@@ -371,6 +402,8 @@ class DataLoader(TorchLoader[Any]):
                 sampler=goes_on.sampler,
                 own=None if goes_on.own is None else state.own,
                 starts=goes_on.starts,
+                planned=goes_on.planned,
+                ahead=goes_on.ahead,
             )
         return state
 
@@ -386,6 +419,7 @@ class DataLoader(TorchLoader[Any]):
         found = [self.generator, getattr(self._sampler, "generator", None)]
         if self._given is None:  # a sampler may make one of its own when it is begun
             self._given = [isinstance(each, torch.Generator) for each in found]
+        found = [None if each is torch.default_generator else each for each in found]  # which all share
         own = [each for each, given in zip(found, self._given, strict=True) if given]
         return list({id(each): each for each in own if isinstance(each, torch.Generator)}.values())
 
@@ -601,6 +635,12 @@ def _source(dataset: Any, seed: int) -> Source:
         case NamedDataset():
             return MapStyle(dataset.dataset, seed)
     return MapStyle(dataset, seed)
+
+
+def _draws_at_once(batches: Any, sampler: Any) -> bool:
+    """Whether what gives the order is PyTorch's own, which draws before the first batch what it draws."""
+    at_once = type(batches) in (type(None), BatchSampler) and type(sampler) in _AT_ONCE
+    return at_once and getattr(sampler, "generator", None) is not torch.default_generator
 
 
 def _whole(value: Any) -> int | None:

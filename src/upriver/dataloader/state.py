@@ -26,8 +26,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset, Subset
 
+from upriver.dataloader.named import NamedDataset
+from upriver.dataloader.onward import Onward, Stood
 from upriver.errors import ConfigError
+from upriver.pipeline import Dataset
 from upriver.pipeline.seeding import apart
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -108,7 +112,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             random.setstate(self.python)
             name, keys, position, has_gauss, gauss = self.numpy
             np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise _damaged(error) from None
         _set(torch.default_generator, self.shared)
 
@@ -163,6 +167,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         own: Where no epoch has begun, the generators that the loader and its sampler were given, in
             hexadecimal digits; None where one has, and in states that do not say.
         starts: Likewise, whether the next epoch draws a number for loader processes.
+        dataset: Says which one it is, as far as that is sure (`identity`); None in states that do not say.
+        order_by: Type of the sampler, likewise.
+        stood: The generators that everybody shares, when the state was taken, likewise.
+        planned: How many batches had been drawn from the sampler, likewise.
+        ahead: Digest of their indices.
     """
 
     schema: Literal["upriver.loader-state/1"] = "upriver.loader-state/1"
@@ -180,6 +189,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sampler: Any = None
     own: list[str] | None = None
     starts: bool | None = None
+    dataset: str | None = None
+    order_by: str | None = None
+    stood: Stood | None = None
+    planned: Count | None = None
+    ahead: str | None = None
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> State:
@@ -218,10 +232,16 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             theirs, here = getattr(self, name), getattr(mine, name)
             if theirs != here:
                 raise ConfigError(f"the state is of another loader: its {name} is {theirs}, and here {here}")
-        for name in ("drop_last", "num_replicas", "rank"):
+        for name, said in (
+            ("drop_last", "drop_last"),
+            ("num_replicas", "num_replicas"),
+            ("rank", "rank"),
+            ("dataset", "dataset"),
+            ("order_by", "sampler"),
+        ):
             theirs, here = getattr(self, name), getattr(mine, name)
             if theirs not in (None, here):
-                raise ConfigError(f"the state is of another loader: its {name} is {theirs}, and here {here}")
+                raise ConfigError(f"the state is of another loader: its {said} is {theirs}, and here {here}")
         if self.sampler is not None and mine.sampler is None:
             raise ConfigError("the state is of another loader: only its sampler has a state_dict")
         if (self.sampler_epoch is None) != (mine.sampler_epoch is None):
@@ -233,11 +253,15 @@ class Order(Iterator[tuple[Any, ...]]):
 
     Args:
         batches: Of indices, as the sampler gives them.
+        onward: What these are drawn from.
+        late: Whether a sampler may draw with every batch, and not with the first one alone.
     """
 
-    def __init__(self, batches: Iterator[tuple[Any, ...]]) -> None:
-        self._batches = batches
-        self._planned: deque[tuple[Any, ...]] = deque()
+    def __init__(self, batches: Iterator[tuple[Any, ...]], onward: Onward, *, late: bool) -> None:
+        self._batches, self._onward, self._late = batches, onward, late
+        self._drawn: deque[tuple[Any, ...]] = deque()
+        self._given = 0
+        self._begun = False
         self._digest = hashlib.blake2b(digest_size=16)
 
     @property
@@ -245,34 +269,70 @@ class Order(Iterator[tuple[Any, ...]]):
         """In hexadecimal digits."""
         return self._digest.hexdigest()
 
+    @property
+    def ahead(self) -> tuple[int, str]:
+        """How many were drawn and not handed out, and a digest of these and all before."""
+        digest = self._digest.copy()
+        for indices in self._drawn:
+            digest.update(_said(indices))
+        return len(self._drawn), digest.hexdigest()
+
     def __next__(self) -> tuple[Any, ...]:
-        indices = next(self._batches)
-        self._planned.append(indices)
-        return indices
+        if self._given == len(self._drawn):
+            self._drawn.append(self._draw())
+        self._given += 1
+        return self._drawn[self._given - 1]
+
+    def _draw(self) -> tuple[Any, ...]:
+        if self._onward.apart and (self._late or not self._begun):
+            with self._onward.drawing():
+                found = next(self._batches)
+        else:
+            found = next(self._batches)
+        self._begun = True
+        return found
 
     def leave(self) -> None:
         """The first that was not is handed out."""
-        self._digest.update(_said(self._planned.popleft()))
+        self._digest.update(_said(self._drawn.popleft()))
+        self._given -= 1
 
-    def go_behind(self, count: int, digest: str | None) -> None:
-        """Leave out the first ``count``; these are drawn now, and the next one too.
-
-        Args:
-            digest: Of those that were handed out; None if not known.
+    def go_behind(self, state: State) -> None:
+        """Draw what had been drawn when the state was taken, and leave out what was handed out.
 
         Raises:
             ConfigError: If these are others.
         """
-        head = list(itertools.islice(self._batches, count + 1))
-        for indices in head[:count]:
-            self._digest.update(_said(indices))
-        if digest not in (None, self.digest):
+        planned = state.batches + 1 if state.planned is None else state.planned
+        head = list(itertools.islice(self._batches, planned))
+        self._begun = bool(head)
+        self._drawn.extend(head)
+        self._given = min(state.batches, len(head))
+        for _ in range(self._given):
+            self.leave()
+        same = state.digest in (None, self.digest) and state.ahead in (None, self.ahead[1])
+        if not same or (state.planned is not None and len(head) < planned):
             raise ConfigError(
                 "the sampler gives another order than the one that the state's epoch had: it draws from "
                 "something that is in no state; give it state_dict and load_state_dict, or have it draw from "
-                "the generators that torch, numpy and random share, or from its attribute generator"
+                "the generators that torch, numpy and random share, or from its attribute generator; and where "
+                "it draws with every batch from these, nothing else may"
             )
-        self._batches = itertools.chain(head[count:], self._batches)
+
+
+def identity(dataset: Any) -> str:
+    """Say which dataset it is, as far as that is sure: what it holds, its name, or its type."""
+    match dataset:
+        case Dataset():
+            return f"upriver.Dataset {dataset.digest}"
+        case NamedDataset():
+            return dataset.name
+        case Subset():
+            rows = hashlib.blake2b(_said(tuple(dataset.indices)), digest_size=16).hexdigest()
+            return f"Subset {rows} of {identity(dataset.dataset)}"
+        case ConcatDataset():
+            return f"ConcatDataset of {', '.join(map(identity, dataset.datasets))}"
+    return type(dataset).__qualname__
 
 
 def _said(indices: tuple[Any, ...]) -> bytes:
