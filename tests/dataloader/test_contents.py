@@ -56,7 +56,12 @@ class Staged(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         stages = [self.stage, self.everywhere, len(self.steps), self.blur.radius, self.pipeline[1].radius]
-        stages += [len(self.allowed) - 1, int(self.labels.sum()), int(self.weights.sum()), self.options["stage"]]
+        stages += [
+            len(self.allowed) - 1,
+            int(self.labels.sum()),
+            int(self.weights.sum()),
+            self.options["stage"],
+        ]
         stages += [self.shared.value, self.raw[1], int(self.net.weight.sum()), self.told()]
         return torch.tensor([index, sum(stages)])
 
@@ -201,7 +206,9 @@ def test_changed_dataset_reaches_processes_that_persist(change: str, name: bool)
 
 
 def test_processes_that_persist_go_on_where_nothing_was_changed() -> None:
-    here = loader(dataset("tests.dataloader.datasets:OfProcess", count=8), num_workers=1, persistent_workers=True)
+    here = loader(
+        dataset("tests.dataloader.datasets:OfProcess", count=8), num_workers=1, persistent_workers=True
+    )
     assert len({int(each) for _ in range(3) for batch in here for each in batch}) == 1
 
 

@@ -1,4 +1,4 @@
-"""Samples of any kind: the same made elsewhere as here in everything that code can see, or made here, with why."""
+"""Samples of any kind: made elsewhere as they are here, in everything that code sees, or made here, with why."""
 
 from __future__ import annotations
 
@@ -75,7 +75,12 @@ SENT: dict[str, Callable[[int], Any]] = {
     "nothing of anything": lambda index: ([], (), {}, "", b"", None),
     "boxes of some samples": lambda index: np.full((index % 3, 4), index, np.float32),
     "a number": lambda index: torch.tensor(float(index)),
-    "numbers of numpy": lambda index: [np.float16(index), np.int8(index), np.bool_(index % 2), np.complex64(1j)],
+    "numbers of numpy": lambda index: [
+        np.float16(index),
+        np.int8(index),
+        np.bool_(index % 2),
+        np.complex64(1j),
+    ],
     "an array without dimensions": lambda index: np.array(index, np.int16),
     "complex": lambda index: torch.complex(torch.tensor([1.0, index]), torch.tensor([2.0, 3.0])),
     "truth": lambda index: (index % 2 == 0, torch.tensor([True, False]), np.array([[index > 3]])),
@@ -85,8 +90,15 @@ SENT: dict[str, Callable[[int], Any]] = {
     "every second": lambda index: np.arange(20, dtype=np.int32)[index % 2 :: 2],
     "read only": lambda index: np.frombuffer(struct.pack("4d", *range(index, index + 4))),
     "from a file": lambda index: np.load(stored(), mmap_mode="r")[index % 10],
-    "numbers without bound": lambda index: [2**64 + index, -(10**40), -0.0, float("nan"), float("-inf"), 5e-324],
-    "text": lambda index: {"née": "\x00 é 中", 1: None, 2.5: [], True: b"\xff\x00"},
+    "numbers without bound": lambda index: [
+        2**64 + index,
+        -(10**40),
+        -0.0,
+        float("nan"),
+        float("-inf"),
+        5e-324,
+    ],
+    "text": lambda index: {"née": "\x00 é 中", 1: None, 2.5: [], False: b"\xff\x00"},
 }
 HERE: dict[str, Callable[[int], Any]] = {
     "a leaf": lambda index: torch.full((2,), float(index), requires_grad=True),
@@ -160,7 +172,15 @@ def alike(one: Any, other: Any) -> bool:
             return torch.equal(one.to_dense(), other.to_dense()) if one.is_sparse else str(one) == str(other)
         case torch.Tensor():
             seen = [
-                (each.dtype, each.shape, each.requires_grad, each.is_conj(), each.is_neg(), vars(each), _order(each))
+                (
+                    each.dtype,
+                    each.shape,
+                    each.requires_grad,
+                    each.is_conj(),
+                    each.is_neg(),
+                    vars(each),
+                    _order(each),
+                )
                 for each in (one, other)
             ]
             return seen[0] == seen[1] and torch.equal(one, other)
@@ -184,8 +204,12 @@ def _order(value: Any) -> Any:
     if 0 in value.shape:
         return value.shape
     if isinstance(value, np.ndarray):
-        return value.shape, [each for size, each in zip(value.shape, np.empty_like(value).strides) if size > 1]
-    return value.shape, [each for size, each in zip(value.shape, torch.empty_like(value).stride()) if size > 1]
+        return value.shape, [
+            each for size, each in zip(value.shape, np.empty_like(value).strides, strict=True) if size > 1
+        ]
+    return value.shape, [
+        each for size, each in zip(value.shape, torch.empty_like(value).stride(), strict=True) if size > 1
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ def kinds(of: type[UpriverError]) -> Iterator[type[UpriverError]]:
             yield from kinds(each)
 
 
-OURS: dict[str, Callable[[], UpriverError]] = {each.__name__: lambda each=each: each("why") for each in kinds(UpriverError)}  # type: ignore[misc]
+OURS: dict[str, Callable[[], UpriverError]] = {
+    each.__name__: lambda each=each: each("why") for each in kinds(UpriverError)
+}  # type: ignore[misc]
 OURS |= {
     "BadSample": lambda: BadSample(sample=3, object_name="a/3.jpg", reason="cut off"),
     "CodeFailed": lambda: errors.CodeFailed("failed", trace="line 3"),
@@ -234,7 +236,14 @@ def worker() -> Iterator[EmbeddedServer]:
 
 @pytest.mark.parametrize(
     ("where", "candidate"),
-    [("read", "p2"), ("transform", "p2"), ("transform", "p1"), ("read", "p1"), ("read", "p3"), ("collate_fn", "p3")],
+    [
+        ("read", "p2"),
+        ("transform", "p2"),
+        ("transform", "p1"),
+        ("read", "p1"),
+        ("read", "p3"),
+        ("collate_fn", "p3"),
+    ],
 )
 def test_stop_iteration_at_a_worker_takes_its_place_alone(
     worker: EmbeddedServer, where: str, candidate: str

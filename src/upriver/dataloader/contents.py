@@ -1,7 +1,7 @@
 """What a dataset holds, attribute by attribute, as digests: whether it has changed since others copied it.
 
-Workers elsewhere make a dataset by its name, as its constructor leaves it, and loader processes that persist
-have it as it was when they began. Training loops move datasets on between epochs (``set_epoch``, a curriculum).
+Workers elsewhere make a dataset by its name, as its constructor leaves it. Loader processes that persist have
+it as it was when they began. Training loops move datasets on between epochs (``set_epoch``, a curriculum).
 Then samples made here and there would be of two states.
 
 Digests are of what pickle would say, in this process alone: nothing of it is sent, or read again. Of what

@@ -102,11 +102,11 @@ class Failed(ExceptionWrapper):
                 if type(error) is self.exc_type:
                     raise
         told = f"Caught {self.exc_type.__name__} {self.where}.\nOriginal {self.exc_msg}"
-        error = _unpickled(self.pickled)
-        if type(error) is not self.exc_type:
+        itself = _unpickled(self.pickled)
+        if type(itself) is not self.exc_type:
             raise RuntimeError(told)
-        note(error, told)
-        raise error
+        note(itself, told)
+        raise itself
 
 
 def _pickled(value: object) -> bytes | None:

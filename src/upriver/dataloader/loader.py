@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 import msgspec
 import torch
 from torch import nn
-from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -24,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
+from torch.utils.data import DataLoader as TorchLoader
 
 from upriver.client import checks
 from upriver.client.fleet import Provider
@@ -562,16 +562,16 @@ class DataLoader(TorchLoader[Any]):
             ConfigError: In every case.
         """
         raise ConfigError(
-            "accelerator.prepare makes a plain PyTorch loader of an upriver.DataLoader: without its workers, and "
-            "with samples that are not tied to seed and epoch. Prepare the model and the optimizer alone, give "
-            "each rank a DistributedSampler, and move batches with accelerate.utils.send_to_device"
+            "accelerator.prepare makes a plain PyTorch loader of an upriver.DataLoader: without its workers, "
+            "and with samples that are not tied to seed and epoch. Prepare model and optimizer alone, "
+            "give each rank a DistributedSampler, and move batches with accelerate.utils.send_to_device"
         )
 
     @property
     def _batches(self) -> Iterable[tuple[Any, ...]]:
         """Indices of each batch, from the sampler, which begins where somebody iterates, and not before."""
         single = self.batch_sampler is None
-        batches = _Batches(self.sampler if single else self.batch_sampler, single=single)
+        batches = _Batches(cast(Any, self.sampler if single else self.batch_sampler), single=single)
         part = isinstance(self._maker.source, Declared) and not isinstance(self.dataset, Dataset)
         return Rows(self.dataset, batches) if part else batches
 

@@ -1,14 +1,14 @@
 """Where a loader draws the order of further epochs from once it has gone on from a state.
 
-PyTorch's samplers draw from the generators that everybody shares. In a process that goes on from a state these
-stand where its script has set them, which is where the first epoch began: its order would come again. So from
-then on a loader draws from a copy, which begins where the run stood that the state is of. As that run's own
-model drew from the same generators between epochs (dropout), the copy follows: as many numbers are left out as
-were drawn here since. The shared ones are left as if the loader had drawn from them.
+PyTorch's samplers draw from the generators that everybody shares. In a process that goes on from a state
+these stand where its script has set them, which is where the first epoch began: its order would come again.
+So from then on a loader draws from a copy, which begins where the run stood that the state is of. That run's
+model drew from the same generators (dropout), so the copy follows: as many numbers are left out as were drawn
+here since. The shared ones are left as if the loader had drawn from them.
 
-All three are Mersenne Twisters (Matsumoto, Nishimura: ACM TOMACS 8(1), 1998). How many numbers lie between two
-states is found by running one until it is at the other. Where that is nowhere near, the script has set the
-generator (`torch.manual_seed` of each epoch's number, `torch.set_rng_state` of a checkpoint), and is obeyed.
+All three are Mersenne Twisters (Matsumoto, Nishimura: ACM TOMACS 8(1), 1998). How many numbers lie between
+two states is found by running one until it is at the other. Where that is nowhere near, the script has set
+the generator (`torch.manual_seed` for each epoch, `torch.set_rng_state` of a checkpoint), and is obeyed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class Onward:
         if self._fresh and self._here is not None and self._there is not None:
             now = Generators.now()
             self._here = Generators(
-                *(each if _same(each, there) else here for each, here, there in _each(now, self._here, self._there))
+                *(
+                    each if _same(each, there) else here
+                    for each, here, there in _each(now, self._here, self._there)
+                )
             )
         self._fresh = False
 

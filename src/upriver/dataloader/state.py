@@ -315,8 +315,8 @@ class Order(Iterator[tuple[Any, ...]]):
             raise ConfigError(
                 "the sampler gives another order than the one that the state's epoch had: it draws from "
                 "something that is in no state; give it state_dict and load_state_dict, or have it draw from "
-                "the generators that torch, numpy and random share, or from its attribute generator; and where "
-                "it draws with every batch from these, nothing else may"
+                "the generators that torch, numpy and random share, or from its attribute generator; where "
+                "it draws from the shared ones with every batch, nothing else may draw in between"
             )
 
 

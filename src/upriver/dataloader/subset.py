@@ -28,8 +28,8 @@ def whole_of(dataset: Any) -> Any:
         return dataset
     if len({each.digest for each in ours}) > 1 or len(ours) < len(wholes):
         raise ConfigError(
-            "a ConcatDataset of an upriver.Dataset may have parts of that one alone: index the samples of all "
-            "of them as one dataset (upriver.index of the folder above), or give each a loader of its own"
+            "a ConcatDataset of an upriver.Dataset may have parts of that one alone: index the samples of "
+            "all as one dataset (upriver.index of the folder above them), or give each a loader of its own"
         )
     return ours[0]
 

@@ -79,9 +79,9 @@ class Dataset:
             DatasetError: In every case.
         """
         raise DatasetError(
-            "an upriver.Dataset has no samples by index: upriver.DataLoader(dataset, …) and near.finetune make "
-            "them. A plain torch.utils.data.DataLoader cannot, nor what makes one (accelerate's prepare, "
-            "transformers' Trainer)"
+            "an upriver.Dataset has no samples by index: upriver.DataLoader(dataset, …) and near.finetune "
+            "make them. A plain torch.utils.data.DataLoader cannot, nor what makes one (as accelerate and "
+            "transformers do)"
         )
 
     def __repr__(self) -> str:
