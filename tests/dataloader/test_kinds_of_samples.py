@@ -1,4 +1,4 @@
-"""Samples of any kind: made elsewhere as they are here, in everything that code sees, or made here, with why."""
+"""Samples of any kind: made elsewhere as they are here, in all that code sees, or made here, with why."""
 
 from __future__ import annotations
 
