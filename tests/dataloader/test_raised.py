@@ -92,7 +92,7 @@ THEIRS: dict[str, tuple[Callable[[], Exception], bool]] = {
     "WithMessage": (lambda: WithMessage("why"), True),
     "UnicodeDecodeError": (lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"), True),
     "FileNotFoundError": (lambda: FileNotFoundError(2, "not there", "a/b"), True),
-    "ExceptionGroup": (lambda: ExceptionGroup("both", [ValueError("a"), Two("b", 1)]), True),
+    "ExceptionGroup": (lambda: ExceptionGroup("both", [ValueError("a"), Two("b", 1)]), False),
     "Named": (lambda: Named(path="a"), False),
     "Holding": (lambda: Holding(1, 2), False),
     "Local": (local, False),

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
-import pickle
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pickle import Pickler
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -136,7 +136,7 @@ class _Hashed:
         self.digest.update(data)
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(Pickler):
     """Says arrays by their digests, and what stays in this process by its identity."""
 
     def reducer_override(self, value: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
@@ -74,7 +74,7 @@ def ended_by(pid: int, code: int) -> str:
 
 
 class Failed(ExceptionWrapper):
-    """An exception of a loader process, as PyTorch sends it, and itself where pickle can say it.
+    """An exception of a loader process, as PyTorch sends it, and what it is made again from.
 
     PyTorch sends the type and a text, and makes another exception of the type from the text. Where the
     constructor takes something else that fails, and ``except`` would depend on ``num_workers``.
@@ -82,8 +82,8 @@ class Failed(ExceptionWrapper):
 
     def __init__(self, error: Exception, where: str) -> None:
         super().__init__(where=where)  # type: ignore[no-untyped-call]
-        self.pickled = _pickled(error)
-        if _pickled(self.exc_type) is None:  # such as a class within a function: nobody else finds it
+        self.parts = _parts(error)
+        if not _is_found(self.exc_type):  # such as a class within a function: no other process has it
             name = self.exc_type.__name__
             self.exc_type = RuntimeError
             self.where = f"in place of {name} {where}"
@@ -102,28 +102,56 @@ class Failed(ExceptionWrapper):
                 if type(error) is self.exc_type:
                     raise
         told = f"Caught {self.exc_type.__name__} {self.where}.\nOriginal {self.exc_msg}"
-        itself = _unpickled(self.pickled)
+        itself = _whole(self.parts)
         if type(itself) is not self.exc_type:
             raise RuntimeError(told)
         note(itself, told)
         raise itself
 
 
-def _pickled(value: object) -> bytes | None:
-    """What another process makes the same of; None where it cannot."""
+def _parts(error: Exception) -> tuple[Any, ...] | None:
+    """What makes an exception, of what, and its attributes; None where another process has not all of it."""
     try:
-        found = pickle.dumps(value)
-        return found if type(pickle.loads(found)) is type(value) else None
+        make, args, *more = error.__reduce__()  # type: ignore[misc]
+        attributes = dict(more[0]) if more and more[0] else {}
+        parts = make, args, attributes
+        whole = _is_found(make) and _is_plain(args) and _is_plain(attributes)
+        return parts if whole and type(_whole(parts)) is type(error) else None
     except Exception:  # the user's own code runs in it
         return None
 
 
-def _unpickled(pickled: bytes | None) -> Any:
-    """What a loader process of ours has pickled; None where this process cannot make it."""
+def _whole(parts: tuple[Any, ...] | None) -> Any:
+    """Make an exception of its parts; None where that fails."""
+    if parts is None:
+        return None
+    make, args, attributes = parts
     try:
-        return None if pickled is None else pickle.loads(pickled)
+        error = make(*args)
+        error.__dict__.update(attributes)
     except Exception:
         return None
+    return error
+
+
+def _is_found(value: Any) -> bool:
+    """Whether another process finds a class or function by its name."""
+    found = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is sent as it is: numbers and text, in tuples, lists and dicts, and types."""
+    match value:
+        case tuple() | list():
+            return all(map(_is_plain, value))
+        case dict():
+            return all(map(_is_plain, value.values())) and all(map(_is_plain, value))
+        case type():
+            return _is_found(value)
+    return type(value) in (type(None), bool, int, float, str, bytes)
 
 
 def raised(failed: ExceptionWrapper) -> Exception:
