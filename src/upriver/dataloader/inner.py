@@ -112,8 +112,9 @@ class Failed(ExceptionWrapper):
 def _parts(error: Exception) -> tuple[Any, ...] | None:
     """What makes an exception, of what, and its attributes; None where another process has not all of it."""
     try:
-        make, args, *more = error.__reduce__()  # type: ignore[misc]
-        attributes = dict(more[0]) if more and more[0] else {}
+        reduced: Any = error.__reduce__()
+        make, args, *more = reduced
+        attributes = dict(more[0] or {}) if more else {}
         parts = make, args, attributes
         whole = _is_found(make) and _is_plain(args) and _is_plain(attributes)
         return parts if whole and type(_whole(parts)) is type(error) else None
