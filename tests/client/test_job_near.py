@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import upriver
 from tests.client.conftest import Reference
@@ -352,3 +353,27 @@ def test_a_job_under_another_default_device_and_type_yields_the_same(
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
+
+
+class SparseTail(nn.Module):
+    """Mixes frozen features by a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(3 * 16 * 16, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 5)
+        self.register_buffer("mixing", torch.eye(8).flip(0).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.sparse.mm(self.mixing, self.frozen(x.flatten(1)).t()).t())
+
+
+def test_a_job_whose_tail_computes_with_sparse_tensors_is_split_before_them(
+    data: Dataset, near: upriver.Near
+) -> None:
+    with near.finetune(SparseTail(), data, batch_size=8, micro_batch=MICRO, policy="freeze") as job:
+        features, targets = next(iter(job))
+        loss = nn.functional.cross_entropy(job(features), targets)
+        loss.backward()
+        assert job.plan.cut >= 1
+        assert "computes with a tensor of layout sparse_coo" in job.plan.why

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune, rnn
 import upriver
 from upriver.errors import ModelError
 from upriver.program.example import tensors_in
-from upriver.program.layouts import dense_parts, same_bits
+from upriver.program.layouts import dense_parts, same_bits, storages_of
 from upriver.program.split import Split, split
 from upriver.program.survey import survey
 
@@ -258,6 +258,7 @@ def test_split_with_sparse_gradients_behind_a_packed_sequence_trains_as_the_whol
     assert gradients[0].is_sparse and same_bits(*gradients)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_split_of_a_model_with_a_sparse_buffer_that_nothing_reads_holds_all_of_the_prefix() -> None:
     model = Net()
     model.b.register_buffer("unread", torch.eye(3).to_sparse_csr())
@@ -393,3 +394,26 @@ def test_split_of_a_model_that_maps_a_frozen_module_over_samples_runs_unsplit() 
     parts = split(Mapped().eval(), torch.randn(4, WIDTH))
     assert parts.program is None
     assert "cannot cross a cut: a tensor of torch.func" in parts.why_not
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "make, nbytes",
+    [
+        (lambda: torch.eye(4), 64),
+        (lambda: torch.eye(4).to_sparse(), 2 * 4 * 8 + 4 * 4),
+        (lambda: torch.sparse_csr_tensor([0, 1, 2], [0, 1], [1.0, 1.0], size=(2, 2)), 3 * 8 + 2 * 8 + 2 * 4),
+        (lambda: torch.sparse_bsc_tensor([0, 1], [0], torch.ones(1, 2, 2), size=(2, 2)), 2 * 8 + 8 + 16),
+        (lambda: torch.eye(4).to_mkldnn(), 0),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            5 * 4 + 3 * 8,
+        ),
+    ],
+    ids=["strided", "coo", "csr", "bsc", "mkldnn", "jagged"],
+)
+def test_storages_of_a_tensor_hold_its_elements_and_where_they_stand(
+    make: Callable[[], torch.Tensor], nbytes: int
+) -> None:
+    tensor = make()
+    assert sum(storage.nbytes() for storage in storages_of(tensor)) == nbytes

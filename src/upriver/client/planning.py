@@ -22,6 +22,7 @@ from upriver.profile.keep import Kept
 from upriver.profile.tail import tail_memory, tail_weights
 from upriver.program.example import tensors_in
 from upriver.program.freeze import keep_in_eval
+from upriver.program.layouts import dense_parts, storages_of
 from upriver.program.split import Split
 from upriver.program.state import state_kept, unattended
 from upriver.program.trace import mode
@@ -93,20 +94,21 @@ def time_tail(model: nn.Module, split: Split, features: Values) -> tuple[float, 
 
 def _train_once(model: nn.Module, split: Split, features: Values) -> tuple[float, int]:
     """Seconds of forward and backward, and bytes saved in between that are no parameters."""
-    kept = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {storage.data_ptr() for p in model.parameters() for storage in storages_of(p)}
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in kept:
-            saved[storage.data_ptr()] = storage.nbytes()
+        for storage in storages_of(tensor):
+            if storage.data_ptr() not in kept:
+                saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     device, given = features[0].device, split.tail.values.one_or_all(features)
     with state_kept(model, idle=split.prefix_units), unattended(model), torch.enable_grad():
         began = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            answers = [t for t in tensors_in(split.tail(given)) if t.requires_grad]
+            found = [t for each in tensors_in(split.tail(given)) for t in dense_parts(each)]
+            answers = [t for t in found if t.requires_grad]
         loss: Any = torch.stack([t.float().square().mean() for t in answers]).sum()
         loss.backward()
         if device.type == "cuda":

@@ -20,6 +20,7 @@ from upriver.profile.convolution import NOTHING, Workspace
 from upriver.profile.libraries import Kept
 from upriver.profile.workspace import tensors_of, workspace
 from upriver.program.compiled import under
+from upriver.program.layouts import storages_of
 
 
 class Moment(NamedTuple):
@@ -115,13 +116,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return given
 
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._watched or key in self._known:
-            return
-        nbytes = storage.nbytes() if counted else 0
-        self.live += nbytes
-        self._watched[key] = weakref.ref(storage, functools.partial(self._gone, key, nbytes))
+        for storage in storages_of(tensor):
+            key = storage._cdata
+            if key in self._watched or key in self._known:
+                continue
+            nbytes = storage.nbytes() if counted else 0
+            self.live += nbytes
+            self._watched[key] = weakref.ref(storage, functools.partial(self._gone, key, nbytes))
 
     def _gone(self, key: int, nbytes: int, _reference: object) -> None:
         del self._watched[key]
@@ -130,4 +131,4 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """Names of the storages of tensors, as long as these live."""
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+    return frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -47,6 +48,23 @@ def same_bits(a: torch.Tensor, b: torch.Tensor | None) -> bool:
         torch.equal(a, b)
         or (a.is_floating_point() and torch.equal(torch.nan_to_num(a, 7.0), torch.nan_to_num(b, 7.0)))
     )
+
+
+def storages_of(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
+    """Where its elements lie: one storage, several for a sparse or jagged tensor, none for an opaque one."""
+    match tensor.layout:
+        case torch.sparse_coo:
+            parts = [tensor._indices(), tensor._values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        case torch.jagged:
+            jagged: Any = tensor  # of a class that mypy does not know
+            parts = [jagged.values(), jagged.offsets()]
+        case _:
+            parts = [tensor] if torch._C._has_storage(tensor) else []
+    return [part.untyped_storage() for part in parts]
 
 
 @contextlib.contextmanager
