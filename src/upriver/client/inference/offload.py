@@ -35,6 +35,7 @@ from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError
 from upriver.profile.predict import Predictor
 from upriver.program.example import Example, Inputs
+from upriver.program.freeze import check_initialized
 from upriver.program.layouts import unusual
 from upriver.program.precision import autocast_dtype, autocast_here
 from upriver.program.program import Program
@@ -368,10 +369,12 @@ def offload(
 
     Raises:
         CaptureError: If the model cannot be captured; the message says why.
+        ModelError: If a parameter is not initialized yet.
         ConfigError: If an argument is outside what is allowed.
         ProgramNotFound: If a server has not the program and is not to be sent it.
     """
     require_type("model", model, nn.Module, "in eval or not")
+    check_initialized(model)
     rule = _rule(policy, cut)
     terms = Terms(
         push=checks.flag("push", push),
