@@ -203,3 +203,42 @@ def test_guard_what_changes_in_the_tail_is_no_change_and_counts_at_once(
         with no_fast_path():
             assert torch.equal(answer, model(x))
     guard.check_values()
+
+
+class Wrapping(nn.Module):
+    """Wraps the forward of its subclasses, as layers of transformers do."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        forward = cls.forward
+
+        def wrapped(self: nn.Module, *args: Any) -> Any:
+            return forward(self, *args)
+
+        cls.forward = wrapped  # type: ignore[assignment]
+
+
+class Wrapped(Wrapping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def output_capturing_hook(*_: Any) -> None:
+    """Counts as harmless by its name."""
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_tail_a_skipped_module_whose_class_wraps_forwards_of_subclasses_is_skipped(hooked: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Wrapped(), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
+    freeze_to(model, "0")
+    if hooked:
+        model[0].register_forward_hook(output_capturing_hook)
+    parts = split(model.train(), x)
+    assert parts.program is not None and parts.boundary == "0", parts.attempts
+    features = parts.program.run((x,), 0, parts.freeze)[0]
+    assert torch.equal(parts.tail(features), model(x))

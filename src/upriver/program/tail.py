@@ -183,7 +183,13 @@ def _stand_in(module_class: type[nn.Module]) -> type[nn.Module]:
     """The class of a stub for modules of that class."""
     if module_class not in _STAND_INS:
         place = {"__module__": module_class.__module__, "__slots__": ("_upriver_results",)}
-        _STAND_INS[module_class] = type(module_class.__name__, (_Stub, module_class), place)
+        made = type(module_class.__name__, (_Stub, module_class), place)
+        for name in (
+            "forward",
+            "__call__",
+        ):  # a class may wrap those of its subclasses, as transformers' layers do
+            type.__setattr__(made, name, vars(_Stub)[name])
+        _STAND_INS[module_class] = made
     return _STAND_INS[module_class]
 
 

@@ -72,7 +72,7 @@ class _Seen:
 
 
 class _Held:
-    """Parameters and buffers that modules have, some 30 us for the 320 of a ResNet-50."""
+    """Parameters and buffers that modules have, some 40 us for the 320 of a ResNet-50."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = [path for path, _ in model.named_modules() for _ in range(2)]
@@ -86,7 +86,7 @@ class _Held:
         if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
             return True
         # Another type or device for a whole model puts other values into the same parameter.
-        return [tensor.data_ptr() for tensor in self._placed] != self._pointers
+        return list(map(torch.Tensor.data_ptr, self._placed)) != self._pointers
 
     def look(self, read: Mapping[Place, int]) -> None:
         """Remember what there is now.
