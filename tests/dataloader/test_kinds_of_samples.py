@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import enum
 import functools
+import os
 import pathlib
 import struct
 import tempfile
@@ -20,6 +21,7 @@ from torch.utils.data import default_collate
 
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
+from upriver.errors import ConfigError
 
 COUNT = 12
 
@@ -49,9 +51,11 @@ class Image(torch.Tensor):
 
 @functools.cache
 def stored() -> str:
+    """The same file for every process, which each writes whole."""
     path = pathlib.Path(tempfile.gettempdir()) / "upriver-kinds-of-samples.npy"
-    np.save(path, np.arange(40.0).reshape(COUNT - 2, 4))
-    return str(path)
+    mine = path.with_suffix(f".{os.getpid()}.npy")
+    np.save(mine, np.arange(40.0).reshape(COUNT - 2, 4))
+    return str(mine.replace(path))
 
 
 def marked(index: int) -> torch.Tensor:
@@ -248,6 +252,23 @@ def test_sample_that_cannot_be_sent_now_and_then_is_made_here(worker: EmbeddedSe
 @pytest.mark.parametrize("kind", ["no boxes", "no tensor", "boxes of some samples", "from a file", "turned"])
 def test_sample_made_by_a_loader_process_is_as_one_made_elsewhere(worker: EmbeddedServer, kind: str) -> None:
     assert alike(list(loader(worker, kind, num_workers=1)), list(loader(None, kind)))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_view_made_by_a_loader_process_has_the_numbers_of_one_here(
+    worker: EmbeddedServer, kind: str, elsewhere: bool
+) -> None:
+    """PyTorch's own loader gives those that lie under it."""
+    there = loader(worker if elsewhere else None, kind, num_workers=1)
+    for one, other in zip(there, loader(None, kind), strict=True):
+        assert all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(one, other, strict=True))
+
+
+def test_tensor_in_a_graph_made_by_a_loader_process_is_an_error() -> None:
+    """Where PyTorch's own loader waits for good."""
+    with pytest.raises(ConfigError, match="cannot send a tensor with the graph"):
+        list(loader(None, "in a graph", num_workers=1))
 
 
 @pytest.mark.parametrize("kind", ["no boxes", "a leaf", "in a graph", "one row for all"])

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from upriver.dataloader.inner import begin, ended_by, raised, told_by_waiting, why_ended, wrapped
-from upriver.dataloader.packed import Packed, packed
+from upriver.dataloader.packed import Packed, as_sent, packed
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.dataloader.threads import Threads
 from upriver.pipeline.mapstyle import DONE
@@ -134,7 +134,7 @@ class Tasks(TorchDataset[Made]):
         if self.begun_with is not None:
             return Made(task.number, failed=self.begun_with)
         try:
-            made = self._maker.make(task)
+            made = as_sent(self._maker.make(task))
             return Made(task.number, made if task.joins else packed(made))
         except Exception as error:
             return Made(task.number, failed=wrapped(error))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from upriver.errors import ConfigError
 from upriver.protocol.tree import MOST_GAPS, writeable
 
 ALIGNED_BYTES = 64
@@ -68,6 +69,35 @@ class Packed:
 
         samples: list[Any] = pytree.tree_map_only(Place, value, self.samples)
         return samples
+
+
+def as_sent(made: Any) -> Any:
+    """What a loader process has made, as PyTorch can send it.
+
+    It sends a conjugate or negative view as what lies under that: other numbers. A tensor within a graph
+    fails in a thread of its own, and whoever waits for it waits for good.
+
+    Raises:
+        ConfigError: If there is a tensor within a graph.
+    """
+    if not any(_is_lazy(each) for each in pytree.tree_leaves(made)):
+        return made
+    return pytree.tree_map_only(torch.Tensor, lambda each: _as_sent(each) if _is_lazy(each) else each, made)
+
+
+def _is_lazy(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return value.is_conj() or value.is_neg() or (value.requires_grad and not value.is_leaf)
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise ConfigError(
+            "a loader process cannot send a tensor with the graph that made it: detach() it, or make samples "
+            "with num_workers=0"
+        )
+    return tensor.resolve_conj().resolve_neg()
 
 
 def packed(samples: list[Any]) -> list[Any] | Packed:
