@@ -417,3 +417,11 @@ def test_storages_of_a_tensor_hold_its_elements_and_where_they_stand(
 ) -> None:
     tensor = make()
     assert sum(storage.nbytes() for storage in storages_of(tensor)) == nbytes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_offload_of_a_model_that_holds_a_nested_tensor_is_refused_in_words() -> None:
+    model = Net()
+    model.b.register_buffer("unread", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    with pytest.raises(upriver.errors.CaptureError, match=r"could not capture the model: .*Nested"):
+        upriver.offload(model, example_inputs=torch.randn(4, WIDTH))

@@ -18,6 +18,7 @@ from torch import nn
 from upriver.errors import FrozenChanged
 from upriver.program.attributes import Attributes
 from upriver.program.freeze import fold
+from upriver.program.layouts import unusual
 from upriver.program.modules import Modules
 from upriver.program.weights import storage_order
 
@@ -120,7 +121,8 @@ class _Was:
         self.tensor = tensor  # so that no other one has its identity
         where = _place(tensor) if _is_plain(tensor) else None
         self.place = (id(tensor), where)
-        self.form = (tensor.dtype, tensor.device, tensor.shape, tensor.stride() if where else ())
+        shape = () if unusual(tensor) else tensor.shape  # nested ones have none
+        self.form = (tensor.dtype, tensor.device, shape, tensor.stride() if where else ())
         self.digest = read.get(where) if where else None
 
 
@@ -335,8 +337,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it has a version, and values that can be looked at; what programs read always has."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_inference():
         return False
-    dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
-    return dense and tensor.numel() > 0
+    return not (unusual(tensor) or tensor.is_meta) and tensor.numel() > 0
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
