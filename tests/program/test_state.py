@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -98,6 +99,7 @@ CHANGES: dict[str, tuple[Any, ...]] = {
     "everybody's generators": (lambda m: (random.random(), np.random.rand(), torch.rand(2)),),
     "a gradient": (_add_gradient,),
     "a mode": (_flip,),
+    "an endless count": (lambda m: next(m.ids), lambda: {"ids": itertools.count()}),
     "a flag": (lambda m: m.bias.requires_grad_(False),),
     "a hook on a module": (lambda m: m.register_forward_hook(lambda *_: None),),
     "a hook on a gradient": (lambda m: m.weight.register_hook(lambda gradient: gradient * 2),),
@@ -131,6 +133,8 @@ def seen(value: Any) -> Any:
         return seen(vars(value))
     if isinstance(value, set | bytearray):
         return copy.copy(value)
+    if isinstance(value, itertools.count):
+        return repr(value)
     return value.count if isinstance(value, Slotted) else value
 
 

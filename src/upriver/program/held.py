@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import itertools
@@ -153,7 +154,8 @@ def _write_items(value: Any, items: Any) -> None:
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:
-    return dict(vars(value))
+    # An iterator cannot be set back: a copy of it takes its place.
+    return {n: copy.copy(v) if isinstance(v, itertools.count) else v for n, v in vars(value).items()}
 
 
 def _write_attributes(value: Any, state: dict[str, Any]) -> None:

@@ -241,7 +241,7 @@ class _Search:
     def _held(self, *, before_branches: bool) -> set[int]:
         """Operations that must run where the user's model runs, and all that depend on them."""
         run, held, stateful = self.seen, set[int](), self._stateful()
-        told = set[int]()
+        told = False
         left = run.inside({call.index for call in self.trace.calls if call.path in self.left})
         data = run.reached_from_inputs() if before_branches else set()
         branched = False
@@ -255,10 +255,10 @@ class _Search:
             read = {value.tensor for value in operation.reads} & stateful
             if own or read:
                 held.add(index)
-            for number in sorted(read - told) if not own else ():
-                origin = run.flow.origins[number]
+            if read and not own and not told:  # one of them says it
+                origin = run.flow.origins[min(read)]
                 self.notes.append(f"the model changes {origin.kind} {origin.name!r} while it runs")
-                told.add(number)
+                told = True
             if operation.trouble:
                 self.notes.append(f"{run.where(index)} {operation.trouble}")
             if operation.observes and not branched:
