@@ -50,6 +50,20 @@ class Around(nn.Module):
         return self.answer(x * 2).relu() + 1
 
 
+def test_offload_called_while_another_thread_exports_answers(
+    answer: Offload, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is noted for the graph of that thread is no request's, and two that note it at once raised."""
+
+    def annotate(_notes: object) -> AbstractContextManager[None]:
+        raise KeyError("custom")
+
+    monkeypatch.setattr("torch.compiler._is_exporting_flag", True)
+    monkeypatch.setattr("torch.fx.traceback.annotate", annotate)
+    with torch.no_grad():
+        assert torch.equal(answer(X), model(X))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("far", [False, True], ids=["device", "server"])
 def test_offload_called_by_compiled_code_answers(

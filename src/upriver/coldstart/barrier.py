@@ -16,10 +16,10 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame, guards
+from torch._C._dynamo import guards
 
 # Its own `with` keeps flags of the whole process, which two threads in a model at once would leave wrong.
 from torch.utils._python_dispatch import (
@@ -31,23 +31,10 @@ from torch.utils._python_dispatch import (
 
 from upriver.coldstart.arrivals import Arrivals
 from upriver.errors import UpriverError
-from upriver.program.compiled import entering, runs_functions, seen
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from upriver.program.compiled import as_written, entering, runs_functions, seen
 
 _tell_compiled_code = getattr(guards, "set_is_in_mode_without_ignore_compile_internals", lambda _is: None)
 """Whether code that torch.compile has kept is to see a thread's modes; before torch 2.10 it always does."""
-
-
-def as_written(function: Function) -> Function:
-    """Keep torch.compile from what a mode does, where the code under that mode is compiled.
-
-    Its own wrapper for that imports the compiler, which a cold start would wait for.
-    """
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    return function
 
 
 class Gate:
@@ -128,7 +115,7 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Refuse a wrapper: see :func:`as_written`."""
+        """Refuse a wrapper: see :func:`~upriver.program.compiled.as_written`."""
         return False
 
     @property

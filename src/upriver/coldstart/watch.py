@@ -21,9 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upriver.coldstart.barrier import as_written, only_views
+from upriver.coldstart.barrier import only_views
 from upriver.coldstart.notes import Notes, storage_key, weak
-from upriver.program.compiled import runs_functions
+from upriver.program.compiled import as_written, runs_functions
 
 
 class _Way(Enum):
@@ -150,7 +150,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Refuse a wrapper: see :func:`~upriver.coldstart.barrier.as_written`."""
+        """Refuse a wrapper: see :func:`~upriver.program.compiled.as_written`."""
         return False
 
     @as_written

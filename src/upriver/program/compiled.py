@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -27,6 +27,21 @@ from upriver.program.example import tensors_in
 
 Entering: TypeAlias = "Callable[[], bool]"
 """Asked before a thread enters compiled code; whether that is to run, and not what was compiled."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def as_written(function: Function) -> Function:
+    """Keep torch.compile from a function, and from whatever it calls, where its caller is compiled.
+
+    PyTorch's own wrapper for that imports the compiler, which a cold start would wait for, and notes in one
+    place for all threads that it was called while another thread exports a model.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    vars(function)["_torchdynamo_disable"] = True  # nor is it inlined
+    return function
 
 
 class _Thread(threading.local):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from upriver.client import checks, forking
 from upriver.client.compare import Exact
@@ -34,6 +33,7 @@ from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError
 from upriver.profile.predict import Predictor
+from upriver.program.compiled import as_written
 from upriver.program.example import Example, Inputs
 from upriver.program.freeze import check_initialized
 from upriver.program.layouts import unusual
@@ -104,7 +104,7 @@ class Offload:
 
     # --------------------------------------------------------------------------------------- asking
 
-    @_disable_dynamo  # a compiled caller goes on as it is, around what may ask a server
+    @as_written  # a compiled caller goes on as it is, around what may ask a server
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives for these inputs in eval.
 
