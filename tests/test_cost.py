@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
@@ -213,6 +213,7 @@ def test_an_epoch_is_never_shorter_than_any_resource_is_busy(
         assert cost.bytes == workload.num_samples * profile.cut_bytes(cut)
 
 
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(profile=profiles(), cluster=clusters(), workload=workloads)
 def test_streaming_micro_batches_never_busies_storage_for_longer(
     profile: Profile, cluster: Cluster, workload: Workload

@@ -333,7 +333,7 @@ def test_a_program_that_was_pushed_is_found(
         (["infer_models:chain", "--input", "{x}", "--output", "no/folder/here"], "does not exist"),
         (["infer_models:branch", "--input", "{x}"], "control flow depends on data"),
         (["infer_models:nobody", "--input", "{x}"], "has no callable"),
-        ([*NET, "--input", "{x}"], "could not capture"),
+        ([*NET, "--input", "{x}"], "the model does not run"),
         (["infer_models:chain", "--input", "{photo}"], "is an image, and the model takes an example"),
         ([*NET, "--input", "{broken}"], "is no image that can be read"),
         (["infer_models:chain", "--input", "{objects}"], "no array of numbers: it holds Python objects\n"),

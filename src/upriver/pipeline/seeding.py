@@ -20,6 +20,7 @@ import torch
 from numpy import random as numpy_random
 
 from upriver.pipeline.draw import Draw
+from upriver.program.devices import generators_kept
 
 _WORD = 2**32
 _WORDS = "<u4"
@@ -93,18 +94,6 @@ class Generators:
         if "torch" in moved:
             # A copy, as PyTorch reads from where a tensor's storage begins (2.13), whatever is there.
             torch.default_generator.set_state(moved["torch"].clone())
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Whatever is drawn inside, the three generators go on afterwards as if nothing had been."""
-    ours, numpy, torchs = random.getstate(), numpy_random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(ours)
-        numpy_random.set_state(numpy)
-        torch.default_generator.set_state(torchs)
 
 
 @contextmanager

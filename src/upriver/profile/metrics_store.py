@@ -429,7 +429,7 @@ class MetricsStore:
         """The folder; None where nothing is kept."""
         try:
             found = Path(folder).absolute() if folder is not None else cache_folder() / "metrics"
-        except (RuntimeError, OSError) as error:  # nobody has a home, or the current folder is gone
+        except OSError as error:  # the current folder is gone
             self._tell("folder", f"there is no cache folder: {error_text(error)}")
             return None
         return None if Path(os.devnull) in (found, *found.parents) else found

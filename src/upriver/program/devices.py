@@ -40,16 +40,29 @@ def check_device(device: str | torch.device) -> torch.device:
 
 
 @contextlib.contextmanager
-def random_kept() -> Iterator[None]:
-    """Leave the generators that everybody shares as they were: Python's, NumPy's, torch's of all devices."""
-    python, numpy = random.getstate(), numpy_random.get_state()
-    processor, accelerators = torch.default_generator.get_state(), _accelerator_states()
+def generators_kept() -> Iterator[None]:
+    """Leave the shared generators of Python, NumPy and torch's processor as they were."""
+    python, numpy, processor = (
+        random.getstate(),
+        numpy_random.get_state(),
+        torch.default_generator.get_state(),
+    )
     try:
         yield
     finally:
         random.setstate(python)
         numpy_random.set_state(numpy)
         torch.default_generator.set_state(processor)
+
+
+@contextlib.contextmanager
+def random_kept() -> Iterator[None]:
+    """Leave all shared generators as they were, those of accelerators too."""
+    accelerators = _accelerator_states()
+    try:
+        with generators_kept():
+            yield
+    finally:
         for number, state in enumerate(accelerators):
             torch.cuda.set_rng_state(state, number)
 

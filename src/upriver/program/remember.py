@@ -47,8 +47,8 @@ Asking: TypeAlias = "dict[bool, tuple[bool, ...]]"
 """Which of the tensors that cross ask for a gradient, by the model's mode: found by a proof."""
 
 
-def recall(digest: str) -> Asking | None:
-    """What that proof found; None if it was not made before."""
+def is_proven(digest: str) -> Asking | None:
+    """Tell what that proof found; None if it was not made before."""
     try:
         found = json.loads(_path(digest).read_text())
         if found["schema"] == SCHEMA and found["proof"] == digest:

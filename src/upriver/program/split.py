@@ -31,7 +31,7 @@ from upriver.program.point import EvalPlan, FreezePoint, Ship, find, in_eval_for
 from upriver.program.precision import autocast_dtype, autocasting
 from upriver.program.program import Program
 from upriver.program.proof import Proof
-from upriver.program.remember import proof_digest, recall, remember
+from upriver.program.remember import is_proven, proof_digest, remember
 from upriver.program.stages import Granularity
 from upriver.program.state import state_kept
 from upriver.program.tail import Tail
@@ -255,7 +255,7 @@ class _Splitting:
                 program = self._capture(calls, point, level)
                 capture_s = time.perf_counter() - began
                 proof = proof_digest(self.model, program, point, autocast=self.autocast)
-                known = recall(proof)
+                known = is_proven(proof)
                 if known is not None:
                     tail.with_gradient = known
                 elif not self._proven(program, tail, in_eval, f"{step}, {_LEVELS[level]}"):
