@@ -15,6 +15,7 @@ before, and tells what both took.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -126,6 +127,7 @@ def _row(name: str, way: str) -> Row:
 
     from upriver.program.example import Example
     from upriver.program.names import load_model
+    from upriver.program.point import EvalPlan
     from upriver.program.split import split
 
     torch.set_num_threads(1)
@@ -142,7 +144,8 @@ def _row(name: str, way: str) -> Row:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     states = _generators()
     clock = _Clock()
-    parts = split(model, example, on_progress=clock)
+    with _plans_noted() as plans:
+        parts = split(model, example, on_progress=clock)
     clock("")
     row = _empty(name, way, "") | {"proof_s": round(clock.proof_s, 2), "split_s": round(clock.split_s, 2)}
     changed = [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])]
@@ -151,8 +154,9 @@ def _row(name: str, way: str) -> Row:
     if parts.program is None:
         return row | {"how": f"unsplit: {parts.why_not}", "right": True}
     features = parts.program.run(tuple(example.tensors), 0, parts.freeze)
-    wanted = _gradients(model, parts, lambda: model(*example.args, **example.kwargs))
-    ours = _gradients(model, parts, lambda: parts.tail(parts.tail.values.one_or_all(features)))
+    wanted = _gradients(model, plans[-1], lambda: model(*example.args, **example.kwargs))
+    alone = EvalPlan(modules=plans[-1].modules)  # calls of the prefix are not made
+    ours = _gradients(model, alone, lambda: parts.tail(parts.tail.values.one_or_all(features)))
     differing = [key for key, value in wanted.items() if not _same(value, ours[key])]
     trained = sum(value is not None for value in wanted.values())
     if differing:
@@ -213,19 +217,38 @@ def _followed(model: Any) -> Any:
     return Followed()
 
 
-def _gradients(model: Any, parts: Any, run: Any) -> dict[str, Any]:
+@contextlib.contextmanager
+def _plans_noted() -> Iterator[list[Any]]:
+    """Note what does not train: modules, and calls of those that are called behind the freeze point, too."""
+    module: Any = sys.modules["upriver.program.split"]
+    real, plans = module.in_eval_for, list[Any]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        plans.append(real(*args, **kwargs))
+        return plans[-1]
+
+    module.in_eval_for = noted
+    try:
+        yield plans
+    finally:
+        module.in_eval_for = real
+
+
+def _gradients(model: Any, in_eval: Any, run: Any) -> dict[str, Any]:
     import torch
 
     from upriver.program import proof
     from upriver.program.freeze import keep_in_eval
+    from upriver.program.trace import calls_in_eval
 
     state_kept, no_fast_path = proof.state_kept, proof.no_fast_path  # wherever a source tree has them
     with state_kept(model), no_fast_path():
         model.zero_grad(set_to_none=True)
         model.train()
-        keep_in_eval(model, list(parts.in_eval))
+        keep_in_eval(model, list(in_eval.modules))
         torch.manual_seed(3)
-        answer = run()
+        with calls_in_eval(model, in_eval.calls):
+            answer = run()
         leaves = torch.utils._pytree.tree_leaves(answer)
         terms = [t.float().square().mean() for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
         torch.stack(terms).sum().backward()

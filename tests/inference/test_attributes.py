@@ -235,6 +235,8 @@ def test_offload_what_no_forward_reads_and_equal_values_are_no_change() -> None:
         model.order, model.config.inner.scale = [0, 1], float("1")
         model.config.inner, model.array = dataclasses.replace(model.config.inner), model.array.copy()
         model.constant, model.table = model.constant.clone(), model.table.clone()
+        model.rate, model.norm.forward = type(model).rate, model.norm.forward  # as the classes have them
+        model.drop.p, model.statistics.momentum = 0.1, 0.5  # of no effect in eval
         model.train()
         assert torch.equal(answer(x), wanted)
         model.order[0] = 1  # the new list is watched

@@ -242,3 +242,23 @@ def test_a_tail_that_looks_at_its_data_has_what_backward_saves_twice() -> None:
     profile = measure_tail(model, parts, features, samples=MICRO, batch_size=8)
     assert profile.param_bytes == STATES_PER_WEIGHT * sum(p.nbytes for p in model.last.parameters())
     assert profile.peak_bytes > 0
+
+
+@pytest.mark.filterwarnings(
+    "default:The .grad attribute:UserWarning"
+)  # torch's own, while it traces branches
+def test_time_tail_of_branches_that_torch_traces_is_measured() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8).requires_grad_(False)
+            self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.second(self.first(x)).tanh()
+            return torch.cond(h.sum() > 0, lambda h: self.head(h), lambda h: self.head(h) * 2, (h,))  # type: ignore[no-any-return]
+
+    model, x = Branch(), torch.randn(4, 8)
+    parts = split(model, x)
+    assert parts.program is not None
+    assert time_tail(model, parts, parts.program.run((x,), 0, parts.freeze))[1] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -98,9 +99,10 @@ def _train_once(model: nn.Module, split: Split, features: Values) -> tuple[float
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        for storage in storages_of(tensor):
-            if storage.data_ptr() not in kept:
-                saved[storage.data_ptr()] = storage.nbytes()
+        with contextlib.suppress(RuntimeError):  # an operator that traces its branches keeps no memory
+            for storage in storages_of(tensor):
+                if storage.data_ptr() not in kept:
+                    saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     device, given = features[0].device, split.tail.values.one_or_all(features)

@@ -35,6 +35,12 @@ _ABSENT: Form = ("absent",)
 _DICTS = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 """Of a module; others watch what these hold."""
 
+_UNUSED_IN_EVAL: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.modules.dropout._DropoutNd, "p"),
+    (nn.modules.batchnorm._NormBase, "momentum"),
+)
+"""Attributes of torch's modules that are read in eval, and change nothing there; schedules set them."""
+
 _BY_CONTENT = (types.SimpleNamespace, argparse.Namespace)
 """Of the standard library, where all that an object holds counts."""
 
@@ -107,6 +113,7 @@ def attributes_of(
         if isinstance(owner, nn.Module):
             place = _where(owner, paths.get(identity))
             written = {name for where, name in reads.written if where == place}
+            written |= {name for kind, name in _UNUSED_IN_EVAL if isinstance(owner, kind)}
             modules.append((owner, place, _less(names, written, owner)))
         else:
             what = _what(kind := type(owner))
@@ -145,6 +152,7 @@ class _Look:
         self._places: dict[int, Form] = {}  # of objects that were visited
         self._forms: dict[int, Form] = {}
         self._classes: set[tuple[type, str]] = set()
+        self._of_classes: set[tuple[str, str]] = set()
         self._kinds_seen: set[type] = set()
         self._owners: dict[type, list[str]] = {}
         self._objects: list[Any] = []
@@ -182,8 +190,11 @@ class _Look:
     def differs(self, other: _Look) -> Iterator[tuple[str, str]]:
         """Whose attributes, and which, have other values there."""
         mine, others = self._by_name(), other._by_name()
-        for key in dict.fromkeys((*mine, *others)):
-            if mine.get(key) != others.get(key):
+        # What a class holds counts where an object has no value of its own; that is compared for the object.
+        of_classes = self._of_classes | other._of_classes
+        alone = of_classes - (mine.keys() & others.keys())
+        for key in sorted(dict.fromkeys((*mine, *others)), key=lambda key: key not in of_classes):
+            if key not in alone and mine.get(key) != others.get(key):
                 yield key
 
     def _by_name(self) -> dict[tuple[str, str], list[Form]]:
@@ -223,7 +234,7 @@ class _Look:
                 self._getters.append((operator.attrgetter(name, name), owner))
                 self.entries.append((place, name, self._form(getattr(owner, name), place, name)))
             else:
-                self.entries.append((place, name, _ABSENT))
+                self.entries.append((place, name, self._form_in_class(owner, place, name)))
             self._look_at_class(kind, name)
         if isinstance(owner, nn.Module):
             self._look_at_class(kind, "forward")
@@ -243,6 +254,14 @@ class _Look:
             self._owners[owner].append(name)
         form = _ABSENT if owner is None else (id(owner), self._form(value, _what(kind), name))
         self.entries.append((_what(kind), name, form))
+        self._of_classes.add((_what(kind), name))
+
+    def _form_in_class(self, owner: Any, place: str, name: str) -> Form:
+        """The form that a value of the object's own would have, were it what the object's class holds."""
+        where, value = _of_class(type(owner), name)
+        if isinstance(value, types.FunctionType):
+            return "method", id(value), id(owner)
+        return _ABSENT if where is None or hasattr(value, "__get__") else self._form(value, place, name)
 
     def _form(self, value: Any, place: str, name: str) -> Form:
         kind = type(value)
