@@ -125,6 +125,7 @@ def _row(name: str, way: str) -> Row:
     import torch
     from model_list import ENTRIES
 
+    from upriver.errors import ModelError
     from upriver.program.example import Example
     from upriver.program.names import load_model
     from upriver.program.point import EvalPlan
@@ -144,8 +145,13 @@ def _row(name: str, way: str) -> Row:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     states = _generators()
     clock = _Clock()
-    with _plans_noted() as plans:
-        parts = split(model, example, on_progress=clock)
+    try:
+        with _plans_noted() as plans:
+            parts = split(model, example, on_progress=clock)
+    except ModelError as error:
+        if way == "plain":
+            raise
+        return _empty(name, way, f"has none, as it does not run ({str(error).splitlines()[0]})", right=True)
     clock("")
     row = _empty(name, way, "") | {"proof_s": round(clock.proof_s, 2), "split_s": round(clock.split_s, 2)}
     changed = [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])]

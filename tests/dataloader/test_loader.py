@@ -269,6 +269,14 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         DataLoader(Plain(), num_workers=-1)
 
 
+def test_loader_whose_collate_fn_is_set_afterwards_refuses_it() -> None:
+    """It was taken without a word, and batches came as before."""
+    loader = DataLoader(range(4), batch_size=2)
+    with pytest.raises(ConfigError, match=r"collate_fn=…"):
+        loader.collate_fn = tuple
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_epoch_has_the_order_of_pytorchs_loader_where_processes_persist(num_workers: int) -> None:
     """Which draws no number for processes that are there already, so that the sampler draws another one."""

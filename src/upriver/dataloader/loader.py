@@ -554,6 +554,19 @@ class DataLoader(TorchLoader[Any]):
 
     # ------------------------------------------------------------------------------------ as PyTorch
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, but for those that decide what a batch is.
+
+        Raises:
+            ConfigError: If it is ``collate_fn``; for others PyTorch raises a `ValueError`.
+        """
+        if name == "collate_fn" and "_maker" in vars(self):
+            raise ConfigError(
+                "collate_fn cannot be set on a loader, whose processes and workers have it: give it as an "
+                "argument, upriver.DataLoader(…, collate_fn=…)"
+            )
+        super().__setattr__(name, value)
+
     @property
     def _is_accelerate_prepared(self) -> bool:
         """Asked by ``accelerator.prepare``, which would make a plain loader in place of this one.
