@@ -106,6 +106,7 @@ def test_index_of_class_folders_names_what_it_leaves_out(
     [
         *("README", "cat/README.md", "LICENSE", "cat/LICENSE.txt", "classes.txt", "meta.bin"),
         *("cat/1.json", "cat/1.txt", "cat/labels.csv", "cat/1.XML", "SHA256SUMS", "images.zip"),
+        *("cat/1.jpg.xmp", "cat/IMG_1.AAE", "cat/1.jpg:Zone.Identifier"),
         *(".DS_Store", "cat/.DS_Store", "cat/Thumbs.db", "cat/desktop.ini", "cat/._1.jpg", ".nomedia"),
         *("cat/.ipynb_checkpoints/1-checkpoint.jpg", "__MACOSX/cat/._1.jpg", "annotations/1.xml"),
         *(".git/objects/1.jpg", "cat/.gitkeep", "cat/__init__.py", "_SUCCESS"),
@@ -119,12 +120,19 @@ def test_index_beside_what_is_no_sample_is_not_blocked(tmp_path: Path, name: str
 
 def test_index_of_a_class_folder_without_samples_keeps_the_numbers_of_others(tmp_path: Path) -> None:
     uri = write(
-        tmp_path, {"s/b/1.jpg": JPEG, "s/d/1.jpg": JPEG, "s/c/1.tif": b"II*\0", "s/e/about.txt": b"x"}
+        tmp_path,
+        {
+            "s/b/1.jpg": JPEG,
+            "s/d/1.jpg": JPEG,
+            "s/c/1.tif": b"II*\0",
+            "s/e/about.txt": b"x",
+            "s/ab/README.md": b"x",
+        },
     )
     (tmp_path / "s/a").mkdir()
-    assert left_out(uri, "s") == {"format": (1, ("s/c/1.tif",)), "empty_class": (2, ("a", "c"))}
+    assert left_out(uri, "s") == {"format": (1, ("s/c/1.tif",)), "empty_class": (3, ("a", "ab", "c"))}
     dataset = index(uri, "s", stages=STAGES, on_left_out="report")
-    assert (dataset.classes, dataset.targets.tolist()) == (("a", "b", "c", "d"), [1, 3])
+    assert (dataset.classes, dataset.targets.tolist()) == (("a", "ab", "b", "c", "d"), [2, 4])
 
 
 def test_index_of_empty_files_holds_media_as_samples(tmp_path: Path) -> None:

@@ -231,7 +231,10 @@ def _folders(
             classes.add(each.name.split("/", 1)[0])
             if _is_sample(each.name):
                 media.append(each)
-    occupied = {each.name.split("/", 1)[0] for each in found if "/" in each.name}
+    # A README alone makes no folder of annotations, whose like lie beside class folders.
+    told = (each.name for each in found if "/" in each.name and not left_out.is_description(each.name))
+    occupied = {name.split("/", 1)[0] for name in told}
+    folders = folders | {each.name.split("/", 1)[0] for each in found if "/" in each.name}
     for name in sorted((folders - occupied) | (classes - {each.name.split("/", 1)[0] for each in media})):
         why_not = f"class folder {name!r} holds no sample that is read"
         tally.add("empty_class", name, why_not)

@@ -54,10 +54,10 @@ _COMPANION_EXTENSIONS = frozenset(
         *("txt", "md", "rst", "html", "htm", "log", "cff", "bib"),
         *("json", "jsonl", "ndjson", "csv", "tsv", "xml", "yaml", "yml", "toml", "ini", "cfg", "conf"),
         *("idx", "index", "md5", "sha1", "sha256", "sha512", "crc32c", "sig", "asc", "torrent"),
-        *("py", "sh", "ipynb", "dvc", "lock"),
+        *("py", "sh", "ipynb", "dvc", "lock", "xmp", "aae"),
     )
 )
-"""Texts, tables, checksums and scripts, which describe samples and are none."""
+"""Texts, tables, checksums, scripts and edits of photographs, which describe samples and are none."""
 
 _COMPANION_NAMES = frozenset(
     (
@@ -160,7 +160,7 @@ def describe(left_out: Mapping[str, LeftOut]) -> str:
 def is_clutter(name: str) -> bool:
     """Whether a file, by its path below the dataset, is one that a system or tool left there."""
     parts = name.lower().split("/")
-    if not _CLUTTER.isdisjoint(parts):
+    if not _CLUTTER.isdisjoint(parts) or parts[-1].endswith(":zone.identifier"):
         return True
     return is_hidden(name) and any(part.startswith(("._", ".trash", ".nfs")) for part in parts)
 
