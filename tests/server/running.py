@@ -122,6 +122,14 @@ def in_thread(store_uri, **settings):
         server.socket.close()
 
 
+def alive(pid):
+    """Whether a process runs; it may end between two looks at it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_for(condition, *, seconds=180):
     """Until ``condition()`` is true."""
     end = time.monotonic() + seconds

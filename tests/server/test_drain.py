@@ -18,6 +18,7 @@ from tests.server.enclosed import inner
 from tests.server.running import (
     SERVE,
     Running,
+    alive,
     answering,
     ask,
     body_of,
@@ -62,10 +63,6 @@ def long(tmp_path_factory):
 def family(server):
     """All processes that a server has started, and those that they have."""
     return [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
-
-
-def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def is_free(server):

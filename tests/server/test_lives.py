@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from tests.pipeline.making import npy, write
 from tests.server.conftest import make_program, make_world
 from tests.server.enclosed import inner
-from tests.server.running import answering, ask, body_of, messages, run, running, wait_for
+from tests.server.running import alive, answering, ask, body_of, messages, run, running, wait_for
 from tests.server.test_http import same, upload
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, End, RunRequest, decode_info, read_frame
@@ -27,10 +26,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def own(tmp_path):
     return make_world(tmp_path)
-
-
-def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_killed_worker_is_replaced_and_its_micro_batch_done_again(world):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.enclosed import SMALL, give_back, inner, large, payload, status, worker
-from tests.server.running import run, running, wait_for
+from tests.server.running import alive, run, running, wait_for
 from tests.server.test_http import same
 from upriver.errors import ConfigError
 from upriver.server import Server, ServerConfig, sandbox
@@ -26,10 +26,6 @@ CUT_OFF = {"--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "
 def after(options, name):
     """The values that follow each option of that name: the first one for each."""
     return [options[index + 1] for index, option in enumerate(options) if option == name]
-
-
-def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 # ---------------------------------------------------------------------------- the command line
