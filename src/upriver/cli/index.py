@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OnLeftOut(StrEnum):
-    """What happens when an index would leave out what may be a sample."""
+    """Choose what happens when an index would leave out what may be a sample."""
 
     ERROR = "error"
     REPORT = "report"

@@ -186,7 +186,7 @@ class FinetuneJob:
         )
 
     def _flags_now(self) -> Mapping[str, str]:
-        """What low bits hang on; threads may change where all is computed here, as for any model."""
+        """Read what low bits depend on; a job without servers may change its number of threads."""
         return flags() if self._pool is None else here()
 
     def _check_features(self, features: object) -> None:

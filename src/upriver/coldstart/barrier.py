@@ -99,7 +99,7 @@ class Gate:
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One thread's. Making a view reads nothing, so it does not wait; whoever reads the view does.
+    """Wait in one thread for what operators read. Making a view reads nothing, so it does not wait.
 
     Args:
         gate: What operators pass.
@@ -120,11 +120,11 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is waited for any more."""
+        """Tell whether nothing is waited for any more."""
         return self._is_idle
 
     def lets_compile(self) -> bool:
-        """Whether all is there; where it does not come, operators of the code as it is written raise."""
+        """Wait for all, and tell whether it came; else operators of the code as written raise."""
         try:
             return self.ignore_compile_internals()
         except UpriverError:  # the compiler leaves its settings changed where this raises

@@ -25,7 +25,7 @@ HINT = (
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether a model is one of transformers'."""
+    """Tell whether a model is one of transformers'."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return isinstance(kind, type) and isinstance(model, kind)
 
@@ -70,7 +70,7 @@ def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, t
 
 
 def _part_of(tensor: torch.Tensor, twin: torch.Tensor) -> torch.Tensor | None:
-    """What of a tensor lies where a view of its twin does."""
+    """Tell which part of a tensor lies where a view of its twin does."""
     if twin.dtype != tensor.dtype:
         return None
     return tensor.as_strided(twin.shape, twin.stride(), tensor.storage_offset() + twin.storage_offset())

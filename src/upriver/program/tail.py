@@ -278,7 +278,7 @@ class Tail(nn.Module):
         """The user's model."""
         return self._model[0]
 
-    def forward(self, features: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
+    def forward(self, features: Features) -> Any:
         """The model's answer, from what crosses the freeze point.
 
         Args:
@@ -301,9 +301,7 @@ class Tail(nn.Module):
                 twin.update()
         return self._run(shadow, values)
 
-    def asking(
-        self, features: torch.Tensor | tuple[torch.Tensor, ...]
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def asking(self, features: Features) -> Features:
         """What crosses as the whole model has it: asking for a gradient where a hook sees to that.
 
         For a compiled tail, which cannot do so itself.

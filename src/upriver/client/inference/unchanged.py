@@ -31,7 +31,7 @@ Piece: TypeAlias = "tuple[str, torch.Tensor, int]"
 
 
 Place: TypeAlias = "tuple[int, torch.dtype, torch.Size]"
-"""Where a tensor lies, and as what."""
+"""Tell where a tensor lies, and in which form."""
 
 
 @dataclass(frozen=True, slots=True)
