@@ -184,7 +184,8 @@ def opened(
 def is_left_alone(program: Program, coming: Arriving) -> bool:
     """Whether nothing of the loading is left."""
     assert coming.wait(60)
-    return program.before_stage is None and arriving(program) is None and not threads()
+    wait_for(lambda: not threads())  # it is told of by the last one, which then ends
+    return program.before_stage is None and arriving(program) is None
 
 
 # ----------------------------------------------------------------------------------------------- answers
