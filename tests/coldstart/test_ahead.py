@@ -297,7 +297,7 @@ def test_a_load_answers_with_them(form: str, a_little: int, server: FaultyServer
     model, handle = begin(build, PATH, store=store)
     assert torch.equal(model(X), build()(X))
     assert handle.wait(WAIT_S)
-    assert not threads()
+    wait_for(lambda: not threads(), seconds=WAIT_S)
     assert reads(server)[0] == range(a_little) or range(a_little) in reads(server)
     assert sum(map(len, reads(server))) <= store.head(PATH).size
     history = handle.history()
@@ -365,7 +365,7 @@ def test_a_model_that_does_not_match_asks_for_no_more(
     server.requests.clear()
     with pytest.raises(ModelError, match="missing"):
         begin(lambda: nn.Sequential(build(), nn.Linear(2, 2)), PATH, store=store)
-    assert not threads()
+    wait_for(lambda: not threads(), seconds=WAIT_S)
     assert reads(server) in ([], [range(a_little)])
 
 
@@ -409,14 +409,14 @@ def test_a_load_that_is_cancelled_ends_it(server: FaultyServer, store: Store) ->
     stream.cancel()
     stream.join(WAIT_S)
     assert isinstance(sink.error, Cancelled)
-    assert not threads()
+    wait_for(lambda: not threads(), seconds=WAIT_S)
 
 
 def test_weights_that_fill_nothing_end_it(store: Store) -> None:
     layout.publish({"nothing": torch.ones(0)}, store, PATH)
     model, handle = begin(lambda: Nothing(), PATH, store=store, strict=False)
     assert handle.wait(WAIT_S) and loading(model) is None
-    assert not threads()
+    wait_for(lambda: not threads(), seconds=WAIT_S)
 
 
 class Nothing(nn.Module):
