@@ -425,3 +425,22 @@ def test_offload_of_a_model_that_holds_a_nested_tensor_is_refused_in_words() -> 
     model.b.register_buffer("unread", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
     with pytest.raises(upriver.errors.CaptureError, match=r"could not capture the model: .*Nested"):
         upriver.offload(model, example_inputs=torch.randn(4, WIDTH))
+
+
+NAN, INF, MAX = float("nan"), float("inf"), torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ([NAN, 1.0], [NAN, 1.0], True),
+        ([NAN, 1.0], [1.0, NAN], False),
+        ([NAN, INF], [NAN, MAX], False),
+        ([NAN, -INF], [NAN, -MAX], False),
+        ([NAN, 7.0], [7.0, NAN], False),
+        ([complex(NAN, 1.0)], [complex(NAN, 1.0)], True),
+        ([complex(1.0, 0.0)], [complex(NAN, 1.0)], False),
+    ],
+)
+def test_a_nan_is_equal_to_nothing_but_a_nan(one: list[Any], other: list[Any], same: bool) -> None:
+    assert same_bits(torch.tensor(one), torch.tensor(other)) is same
