@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 
 
@@ -131,3 +133,17 @@ def write(root: Path, files: dict[str, bytes]) -> str:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
     return root.as_uri()
+
+
+def of_one_value(rows: int, groups: int = 1) -> bytes:
+    """Return an index in which each column has one value: some bytes for a million rows."""
+    once = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), ["one.npy"])
+    zeros = np.zeros(rows, np.int64)
+    piece = pa.table(
+        {"object": once, "etag": once, "start": zeros, "stop": zeros, "target": zeros, "name": once}
+    )
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, piece.schema, compression="zstd") as writer:
+        for _ in range(groups):
+            writer.write_table(piece)
+    return sink.getvalue()

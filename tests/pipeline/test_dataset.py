@@ -279,11 +279,37 @@ def test_caps_come_before_reading(dataset: Dataset, monkeypatch: pytest.MonkeyPa
         Dataset.open(dataset.store, dataset.digest)
 
 
-def test_what_unpacks_to_too_much_is_refused(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_much_memory_is_refused(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset.publish()
-    monkeypatch.setattr("upriver.pipeline.manifest.MAX_UNPACKED_BYTES", 100)
-    with pytest.raises(DatasetError, match=r"unpacks to \d+ bytes; at most 100 are allowed"):
+    monkeypatch.setattr("upriver.pipeline.manifest.MAX_OPENING_BYTES", 100)
+    with pytest.raises(DatasetError, match=r"7 rows takes \d+ bytes of memory to open; at most 100 are"):
         Dataset.open(dataset.store, dataset.digest)
+
+
+def test_memory_is_asked_for_before_it_is_taken(dataset: Dataset) -> None:
+    dataset.publish()
+    asked: list[int] = []
+    opened = Dataset.open(dataset.store, dataset.digest, admit=asked.append)
+    assert asked == sorted(asked) and asked[-1] >= opened.nbytes
+
+    def refuse(nbytes: int) -> None:
+        if nbytes == asked[-1]:
+            raise MemoryError(nbytes)
+
+    with pytest.raises(MemoryError):
+        Dataset.open(dataset.store, dataset.digest, admit=refuse)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"classes": ["a"] * 100}, {"stages": [{"a": [{}] * 100}]}, {"stages": [{"a": [[]] * 100}]}],
+)
+def test_a_chain_json_of_too_many_values_is_refused(
+    dataset: Dataset, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upriver.pipeline.manifest.MAX_CHAIN_VALUES", 90)
+    with pytest.raises(DatasetError, match=r"has some \d+ values; at most 90 may be"):
+        Dataset.open(dataset.store, forge(dataset, **changes))
 
 
 def test_one_long_name_for_many_rows_stays_small(dataset: Dataset) -> None:

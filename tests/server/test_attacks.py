@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.pipeline.making import of_one_value
 from tests.server.attacking import (
     BODY_BYTES,
     BUDGET_BYTES,
@@ -32,6 +33,7 @@ from tests.server.attacking import (
 )
 from tests.server.broken_bodies import Frame, frames_of, wire, wire_of
 from tests.server.running import body_of, changed, wait_for
+from upriver.pipeline.manifest import MAX_ROWS
 from upriver.program import weights as weights_file
 from upriver.program.graph import SCHEMA, digest_of
 from upriver.program.operators import fingerprints
@@ -398,6 +400,32 @@ def images_that_would_fill_the_memory(target: Target) -> list[Reply]:
         for name in ("huge.png", "long.png", "swelling.png", "hidden.png")
     ]
     assert "50000 x 50000" in replies[0].message
+    return replies
+
+
+@attack(400)
+def indexes_that_would_fill_the_memory(target: Target) -> list[Reply]:
+    store, stages = target.stored.alice.store, target.stored.alice.chain.to_json()
+    replies = []
+    for groups in (20, 50):
+        index = of_one_value(1 << 20, groups=groups)
+        chain = json.dumps(
+            {
+                "schema": "upriver.dataset/1",
+                "layout": "folders",
+                "format": "image",
+                "count": groups << 20,
+                "classes": ["one"],
+                "index": {"sha256": hashlib.sha256(index).hexdigest(), "bytes": len(index)},
+                "stages": stages,
+            }
+        ).encode()
+        digest = hashlib.sha256(chain).hexdigest()
+        store.put(f".upriver/datasets/{digest}/index.parquet", index)
+        store.put(f".upriver/datasets/{digest}/chain.json", chain)
+        replies.append(target.run(request_for(target, "shared", digest)))
+    assert "of memory to open its index; at most" in replies[0].message
+    assert f"at most {MAX_ROWS} rows, got {50 << 20}" in replies[1].message
     return replies
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import nullcontext
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 
 from tests.pipeline.making import npy, write
 from tests.server.test_tenants import dataset_of
-from upriver.errors import Forbidden, ObjectNotFound, Overloaded
-from upriver.pipeline import LoadTensor, index
+from upriver.errors import DatasetError, Forbidden, ObjectNotFound, Overloaded
+from upriver.pipeline import Dataset, LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.budget import INDEXES, Budget
 from upriver.server.datasets import Datasets
@@ -30,11 +31,12 @@ def published(tmp_path_factory):
     return found
 
 
-def kept(published, *, budget, most=8):
+def kept(published, *, budget, most=8, most_bytes=1 << 30):
     return Datasets(
         {"default": published[0].store},
         prefix=DEFAULT_PREFIX,
         most=most,
+        most_bytes=lambda: most_bytes,
         hold=lambda nbytes: budget.hold(nbytes, owner=INDEXES),
     )
 
@@ -63,6 +65,52 @@ def test_the_one_used_longest_ago_goes_when_there_is_no_room(published):
     assert budget.held_by(INDEXES) == first.nbytes + third.nbytes
     assert get(datasets, published[2]) is third and get(datasets, published[0]) is first
     assert get(datasets, published[1]) is not second
+
+
+def test_opening_holds_what_it_takes_at_most_and_then_what_stays(published):
+    budget = Budget(1 << 20)
+    datasets = kept(published, budget=budget)
+    asked = []
+    Dataset.open(published[0].store, published[0].digest, admit=asked.append)
+    first = get(datasets, published[0])
+    assert budget.most_reserved_bytes == asked[-1] > first.nbytes
+    assert budget.reserved_bytes == first.nbytes
+
+
+def test_an_index_that_takes_more_than_one_may_is_refused_for_good(published):
+    budget = Budget(1 << 20)
+    datasets = kept(published, budget=budget, most_bytes=100)
+    with pytest.raises(
+        DatasetError, match=r"takes [\d.]+ \w+ of memory to open its index; at most 100 B are"
+    ):
+        get(datasets, published[0])
+    assert budget.reserved_bytes == 0
+
+
+def test_who_goes_while_an_index_is_opened_leaves_its_memory_held_until_it_is_read(published, monkeypatch):
+    budget, going_on, seen = Budget(1 << 20), threading.Event(), []
+
+    def slow(data, manifest, admit):
+        admit(1000)
+        going_on.wait()
+        raise DatasetError("read at last")
+
+    monkeypatch.setattr("upriver.pipeline.manifest.decode_index", slow)
+
+    async def leave():
+        ref = DatasetRef(store="default", digest=published[0].digest)
+        asking = asyncio.create_task(kept(published, budget=budget).get(ref, ANYONE))
+        while budget.reserved_bytes < 1000:
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        seen.append(budget.reserved_bytes)
+        going_on.set()
+        while budget.reserved_bytes:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(leave())
+    assert seen[0] >= 1000
 
 
 def test_no_more_are_kept_than_may_be(published):
@@ -163,14 +211,20 @@ def test_nobody_reads_what_the_server_keeps_for_others_however_the_index_is_made
     for name, allowed in ((program, False), (f"{DEFAULT_PREFIX}s/1.npy", True)):
         dataset = dataset_of(["alice/1.npy", name])
         dataset.publish()
-        datasets = Datasets({"default": dataset.store}, prefix=DEFAULT_PREFIX, most=1)
+        datasets = kept([dataset], budget=Budget(1 << 20))
         with nullcontext() if allowed else pytest.raises(Forbidden, match=dataset.digest):
             asyncio.run(datasets.get(DatasetRef(store="default", digest=dataset.digest), who))
 
 
 def test_who_asks_for_a_store_by_another_name_is_told_how_to_say_the_right_one():
     store = Store.open("memory://named", name="photos")
-    datasets = Datasets({"photos": store}, prefix=".upriver", most=1)
+    datasets = Datasets(
+        {"photos": store},
+        prefix=".upriver",
+        most=1,
+        most_bytes=lambda: 1 << 20,
+        hold=lambda nbytes: Budget(1 << 20).hold(nbytes, owner=INDEXES),
+    )
     elsewhere = DatasetRef(store="default", digest="0" * 64)
     with pytest.raises(ObjectNotFound) as caught:
         asyncio.run(datasets.get(elsewhere, ANYONE))

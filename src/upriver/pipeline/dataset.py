@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Never
@@ -13,6 +14,7 @@ from typing import Never
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from upriver.errors import ConfigError, DatasetError
@@ -24,6 +26,8 @@ from upriver.pipeline.left_out import LeftOut
 from upriver.pipeline.manifest import Manifest
 from upriver.pipeline.tensor_stages import LoadTensor
 from upriver.store import DEFAULT_PREFIX, Store, check_name
+
+_CHECKED_AT_ONCE = 2**14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +55,19 @@ class Dataset:
         left_out: What may be a sample and was not indexed: reason to count and examples.
     """
 
-    def __init__(self, store: Store, chain_bytes: bytes, index_bytes: bytes, *, prefix: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        chain_bytes: bytes,
+        index_bytes: bytes,
+        *,
+        prefix: str,
+        admit: Callable[[int], None] | None = None,
+    ) -> None:
         """Take the dataset's two files; see :meth:`open` and :func:`upriver.pipeline.index`."""
         self.digest: str = hashlib.sha256(chain_bytes).hexdigest()
         manifest = files.decode_manifest(chain_bytes, self.digest)
-        table = files.decode_index(index_bytes, manifest)
+        table = files.decode_index(index_bytes, manifest, admit)
         self.store = store
         self.prefix = prefix
         self.chain: InputChain = manifest.chain()
@@ -67,7 +79,7 @@ class Dataset:
         self._starts, self._stops = table["start"].to_numpy(), table["stop"].to_numpy()
         self._table = table.select(["object", "etag", "name"]).combine_chunks()
         self.targets: torch.Tensor = torch.tensor(table["target"].to_numpy(), dtype=torch.int64, device="cpu")
-        _check_objects(self._table)
+        _check_texts(self.objects.dictionary, _as_dictionary(self._table["etag"]).dictionary)
 
     def __len__(self) -> int:
         return self._manifest.count
@@ -98,15 +110,13 @@ class Dataset:
     def nbytes(self) -> int:
         """Memory that the index takes, as it was read and as it is used."""
         parts = (self._starts, self._stops, self.targets, self._table)
-        return len(self._index_bytes) + len(self._chain_bytes) + sum(int(part.nbytes) for part in parts)
+        files_nbytes = len(self._index_bytes) + files.chain_nbytes(self._chain_bytes)
+        return files_nbytes + sum(int(part.nbytes) for part in parts)
 
     @property
     def objects(self) -> pa.DictionaryArray:
         """The object of each sample, as it lies in memory: each name once, and a number a sample."""
-        column = self._table["object"]
-        return (
-            column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
-        ).combine_chunks()
+        return _as_dictionary(self._table["object"])
 
     @property
     def layout(self) -> str:
@@ -217,28 +227,51 @@ class Dataset:
         self.store.put(chain_path, self._chain_bytes)
 
     @classmethod
-    def open(cls, store: Store, digest: str, *, prefix: str = DEFAULT_PREFIX) -> Dataset:
+    def open(
+        cls,
+        store: Store,
+        digest: str,
+        *,
+        prefix: str = DEFAULT_PREFIX,
+        admit: Callable[[int], None] = lambda nbytes: None,
+    ) -> Dataset:
         """Read a published dataset and check it against its digest.
+
+        Args:
+            store: Holds the dataset.
+            digest: Names the dataset.
+            prefix: Where in the store upriver keeps its own objects.
+            admit: Called with the bytes of memory that opening takes, as a whole, each time before it takes
+                more.
 
         Raises:
             ObjectNotFound: If no such dataset was published here.
             DatasetError: If its files are damaged, too large, or hold what they may not.
+            Exception: What ``admit`` raises.
         """
         index_path, chain_path = dataset_paths(prefix, digest)
-        _check_chain_size(digest, store.head(chain_path).size)
-        chain_bytes = store.get(chain_path)
-        _check_index_size(digest, store.head(index_path).size, files.decode_manifest(chain_bytes, digest))
-        return cls(store, chain_bytes, store.get(index_path), prefix=prefix)
+        size = store.head(chain_path).size
+        _check_chain_size(digest, size)
+        admit(size)
+        chain_bytes = store.get_range(chain_path, 0, size)
+        chain_nbytes = files.chain_nbytes(chain_bytes)
+        admit(chain_nbytes)
+        manifest = files.decode_manifest(chain_bytes, digest)
+        _check_index_size(digest, store.head(index_path).size, manifest)
+        admit(chain_nbytes + manifest.index.bytes)
+        index_bytes = store.get_range(index_path, 0, manifest.index.bytes)
+        return cls(
+            store,
+            chain_bytes,
+            index_bytes,
+            prefix=prefix,
+            admit=lambda nbytes: admit(chain_nbytes + nbytes),
+        )
 
     @classmethod
     async def open_async(cls, store: Store, digest: str, *, prefix: str = DEFAULT_PREFIX) -> Dataset:
         """:meth:`open` for an event loop."""
-        index_path, chain_path = dataset_paths(prefix, digest)
-        _check_chain_size(digest, (await store.head_async(chain_path)).size)
-        chain_bytes = await store.get_async(chain_path)
-        index_size = (await store.head_async(index_path)).size
-        _check_index_size(digest, index_size, files.decode_manifest(chain_bytes, digest))
-        return cls(store, chain_bytes, await store.get_async(index_path), prefix=prefix)
+        return await asyncio.to_thread(cls.open, store, digest, prefix=prefix)
 
     def _rows(self, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         rows = np.asarray(ids, dtype=np.int64).reshape(-1)
@@ -250,6 +283,11 @@ class Dataset:
     def _text(self, column: str, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[str]:
         texts: list[str] = self._table[column].take(pa.array(rows)).to_pylist()
         return texts
+
+
+def _as_dictionary(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    """Return a text column as each string once, and a number a row."""
+    return (column if pa.types.is_dictionary(column.type) else column.dictionary_encode()).combine_chunks()
 
 
 def _are_numbers(dataset: Dataset) -> bool:
@@ -301,12 +339,13 @@ def _check_index_size(digest: str, size: int, manifest: Manifest) -> None:
         )
 
 
-def _check_objects(table: pa.Table) -> None:
-    """Names in an index are as little to be trusted as any others."""
-    for name in table["object"].unique().to_pylist():
-        try:
-            check_name(name)
-        except ConfigError as exc:
-            raise DatasetError(f"index.parquet: {exc}") from None
-    if "" in table["etag"].unique().to_pylist():
+def _check_texts(objects: pa.Array, etags: pa.Array) -> None:
+    """Check the names and ETags in an index, some at a time: each is a Python string for the check alone."""
+    for start in range(0, len(objects), _CHECKED_AT_ONCE):
+        for name in objects.slice(start, _CHECKED_AT_ONCE).to_pylist():
+            try:
+                check_name(name)
+            except ConfigError as exc:
+                raise DatasetError(f"index.parquet: {exc}") from None
+    if pc.any(pc.equal(etags, "")).as_py():
         raise DatasetError("index.parquet: column 'etag' has an empty cell")

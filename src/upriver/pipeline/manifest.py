@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 
 from upriver.errors import DatasetError
 from upriver.pipeline.chain import InputChain
+from upriver.pipeline.index_pages import ColumnPages, count_pages, read_footer
 from upriver.pipeline.left_out import LeftOut
 
 SCHEMA = "upriver.dataset/1"
@@ -30,14 +32,29 @@ MAX_CHAIN_BYTES = 2**26
 MAX_INDEX_BYTES = 2**30
 """Cap on ``index.parquet``; at about 30 bytes a row some 30 million samples fit."""
 
-MAX_UNPACKED_BYTES = 2**33
-"""Cap on what the index unpacks to."""
+MAX_ROWS = 2**25
+"""Cap on the rows of an index: 33 million samples."""
+
+MAX_OPENING_BYTES = 2**33
+"""Cap on the memory that opening an index takes."""
+
+MAX_CHAIN_VALUES = 2**21
+"""Cap on the values in ``chain.json``: a million class names, each with a comma in it."""
+
+_CHAIN_VALUE_BYTES = 128
+"""Most memory of a value of ``chain.json``, measured on lists, objects and strings of one character."""
+
+_ROW_BYTES = 44
+"""Memory of a row in an open index, but for its text: four numbers of 8 bytes, three of 4."""
+
+_TEXT_BYTES, _TEXT_COPIES = 160, 3
+"""Memory of a string while its column is decoded, and copies of its bytes; measured on names that differ."""
 
 MAX_SAMPLE_BYTES = 2**28
 """Cap on one stored sample: an image at the default pixel cap, uncompressed, fits."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TEXT_COLUMNS = ("object", "etag", "name")
+_TEXT_COLUMNS = ["object", "etag", "name"]
 _COLUMNS = pa.schema(
     [
         pa.field("object", pa.string(), nullable=False),
@@ -98,6 +115,10 @@ def decode_manifest(data: bytes, digest: str) -> Manifest:
     """
     if hashlib.sha256(data).hexdigest() != digest:
         raise DatasetError(f"chain.json of dataset {digest} is damaged: its SHA-256 is another one")
+    if (values := _most_values(data)) > MAX_CHAIN_VALUES:
+        raise DatasetError(
+            f"chain.json of dataset {digest} has some {values} values; at most {MAX_CHAIN_VALUES} may be"
+        )
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.MsgspecError as exc:
@@ -108,12 +129,24 @@ def decode_manifest(data: bytes, digest: str) -> Manifest:
     return manifest
 
 
+def chain_nbytes(data: bytes) -> int:
+    """Return the most memory that ``chain.json`` takes when it is decoded, its own bytes among it."""
+    return len(data) + _CHAIN_VALUE_BYTES * min(_most_values(data), MAX_CHAIN_VALUES)
+
+
+def _most_values(data: bytes) -> int:
+    """Return a bound on the values in a JSON text, from the characters that stand before one."""
+    return 1 + sum(map(data.count, (b",", b"[", b"{")))
+
+
 def _why_not(manifest: Manifest) -> str:
     for what, allowed in (("schema", (SCHEMA,)), ("layout", LAYOUTS), ("format", FORMATS)):
         if getattr(manifest, what) not in allowed:
             return f"{what} must be {' or '.join(allowed)}, got {getattr(manifest, what)[:100]!r}"
     if manifest.count < 1:
         return f"count must be at least 1, got {manifest.count}"
+    if manifest.count > MAX_ROWS:
+        return f"an index has at most {MAX_ROWS} rows, got {manifest.count}"
     if not 0 < manifest.index.bytes <= MAX_INDEX_BYTES:
         return f"index.bytes must lie in 1..{MAX_INDEX_BYTES}, got {manifest.index.bytes}"
     return ""
@@ -137,42 +170,76 @@ def encode_index(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def decode_index(data: bytes, manifest: Manifest) -> pa.Table:
+def decode_index(data: bytes, manifest: Manifest, admit: Callable[[int], None] | None = None) -> pa.Table:
     """Read ``index.parquet`` strictly.
 
     Text columns come back dictionary-encoded: a few bytes that stand for many rows stay a few bytes.
 
+    Args:
+        data: The file.
+        manifest: The content of ``chain.json``.
+        admit: Called with the most bytes that opening the index takes, before any of it is decoded.
+
     Raises:
-        DatasetError: If it is not the file ``chain.json`` names, or a column or value is not what it may be.
+        DatasetError: If it is not the file ``chain.json`` names, or a column or value is not what it may be,
+            or it takes more memory than `MAX_OPENING_BYTES`.
+        Exception: What ``admit`` raises; nothing is decoded then.
     """
     if len(data) != manifest.index.bytes or hashlib.sha256(data).hexdigest() != manifest.index.sha256:
         raise DatasetError("index.parquet is damaged: its size or SHA-256 is not the one in chain.json")
     try:
-        _check_columns(pq.ParquetFile(pa.BufferReader(data), pre_buffer=False), manifest)
-        # By this thread alone: a process that ends while Arrow starts its threads is aborted.
-        whole = pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(_TEXT_COLUMNS), pre_buffer=False)
-        table = whole.read(use_threads=False)
+        footer = read_footer(data)
+        _check_columns(footer, manifest)
+        nbytes = len(data) + _decoded_bytes(count_pages(data, footer.metadata), manifest.count)
+        if nbytes > MAX_OPENING_BYTES:
+            raise DatasetError(
+                f"index.parquet of {manifest.count} rows takes {nbytes} bytes of memory to open; at most "
+                f"{MAX_OPENING_BYTES} are allowed"
+            )
+        if admit is not None:
+            admit(nbytes)
+        table = _decode(data)
     except (pa.ArrowException, OSError) as exc:
         raise DatasetError(f"index.parquet cannot be read: {exc}".split("\n", 1)[0]) from None
     _check_rows(table, manifest)
     return table
 
 
+def _decoded_bytes(columns: Sequence[ColumnPages], rows: int) -> int:
+    """Return the most memory that decoding takes, one column after the other."""
+    working = max(
+        each.largest_bytes + _TEXT_COPIES * each.value_bytes + _TEXT_BYTES * each.values + 2 * 8 * rows
+        for each in columns
+    )
+    return _ROW_BYTES * rows + sum(each.value_bytes for each in columns) + working
+
+
+def _decode(data: bytes) -> pa.Table:
+    """Read one column at a time: Arrow lets go of a table of strings when the last column is read."""
+    columns: dict[str, pa.Array] = {}
+    for name in _COLUMNS.names:
+        reader = read_footer(data, read_dictionary=_TEXT_COLUMNS)
+        # By this thread alone: a process that ends while Arrow starts its threads is aborted.
+        columns[name] = reader.read(columns=[name], use_threads=False)[name].combine_chunks()
+    return pa.table(columns)
+
+
 def _check_columns(reader: pq.ParquetFile, manifest: Manifest) -> None:
     stored = reader.metadata
     if stored.num_rows != manifest.count:
         raise DatasetError(f"index.parquet has {stored.num_rows} rows, chain.json counts {manifest.count}")
-    unpacked = sum(stored.row_group(index).total_byte_size for index in range(stored.num_row_groups))
-    if unpacked > MAX_UNPACKED_BYTES:
-        raise DatasetError(
-            f"index.parquet unpacks to {unpacked} bytes; at most {MAX_UNPACKED_BYTES} are allowed"
-        )
+    rows = sum(stored.row_group(index).num_rows for index in range(stored.num_row_groups))
+    if rows != manifest.count:
+        raise DatasetError(f"index.parquet has row groups of {rows} rows, chain.json counts {manifest.count}")
     got = {field.name: _plain(field.type) for field in reader.schema_arrow}
     want = {field.name: field.type for field in _COLUMNS}
     for name in [*want, *got]:
         if got.get(name) != want.get(name):
             kinds = f"must be {want.get(name, 'absent')}, got {got.get(name, 'none')}"
             raise DatasetError(f"index.parquet: column {name!r} {kinds}")
+    flat = [reader.schema.column(number) for number in range(stored.num_columns)]
+    if len(flat) != len(want) or any(column.max_repetition_level for column in flat):
+        raise DatasetError("index.parquet: a column is nested")
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:

@@ -92,6 +92,7 @@ class Front:
             self._stores,
             prefix=config.prefix,
             most=config.max_datasets,
+            most_bytes=lambda: self.units.most_index_bytes,
             hold=lambda nbytes: self.units.hold_index(nbytes),
         )
         self._load = LoadMeter(

@@ -6,13 +6,15 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
-from upriver.errors import Forbidden, ObjectNotFound, Overloaded, ProtocolError
+from upriver.errors import DatasetError, Forbidden, ObjectNotFound, Overloaded, ProtocolError
 from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.budget import Hold
 from upriver.server.tenants import Tenant, inside, outside_nbytes
 from upriver.store import Store
+from upriver.text import bytes_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +22,7 @@ class _Open:
     """An index that is kept.
 
     Attributes:
-        holds: Memory of the index, and of what tenants may not read of it; none where it is not counted.
+        holds: Memory of the index, and of what tenants may not read of it.
     """
 
     dataset: Dataset
@@ -40,8 +42,8 @@ class Datasets:
         stores: By the names that clients use.
         prefix: The operator's, in every store.
         most: Kept between requests.
-        hold: Holds so many bytes for one that is kept, or raises `Overloaded`; gives None where they are not
-            counted.
+        most_bytes: Memory that opening one may take.
+        hold: Holds so many bytes for one, or raises `Overloaded`.
     """
 
     def __init__(
@@ -50,13 +52,15 @@ class Datasets:
         *,
         prefix: str,
         most: int,
-        hold: Callable[[int], Hold | None] = lambda nbytes: None,
+        most_bytes: Callable[[], int],
+        hold: Callable[[int], Hold],
     ) -> None:
         self._stores = stores
         self._prefix = prefix
-        self._most = most
+        self._most, self._most_bytes = most, most_bytes
         self._hold = hold
         self._open: OrderedDict[DatasetRef, _Open] = OrderedDict()
+        self._opening: WeakValueDictionary[DatasetRef, asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, ref: DatasetRef, tenant: Tenant) -> Dataset:
         """The dataset.
@@ -64,7 +68,7 @@ class Datasets:
         Raises:
             ObjectNotFound: If there is no store of that name that the tenant may see, or no such dataset.
             Forbidden: If its samples lie where the server keeps its own.
-            DatasetError: If it is damaged.
+            DatasetError: If it is damaged, or its index takes more memory than one may.
             Overloaded: If there is no memory for its index now.
         """
         store = self._stores.get(ref.store)
@@ -72,18 +76,54 @@ class Datasets:
             raise ObjectNotFound(
                 _no_store(ref.store, [name for name in self._stores if tenant.may_read(name)])
             )
-        if ref not in self._open:
-            dataset = await asyncio.to_thread(_open, store, ref.digest, self._prefix)
-            if ref not in self._open:  # nobody was faster
-                self._keep(ref, dataset)
+        opening = self._opening.setdefault(ref, asyncio.Lock())
+        async with opening:  # whoever asks meanwhile waits, and takes no memory for it
+            if ref not in self._open:
+                await self._read(store, ref)
         self._open.move_to_end(ref)
         return self._open[ref].dataset
 
-    def _keep(self, ref: DatasetRef, dataset: Dataset) -> None:
+    async def _read(self, store: Store, ref: DatasetRef) -> None:
+        """Open an index in a thread, and hold what that takes before it is taken."""
+        loop, holds = asyncio.get_running_loop(), list[Hold]()
+
+        def admit(nbytes: int) -> None:
+            if nbytes > (most := self._most_bytes()):
+                raise DatasetError(
+                    f"dataset {ref.digest} takes {bytes_text(nbytes)} of memory to open its index; at most "
+                    f"{bytes_text(most)} are taken for one here"
+                )
+            asyncio.run_coroutine_threadsafe(self._admit(nbytes, holds), loop).result()
+
+        def release(reading: asyncio.Future[Dataset]) -> None:
+            for hold in holds:
+                hold.release()
+            if not reading.cancelled():
+                reading.exception()  # of which nobody hears whose client has gone
+
+        reading = asyncio.ensure_future(asyncio.to_thread(_open, store, ref.digest, self._prefix, admit))
+        reading.add_done_callback(release)
+        dataset = await asyncio.shield(reading)
         while len(self._open) >= self._most:
             self.drop_oldest()
         self._open[ref] = _Open(dataset=dataset)
         self._count(ref)
+
+    async def _admit(self, nbytes: int, holds: list[Hold]) -> None:
+        """Hold so many bytes in all for an index that is being opened; others go for it.
+
+        Raises:
+            Overloaded: If there is no memory for it.
+        """
+        missing = nbytes - sum(hold.nbytes for hold in holds)
+        while missing > 0:
+            try:
+                holds.append(self._hold(missing))
+            except Overloaded:
+                if not self.drop_oldest():
+                    raise
+            else:
+                return
 
     def _count(self, ref: DatasetRef) -> None:
         """Hold what the index takes that was used last; others go for it, and then the index itself.
@@ -95,13 +135,12 @@ class Datasets:
         missing = entry.missing_bytes
         while missing:
             try:
-                hold = self._hold(missing)
+                entry.holds.append(self._hold(missing))
             except Overloaded:
                 self.drop_oldest()
                 if ref not in self._open:
                     raise
             else:
-                entry.holds.extend([] if hold is None else [hold])
                 return
 
     def drop_oldest(self) -> bool:
@@ -138,13 +177,13 @@ class Datasets:
         return dataset
 
 
-def _open(store: Store, digest: str, prefix: str) -> Dataset:
+def _open(store: Store, digest: str, prefix: str, admit: Callable[[int], None]) -> Dataset:
     """A dataset of samples: whoever can write an index could read others' programs with it otherwise.
 
     Raises:
         Forbidden: If one of them lies under the server's own prefix.
     """
-    dataset = Dataset.open(store, digest, prefix=prefix)
+    dataset = Dataset.open(store, digest, prefix=prefix, admit=admit)
     if inside(dataset.objects.dictionary, (prefix,)).any():
         raise Forbidden(
             f"dataset {digest} has samples in {prefix!r}, where the server keeps programs and datasets of all"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 
@@ -259,14 +260,25 @@ class Units:
         self._first = (chosen + 1) % count
         return self._units[chosen]
 
-    def hold_index(self, nbytes: int) -> Hold | None:
-        """Memory for a dataset's index: on the first device if that is the machine's, else nobody counts it.
+    def hold_index(self, nbytes: int) -> Hold:
+        """Memory for a dataset's index: the first device's if that is the machine's, else the host's.
 
         Raises:
             Overloaded: If there is none.
         """
         first = self._units[0]
-        return first.hold_index(nbytes) if on_cpu(first.device) else None
+        return first.hold_index(nbytes) if on_cpu(first.device) else self._host.hold(nbytes, owner=INDEXES)
+
+    @property
+    def most_index_bytes(self) -> int:
+        """Memory that opening one index may take: half of what can be had at best."""
+        first = self._units[0]
+        return (first.budget if on_cpu(first.device) else self._host).most_bytes // 2
+
+    @cached_property
+    def _host(self) -> Budget:
+        """A quarter of the machine's free memory, for indexes where devices have memory of their own."""
+        return Budget(memory_budget("cpu", reserve=0.75, given=None))
 
     def used_bytes(self) -> int:
         """What all workers take now; some ms a worker, in any thread."""
