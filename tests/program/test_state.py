@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations
 from tests.program.nets import freeze
 from upriver.client.planning import measure_tail
 from upriver.program.freeze import keep_in_eval
+from upriver.program.held import Held
 from upriver.program.split import Split, Whole, split
 from upriver.program.state import state_kept
 
@@ -182,6 +183,62 @@ def test_a_context_inside_another_puts_back_what_was_found_to_be_written_before(
             model(torch.randn(2, 6))  # .data tells torch nothing
         assert torch.equal(model.weight, before)
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_context_inside_another_puts_back_what_was_there_when_it_began(change: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Doing(*CHANGES[change]), nn.Linear(6, 2))
+    before, generators = seen(model), everybodys()
+    with state_kept(model):
+        with state_kept(model) as first:  # nothing has changed yet
+            model(torch.randn(4, 6)).sum().backward()
+            first.written()  # .data tells torch nothing
+        assert (seen(model), everybodys()) == (before, generators)
+        model(torch.randn(4, 6)).sum().backward()
+        between = seen(model), everybodys()
+        with state_kept(model):
+            model(torch.randn(4, 6)).sum().backward()
+            assert (seen(model), everybodys()) != between
+        assert (seen(model), everybodys()) == between
+    assert (seen(model), everybodys()) == (before, generators)
+
+
+def test_a_context_inside_another_knows_what_came_to_hang_on_the_model_by_its_name_now() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    with state_kept(model):
+        model["a"], model["b"], model.kept = model["b"], model["a"], [torch.zeros(2)]
+        with state_kept(model) as inner:
+            model["a"].weight.data.add_(1)
+            model.kept[0].add_(1)
+            assert inner.written() == {"a.weight", "kept"}
+        assert model.kept[0].tolist() == [0, 0]
+
+
+def test_contexts_inside_another_walk_through_the_model_anew_only_for_other_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    walked: list[nn.Module] = []
+
+    class Walking(Held):
+        def __init__(self, model: nn.Module) -> None:
+            walked.append(model)
+            super().__init__(model)
+
+    monkeypatch.setattr("upriver.program.state.Held", Walking)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    with state_kept(model):
+        for _ in range(2):
+            with state_kept(model):
+                model.eval()[1].p = 0.1
+                with state_kept(model):
+                    model.train()
+                assert (model[0].training, model[1].p) == (False, 0.1)
+        assert len(walked) == 1
+        model.other = [nn.Linear(2, 2)]
+        with state_kept(model):
+            pass
+        assert len(walked) == 2
 
 
 # -------------------------------------------------------------------------------- split and measured

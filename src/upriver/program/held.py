@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import copyreg
 import functools
@@ -9,9 +10,9 @@ import itertools
 import operator
 import random
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ _DEPTH = 4
 """How many objects that are neither modules nor lists and the like may lie around what is found."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+_WITHOUT_PARTS = (*_PLAIN, itertools.count)
 
 _CODE: tuple[type, ...] = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _CODE = (*_CODE, types.ModuleType, functools.partial, torch.jit.ScriptModule)
@@ -110,6 +113,17 @@ class Thing:
         if self.changed():
             self.kind.write(self.value, self.before)
 
+    def as_now(self) -> Thing | None:
+        """The same with its state now; None if something stands there now that would have to be walked."""
+        now = self.now()
+        if self.kind.inner is _in_mapping:
+            new = [(key, item) for key, item in now.items() if self.before.get(key, self) is not item]
+            items: Iterable[Any] = itertools.chain.from_iterable(new)
+        else:
+            known = set(map(id, self.kind.inner(self.before)))
+            items = (item for item in self.kind.inner(now) if id(item) not in known)
+        return replace(self, before=now) if all(isinstance(each, _WITHOUT_PARTS) for each in items) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -182,8 +196,6 @@ def same_state(a: Any, b: Any) -> bool:
     """Whether two states of a generator are equal, arrays in them included."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(same_state, a, b))
     if isinstance(a, np.ndarray | torch.Tensor):
         return bool((a == b).all())
     return bool(a == b)
@@ -198,8 +210,12 @@ _ATTRIBUTES = Kind(read=_read_attributes, write=_write_attributes, same=_same_ma
 _SLOTS = Kind(read=_read_slots, write=_write_slots, same=_same_mapping, inner=_in_mapping)
 
 
-def _generator(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> Kind:
-    return Kind(read=read, write=write, same=same_state, random=True)
+def _generator(
+    read: Callable[[Any], Any],
+    write: Callable[[Any, Any], None],
+    same: Callable[[Any, Any], bool] = same_state,
+) -> Kind:
+    return Kind(read=read, write=write, same=same, random=True)
 
 
 def _write_bits(value: Any, state: Any) -> None:
@@ -207,7 +223,7 @@ def _write_bits(value: Any, state: Any) -> None:
 
 
 _KINDS: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
-    (random.Random, _generator(lambda g: g.getstate(), lambda g, state: g.setstate(state))),
+    (random.Random, _generator(lambda g: g.getstate(), lambda g, state: g.setstate(state), operator.eq)),
     (np.random.RandomState, _generator(lambda g: g.get_state(legacy=False), lambda g, s: g.set_state(s))),
     (
         np.random.Generator,
@@ -239,6 +255,10 @@ def _kind_of(value: Any) -> Kind | None:
     return next((kind for types_, kind in _KINDS if isinstance(value, types_)), None)
 
 
+_DICTS = (dict, OrderedDict, defaultdict)
+"""Whose keys and values nobody makes up."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTensor:
     """A tensor that hangs on a model.
@@ -253,16 +273,59 @@ class HeldTensor:
     tensor: torch.Tensor
 
 
+class _Contents:
+    """Finds which of many things changed; dicts, and the attributes of objects, are compared all at once.
+
+    A model of 500 modules with adapters has 17,000 things: this takes 5 ms, and asking each takes 28 ms.
+    """
+
+    def __init__(self, things: Sequence[Thing]) -> None:
+        self._things = things
+        self._dicts = [thing for thing in things if thing.kind is _DICT and type(thing.value) in _DICTS]
+        self._owners = [
+            thing
+            for thing in things
+            if thing.kind is _ATTRIBUTES and itertools.count not in map(type, thing.before.values())
+        ]
+        self._together = [*self._dicts, *self._owners]
+        together = set(map(id, self._together))
+        self._alone = [thing for thing in things if id(thing) not in together]
+        self._lengths, self._items = self._read()
+        self._ends = list(itertools.accumulate(self._lengths))
+
+    def _read(self) -> tuple[list[int], list[Any]]:
+        """How many items each has; all keys, and then all values."""
+        dicts = [thing.value for thing in self._dicts]
+        dicts += [vars(thing.value) for thing in self._owners]
+        values = map(operator.methodcaller("values"), dicts)
+        return list(map(len, dicts)), [*itertools.chain(*dicts), *itertools.chain.from_iterable(values)]
+
+    def changed(self) -> list[Thing]:
+        """Those whose state is another one now, in order."""
+        found = {id(thing) for thing in self._alone if thing.changed()}
+        lengths, items = self._read()
+        if lengths != self._lengths:
+            found |= {id(thing) for thing in self._together if thing.changed()}
+        else:
+            differing = map(operator.is_not, items, self._items)
+            for number in itertools.compress(itertools.count(), differing):
+                at = bisect.bisect_right(self._ends, number % self._ends[-1])
+                found.add(id(self._together[at]))
+        return [thing for thing in self._things if id(thing) in found] if found else []
+
+
 class Held:
     """What hangs on a model, each object once.
 
     Attributes:
+        model: The model.
         things: All that is no tensor.
         tensors: Parameters, buffers and others.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Walk through it; nothing is changed."""
+        self.model = model
         self.things: list[Thing] = []
         self.tensors: list[HeldTensor] = []
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -274,6 +337,24 @@ class Held:
             self._add_tensor("buffer", name, buffer)
         while self._todo:
             self._visit(*self._todo.pop())
+        self._composed = any(hasattr(each.tensor, "__tensor_flatten__") for each in self.tensors)
+        self._contents = _Contents(self.things)
+
+    def changed(self) -> list[Thing]:
+        """The things whose state is another one now."""
+        return self._contents.changed()
+
+    def as_now(self) -> Held | None:
+        """What a walk would find now; None if something hangs on the model that only a walk would find."""
+        changed = {id(thing): thing.as_now() for thing in self.changed()}
+        if self._composed or None in changed.values():
+            return None
+        if not changed:
+            return self
+        held = copy.copy(self)
+        held.things = [changed.get(id(thing)) or thing for thing in self.things]
+        held._contents = _Contents(held.things)
+        return held
 
     def _visit(self, value: Any, owner: Owner, depth: int) -> None:
         if isinstance(value, (*_PLAIN, *_CODE)) or id(value) in self._seen:

@@ -36,7 +36,8 @@ def state_kept(model: nn.Module, *, idle: Iterable[str] = ()) -> Iterator[Kept]:
     To be entered before modules are put into another mode: a module may write to its weights then.
 
     Contexts may lie in each other. The outermost one copies all values, and compares all at its end. Those
-    inside use its copies, and compare what torch, or a comparison before, says was written to.
+    inside use its copies, and compare what torch, or a comparison before, says was written to. They walk
+    through the model anew only where another object came to hang on it.
 
     Args:
         idle: Paths of modules that do not run, so that their values need not be copied.
@@ -58,8 +59,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _all_but_values_kept(model: nn.Module, *, unused: Collection[int] | None = None) -> Iterator[Kept]:
-    with random_kept():
-        held = Held(model)
+    with random_kept(), _walked(model) as held:
         tensors = [_Tensor(each.tensor) for each in held.tensors]
         used = [each.tensor for each in held.tensors if unused is not None and id(each.tensor) not in unused]
         kept = Kept(held, tensors, _Values(used))
@@ -70,8 +70,31 @@ def _all_but_values_kept(model: nn.Module, *, unused: Collection[int] | None = N
         finally:
             for tensor in tensors:
                 tensor.put_back()
-            for thing in held.things:
+            for thing in held.changed():
                 thing.put_back()
+
+
+@contextlib.contextmanager
+def _walked(model: nn.Module) -> Iterator[Held]:
+    """What hangs on a model; a context inside another one of the same model and thread shares its walk."""
+    outer = next((held for held in reversed(_walks()) if held.model is model), None)
+    held = (outer.as_now() if outer else None) or Held(model)
+    _walks().append(held)
+    try:
+        yield held
+    finally:
+        _walks().remove(held)
+
+
+def _walks() -> list[Held]:
+    """Those of the contexts that this thread has open."""
+    if not hasattr(_OF_THREAD, "walks"):
+        _OF_THREAD.walks = []
+    walks: list[Held] = _OF_THREAD.walks
+    return walks
+
+
+_OF_THREAD = threading.local()
 
 
 @contextlib.contextmanager
@@ -129,7 +152,8 @@ class Kept:
 
     def written(self) -> frozenset[str]:
         """Names of those that have another value by now, other memory, or another place; by whomever."""
-        values, gone = self.values.changed(), set[int]().union(*(t.tensors_gone() for t in self._held.things))
+        values = self.values.changed()
+        gone = set[int]().union(*(thing.tensors_gone() for thing in self._held.changed()))
         return frozenset(
             each.name
             for each, known in zip(self._held.tensors, self._tensors, strict=True)
@@ -143,7 +167,7 @@ class Kept:
         is no count.
         """
         found: dict[str, str] = {}
-        for thing in self._held.things:
+        for thing in self._held.changed():
             if attribute := thing.counted():
                 found.setdefault(thing.owner.path, attribute)
         return found
