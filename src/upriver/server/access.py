@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from upriver.errors import NotAuthorized, Overloaded
 from upriver.protocol import error_body
 from upriver.server.audit import Audit
 from upriver.server.config import ServerConfig, is_loopback
-from upriver.server.http import PEER_CERTIFICATE
+from upriver.server.http import ABORT, KNOWN, PEER_CERTIFICATE
+from upriver.server.looks import HEALTH, MAX_STRANGERS, STRANGERS, Looks, Spent, metered
 from upriver.server.places import Places
 from upriver.server.status import error_response
 from upriver.server.tenants import ANYONE, Tenant
@@ -45,11 +48,14 @@ class Access:
     127.0.0.1, but cannot choose what the browser then writes into ``Host``. What it posts there says in
     ``Origin`` where it comes from.
 
+    Requests that only look, and those that are answered with an error, take turns for the front's time.
+
     Args:
         app: What is protected.
         config: Says how.
         audit: Told what is refused.
         on_refused: Told the code of each error that is answered here.
+        looks: Deals out turns to those who look.
     """
 
     def __init__(
@@ -58,8 +64,10 @@ class Access:
         config: ServerConfig,
         audit: Audit | None = None,
         on_refused: Callable[[str], None] = lambda code: None,
+        looks: Looks | None = None,
     ) -> None:
         self._app, self._on_refused = app, on_refused
+        self._looks = looks or Looks()
         self._tenants = config.everyone()
         self._places = Places(config.max_connections, (tenant.name for tenant in self._tenants))
         self._wants_certificates = config.tls_client_ca is not None
@@ -67,27 +75,60 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401 or 503."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if scope["path"] in OPEN_PATHS:
+            await self._looks.turn(HEALTH)
+            await self._looks.look(HEALTH, self._app(scope, receive, send))
             return
         headers = Headers(scope=scope)
         try:
             tenant = self._tenant(scope, headers)
         except NotAuthorized as error:
-            self._on_refused(error.code)
-            self._audit.refused(
-                None, path=scope["path"], status=401, code=error.code, client=_address_of(scope)
-            )
-            await _refusal(error, scope["method"], headers)(scope, receive, send)
+            await self._refuse(error, scope, receive, send)
             return
+        scope.setdefault("state", {}).get(KNOWN, _nothing)()
         if not self._places.take(tenant.name):
             await self._too_many(tenant)(scope, receive, send)
             return
-        scope.setdefault("state", {})[TENANT] = tenant
+        scope["state"][TENANT] = tenant
         try:
-            await self._app(scope, receive, send)
+            if _works(scope):
+                await self._work(tenant, scope, receive, send)
+            else:
+                await self._looks.turn(tenant.name, tenant.weight)
+                await self._looks.look(tenant.name, self._app(scope, receive, send))
         finally:
             self._places.give_back(tenant.name)
+
+    async def _refuse(self, error: NotAuthorized, scope: Scope, receive: Receive, send: Send) -> None:
+        """401 in a stranger's turn; no answer where too many strangers wait for one."""
+        self._on_refused(error.code)
+        self._audit.refused(None, path=scope["path"], status=401, code=error.code, client=_address_of(scope))
+        if self._looks.strangers_waiting >= MAX_STRANGERS:
+            scope.get("state", {}).get(ABORT, _nothing)()
+            await asyncio.sleep(0)  # the connection is lost by then, and no answer is expected
+            return
+        await self._looks.turn(STRANGERS)
+        response = _refusal(error, scope["method"], Headers(scope=scope))
+        await self._looks.look(STRANGERS, response(scope, receive, send))
+
+    async def _work(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request that works; where it comes to an error, it has only looked."""
+        spent = Spent()
+        with ExitStack() as working:
+
+            async def send_in_turn(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    if message["status"] < 400:
+                        working.enter_context(self._looks.works())
+                    else:
+                        self._looks.charge(tenant.name, spent.seconds)
+                        await self._looks.turn(tenant.name, tenant.weight)
+                await send(message)
+
+            await metered(self._app(scope, receive, send_in_turn), spent.add)
 
     def _too_many(self, tenant: Tenant) -> Response:
         """503, for the sake of other tenants."""
@@ -128,6 +169,15 @@ class Access:
         if tenant is None:
             raise NotAuthorized("the token is not valid here")
         return tenant
+
+
+def _works(scope: Scope) -> bool:
+    """Whether a request stores, runs or measures something."""
+    return scope["method"] not in READING and scope["path"] != "/v1/probe"
+
+
+def _nothing() -> None:
+    """Stands for what a connection would be told, where a request came by none."""
 
 
 def tenant_of(request: HTTPConnection) -> Tenant:

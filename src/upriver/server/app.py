@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -15,6 +16,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 import upriver
 from upriver import errors
@@ -35,6 +37,7 @@ from upriver.server.config import ServerConfig
 from upriver.server.datasets import Datasets
 from upriver.server.line import Full
 from upriver.server.load import LoadMeter
+from upriver.server.looks import Looks
 from upriver.server.metrics import Metrics
 from upriver.server.needs import Stretch
 from upriver.server.order import until
@@ -62,6 +65,32 @@ DRAIN_RETRY_S = 5.0
 """A server that is about to end is gone or has been replaced by then."""
 
 
+class Sent(StreamingResponse):
+    """A probe's bytes, each piece in a turn of whoever asked for them.
+
+    Args:
+        pieces: What to send.
+        looks: Deals out turns.
+        tenant: Whose they are.
+        more: For Starlette.
+    """
+
+    def __init__(
+        self, pieces: AsyncIterator[memoryview], *, looks: Looks, tenant: Tenant, **more: Any
+    ) -> None:
+        self._looks, self._tenant = looks, tenant
+        super().__init__(self._in_turns(pieces), **more)
+
+    async def _in_turns(self, pieces: AsyncIterator[memoryview]) -> AsyncIterator[memoryview]:
+        async for piece in pieces:
+            await self._looks.turn(self._tenant.name, self._tenant.weight)
+            yield piece
+
+    async def stream_response(self, send: Send) -> None:
+        """Send them, in a task that Starlette makes, as looking."""
+        await self._looks.look(self._tenant.name, super().stream_response(send))
+
+
 class Front:
     """One server: its routes as methods, and what they share.
 
@@ -70,6 +99,7 @@ class Front:
 
     Attributes:
         draining: Whether it takes no further requests, for it is about to end.
+        looks: Deals out the front's time to requests that only look.
 
     Raises:
         ConfigError: If a store's URI is not understood, or the device is not there.
@@ -84,6 +114,7 @@ class Front:
         everyone = list(config.everyone()) or [ANYONE]
         self.metrics = Metrics(tenants=[tenant.name for tenant in everyone], stores=config.stores)
         self.audit = Audit(config.audit_log, on_failure=self.metrics.audit_failures.inc)
+        self.looks = Looks()
         self._stores = traced(config.open_stores())
         for missing in missing_folders(config.tenants, self._stores):
             log.warning("%s", missing)
@@ -165,7 +196,7 @@ class Front:
     async def show_metrics(self, request: Request) -> Response:
         """In Prometheus' text format."""
         self._show_line()
-        used, load = await asyncio.to_thread(self.units.used_bytes), self.current_load()
+        used, load = await self.units.used_bytes(), self.current_load()
         self.metrics.memory(load.reserved_bytes, used, load.budget_bytes)
         self.metrics.load(load.k, load.machine)
         self.metrics.program_bytes.set(sum(unit.shelf.nbytes for unit in self.units))
@@ -178,7 +209,7 @@ class Front:
 
     async def openapi(self, request: Request) -> Response:
         """What every route takes and answers."""
-        return Response(msgspec.json.encode(openapi.document()), media_type="application/json")
+        return Response(openapi.encoded(), media_type="application/json")
 
     async def info(self, request: Request) -> Response:
         """What this server is; the fingerprint is a worker's, for that is what computes."""
@@ -208,8 +239,11 @@ class Front:
         nbytes = number(text)
         if nbytes is None or nbytes > PROBE_BYTES:
             raise ProtocolError(f"bytes must lie in 0..{PROBE_BYTES}, got {text[:40]!r}")
-        return StreamingResponse(
+        tenant = tenant_of(request)
+        return Sent(
             zeros(nbytes),
+            looks=self.looks,
+            tenant=tenant,
             media_type="application/octet-stream",
             headers={"content-length": str(nbytes), "cache-control": "no-store"},
         )
@@ -217,9 +251,10 @@ class Front:
     async def _take_probe(self, request: Request) -> Response:
         """Bytes are thrown away as they come; what counts is how long that takes."""
         check_length(request, PROBE_BYTES, "probe")
-        arriving = Arriving(self._body(request))
+        arriving, tenant = Arriving(self._body(request)), tenant_of(request)
         async with until(asyncio.get_running_loop().time() + self._config.deadline_s):
             async for _ in arriving:
+                await self.looks.turn(tenant.name, tenant.weight)
                 if arriving.num_bytes > PROBE_BYTES:
                     raise TooLarge(f"a probe has at most {PROBE_BYTES} bytes")
         found = Uploaded(bytes=arriving.num_bytes, seconds=arriving.seconds)
@@ -427,7 +462,7 @@ class Front:
 
     async def snapshot(self) -> Snapshot:
         """What the server does at this moment."""
-        used, load = await asyncio.to_thread(self.units.used_bytes), self.current_load()
+        used, load = await self.units.used_bytes(), self.current_load()
         return Snapshot(
             tenants=tenant_rows(
                 list(self._config.everyone()) or [ANYONE],
@@ -463,7 +498,13 @@ def create_app(config: ServerConfig) -> Starlette:
         routes=[counted(route, front.metrics, front.wording) for route in front.routes()],
         lifespan=front.lifespan,
         middleware=[
-            Middleware(Access, config=config, audit=front.audit, on_refused=front.metrics.errors.add),
+            Middleware(
+                Access,
+                config=config,
+                audit=front.audit,
+                on_refused=front.metrics.errors.add,
+                looks=front.looks,
+            ),
             Middleware(Traced),
         ],
         exception_handlers={HTTPException: http_errors(front.metrics)},

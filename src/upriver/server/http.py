@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from heapq import nsmallest
 from http import HTTPStatus
 from typing import ClassVar, Literal
 
@@ -36,6 +37,13 @@ LINGER_S = 2.0
 
 ABORT = "abort"
 """Where in a request's state it stands how its connection is broken off, with what was not sent yet."""
+
+KNOWN = "known"
+"""Where in a request's state it stands how its connection is told that a tenant uses it."""
+
+MADE_AT_ONCE = 64
+"""Part of the connections that is ended at once where there are too many: 1 in so many. Finding the oldest
+looks at all of them."""
 
 PEER_CERTIFICATE = "peer_certificate"
 """Where in a request's state the client's certificate stands, as `ssl.SSLSocket.getpeercert` tells it."""
@@ -69,11 +77,13 @@ class Held:
     Attributes:
         transport: To abort.
         since: When it last had a request, or came.
+        known: Whether a tenant has used it.
         given_up: Room was made of it.
     """
 
     transport: asyncio.Transport
     since: float = 0.0
+    known: bool = False
     given_up: bool = False
 
     @property
@@ -82,16 +92,21 @@ class Held:
         return False
 
 
-def make_room(connections: Iterable[object], newcomer: Held) -> bool:
-    """End whoever has gone longest without a request: that may be a stranger. False if nobody has."""
-    others = [other for other in connections if isinstance(other, Held) and other is not newcomer]
-    unused = [other for other in others if not other.busy and not other.given_up]
-    if not unused:
-        return False
-    oldest = min(unused, key=lambda other: other.since)
-    oldest.given_up = True
-    oldest.transport.abort()
-    return True
+def make_room(connections: Collection[object], newcomer: Held) -> bool:
+    """End connections, strangers' first, then tenants' without a request. False if there is none to end.
+
+    Among each the one goes first that has gone longest without a request.
+    """
+    others = (other for other in connections if isinstance(other, Held) and other is not newcomer)
+    unused = [other for other in others if not (other.known and other.busy) and not other.given_up]
+    for oldest in nsmallest(max(1, len(connections) // MADE_AT_ONCE), unused, key=_claim):
+        oldest.given_up = True
+        oldest.transport.abort()
+    return bool(unused)
+
+
+def _claim(held: Held) -> tuple[bool, bool, float]:
+    return held.known, held.busy, held.since
 
 
 class BoundedHttp(Held, HttpToolsProtocol):
@@ -173,6 +188,7 @@ class BoundedHttp(Held, HttpToolsProtocol):
         super().on_message_begin()
         self.scope["state"][PEER_CERTIFICATE] = self.transport.get_extra_info("peercert")
         self.scope["state"][ABORT] = self.transport.abort
+        self.scope["state"][KNOWN] = self._become_known
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer."""
@@ -205,6 +221,9 @@ class BoundedHttp(Held, HttpToolsProtocol):
         if self._refusal is not None and not self.busy:
             self._say(*self._refusal)
         self._watch()
+
+    def _become_known(self) -> None:
+        self.known = True
 
     def _parse(self, data: bytes) -> None:
         """As uvicorn does, but for its lines in the log, which any stranger could have it write without end.

@@ -1,13 +1,25 @@
-"""What a worker may take of the machine, whatever it is given to do: its process's limits, its allocator.
+"""What processes may take of the machine: the front's descriptors; a worker's limits, and its allocator.
 
-They are a last resort. Admission keeps what is run within the memory budget; what goes astray all the same (a
-decoder with a hole, an estimate that was too low) is to fail by itself, before the machine is short.
+Those of a worker are a last resort. Admission keeps what is run within the memory budget; what goes astray
+all the same (a decoder with a hole, an estimate that was too low) is to fail by itself, before the machine is
+short.
 """
 
 from __future__ import annotations
 
+import logging
+import resource
 from collections.abc import Mapping
 from types import MappingProxyType
+
+log = logging.getLogger(__name__)
+
+FRONT_FILES = 256
+"""Descriptors of the front that are no client's connections: its libraries, workers, programs and logs, and
+objects that it reads. Eight requests that compute read sixteen micro-batches, with eight GETs each."""
+
+FILES_SHARE = 0.5
+"""Of the descriptors that a process may have, what `FRONT_FILES` may take at most where there are few."""
 
 OVERHEAD_BYTES = 2 << 30
 """What a worker takes beside its work: PyTorch and its kernels' tables, a stack of 8 MiB for each thread of
@@ -71,6 +83,35 @@ def limits(memory_bytes: int | None, *, device: str, own_code: bool = False) -> 
         if memory_bytes is not None:
             found["RLIMIT_DATA"] = allowed_bytes(memory_bytes)
     return found
+
+
+def connections(wanted: int) -> int:
+    """Have descriptors for so many connections at once, or say in the log for how many there are some.
+
+    The process's soft limit is raised as far as that takes and its hard limit allows.
+
+    Returns:
+        Connections that may be held; at least 1.
+    """
+    needed = wanted + FRONT_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    possible = max(1, most - min(FRONT_FILES, int(FILES_SHARE * most)))
+    if possible >= wanted:
+        return wanted
+    log.warning(
+        "this process may open %d files, so it holds %d connections and not %d (max_connections): "
+        "have it open %d (ulimit -n, or LimitNOFILE= of its service)",
+        most,
+        possible,
+        wanted,
+        needed,
+    )
+    return possible
 
 
 def on_cpu(device: str) -> bool:

@@ -11,7 +11,9 @@ import logging
 import re
 import secrets as random_tokens
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -32,6 +34,12 @@ ID_BYTES = 8
 
 MAX_CHARS = 32 * 1024
 """Of a message or a trace: more than any of ours, and what is longer would fill the disk."""
+
+AT_ONCE = 100
+"""Lines of one place in the code that may follow one another: twice a traceback that a worker prints."""
+
+EVERY_S = 1.0
+"""After those, one line of a place in so much time: 86,400 a day, whatever a stranger does to cause more."""
 
 _WORDS = r"authorization|secret|passw(?:or)?d|access_?-?key|amz-credential"
 _AROUND = r"[\w.-]{0,40}"  # bounded, or a long line without blanks would be searched once for each letter
@@ -103,6 +111,7 @@ def configure(format: Format = "text", level: int | str = "INFO", *, secrets: It
         raise ConfigError(f"log_format must be one of {', '.join(get_args(Format))}, got {format!r}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    handler.addFilter(Sparing())
     try:
         logging.getLogger("upriver").setLevel(level)
     except (ValueError, TypeError):
@@ -139,17 +148,52 @@ def names_secret(name: str) -> bool:
     return _MAY_NAME.search(name) is not None
 
 
+# ------------------------------------------------------------------------------------------ sparing
+
+
+class Sparing:
+    """A filter that lets `AT_ONCE` lines of each place in the code pass, then one in `EVERY_S`.
+
+    The next line that passes has the number of those that did not: its record's ``left_out``.
+
+    Args:
+        now: Seconds of a clock that never goes back.
+    """
+
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._lock = now, threading.Lock()
+        self._paid_until: dict[tuple[str, int], float] = {}
+        self._left_out = 0
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        """Whether to write a line."""
+        place, now = (record.pathname, record.lineno), self._now()
+        with self._lock:
+            until = max(now, self._paid_until.get(place, now))
+            if until > now + (AT_ONCE - 1) * EVERY_S:
+                self._left_out += 1
+                return False
+            self._paid_until[place] = until + EVERY_S
+            record.left_out, self._left_out = self._left_out, 0
+        return True
+
+
 # --------------------------------------------------------------------------------------- formatters
 
 
 class TextFormatter(logging.Formatter):
-    """``2026-01-31T12:00:00.123Z WARNING upriver.server.pool: worker 7 is gone [request 1f…, tenant a]``."""
+    """Lines for people; after others were left out with their number.
+
+    ``2026-01-31T12:00:00.123Z WARNING upriver.server.pool: worker 7 is gone [request 1f…, tenant a]``.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, and those of an exception below it."""
         request = _request.get()
         about = [f"request {request.id}"] if request.id else []
         about += [f"tenant {request.tenant}"] if request.tenant else []
+        left_out = getattr(record, "left_out", 0)
+        about += [f"{left_out} lines left out before it"] if left_out else []
         where = f" [{', '.join(about)}]" if about else ""
         line = f"{_time(record)} {record.levelname} {record.name}: {_one_line(_message(record))}{where}"
         trace = _trace(self, record)
@@ -157,7 +201,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message; where known request_id, tenant, exception."""
+    """One JSON object a line: time, level, logger, message.
+
+    Where known also request_id, tenant, exception, and left_out: lines that were not written before this one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, whatever stands in it."""
@@ -166,6 +213,7 @@ class JsonFormatter(logging.Formatter):
             "request_id": request.id,
             "tenant": request.tenant,
             "exception": _trace(self, record),
+            "left_out": getattr(record, "left_out", 0),
         }
         line = {
             "time": _time(record),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -115,6 +116,12 @@ def document() -> Json:
         "paths": {**_operating(), **_describing(), **_programs(), **_working()},
         "components": _components(),
     }
+
+
+@cache
+def encoded() -> bytes:
+    """The document as JSON. It is made once: it is the same as long as the process lives."""
+    return msgspec.json.encode(document())
 
 
 def _operating() -> Json:

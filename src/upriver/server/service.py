@@ -8,6 +8,7 @@ lasts; then it goes, whatever still runs, and all that it started goes with it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
 import os
@@ -18,7 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -27,7 +30,8 @@ from upriver.errors import ConfigError
 from upriver.protocol import PROCESS_HEADER
 from upriver.server.app import Front, create_app
 from upriver.server.config import ServerConfig
-from upriver.server.http import Held, HttpLimits, bounded_http
+from upriver.server.http import Held, HttpLimits, bounded_http, make_room
+from upriver.server.limits import connections
 from upriver.server.tls import bounded_https, server_context
 
 log = logging.getLogger(__name__)
@@ -44,6 +48,16 @@ AT_ONCE_S = 1.0
 
 WATCH_S = 0.25
 """How often a thread looks whether that time has come."""
+
+ACCEPTED = 8
+"""Connections that are accepted between two looks at those that are there. Each takes the front half a
+millisecond, and a descriptor before one that is ended for it gives back its own."""
+
+NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""What accepting a connection may fail with until others end."""
+
+QUEUED = 1024
+"""Connections that the kernel holds until they are accepted."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Those that end a server."""
@@ -118,6 +132,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: ServerConfig, *, on_listening: OnListening | None = None) -> None:
         context = server_context(config)
+        config = replace(config, max_connections=connections(config.max_connections))
         app = create_app(config)
         self.socket = bind(config.host, config.port)
         self._scheme = "http" if context is None else "https"
@@ -145,6 +160,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             headers=[(PROCESS_HEADER, secrets.token_hex(16))],
+            backlog=ACCEPTED,
             proxy_headers=False,
             timeout_keep_alive=math.ceil(config.idle_timeout_s),
             timeout_graceful_shutdown=max(1, math.ceil(config.grace_s)),
@@ -160,6 +176,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say so when there is someone to work."""
         await super().startup(sockets=sockets)
+        self.socket.listen(QUEUED)  # asyncio has set it to what is accepted at once
+        asyncio.get_running_loop().set_exception_handler(self._failed)
         audit = self._front.audit
         if audit.path is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, audit.reopen)
@@ -241,6 +259,15 @@ class Server(uvicorn.Server):
         finally:
             through.set()
 
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Where there was no descriptor for a connection, have some; asyncio accepts again after a second."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR):
+            loop.default_exception_handler(context)
+            return
+        log.warning("no connection could be accepted: %s", error.strerror)
+        make_room(self.server_state.connections, Held())
+
     @property
     def _busy(self) -> bool:
         """Whether any request is being answered."""
@@ -283,7 +310,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(1024)
+        listener.listen(QUEUED)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot bind {host}:{port}: {error.strerror}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 20
 """With less beside idle workers hardly any request fits."""
+
+LOOK_S = 1.0
+"""Memory is looked at so often at most: it takes some ms a worker, which stands still for a part of them."""
 
 
 class Unit:
@@ -194,6 +198,8 @@ class Units:
         self._units = tuple(units)
         self._first = 0  # to be asked where all are alike
         self._holding: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[int] | None = None
+        self._looked_at = 0.0
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._units)
@@ -280,9 +286,14 @@ class Units:
         """A quarter of the machine's free memory, for indexes where devices have memory of their own."""
         return Budget(memory_budget("cpu", reserve=0.75, given=None))
 
-    def used_bytes(self) -> int:
-        """What all workers take now; some ms a worker, in any thread."""
-        return sum(unit.pool.used_bytes() for unit in self._units)
+    async def used_bytes(self) -> int:
+        """Return bytes that all workers take, as of a second ago at most, however many ask."""
+        now = time.monotonic()
+        if self._looking is None or (self._looking.done() and now >= self._looked_at + LOOK_S):
+            pools = [unit.pool for unit in self._units]
+            look = asyncio.to_thread(lambda: sum(pool.used_bytes() for pool in pools))
+            self._looking, self._looked_at = asyncio.create_task(look), now
+        return await asyncio.shield(self._looking)
 
     async def _hold_bases(self) -> None:
         await asyncio.gather(*(unit.hold_base() for unit in self._units))

@@ -1,0 +1,266 @@
+"""What strangers and tenants who only look cost somebody else's request: a server's time, log and processor.
+
+Run with ``python benchmarks/strangers.py``; it prints a line of JSON for each setting. ``--source SRC`` runs
+the server of another source tree. A server with one worker reads four small arrays for each request; its
+process may have 1,024 descriptors. It takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+
+from upriver.pipeline import LoadTensor, index
+from upriver.protocol import DatasetRef, RunRequest, encode
+from upriver.server.tenants import hash_token
+
+STRANGERS = 3000
+FILES = 1024
+"""What a process may open unless its operator says more."""
+
+LOOKING = 16
+LOOKED_AT = ("/metrics", "/openapi.json", "/ui", "/v1/load", "/v1/probe?bytes=1048576")
+SAMPLES = 4
+TENANTS = ("working", "looking")
+WATCH_S = 5.0
+"""How long each setting is watched."""
+
+
+class Server:
+    """A server process, with what it has used.
+
+    Args:
+        folder: Of its store, configuration and log.
+        source: Where its code is; this tree's if None.
+    """
+
+    def __init__(self, folder: Path, source: str | None) -> None:
+        self.folder, self._log = folder, folder / "log"
+        path = folder / "server.toml"
+        path.write_text(_settings(folder))
+        limited = ["sh", "-c", f'ulimit -n {FILES} && exec "$@"', "sh"]
+        self._process = subprocess.Popen(
+            [*limited, sys.executable, "-m", "upriver", "serve", "--config", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("wb"),
+            env=os.environ | ({} if source is None else {"PYTHONPATH": source}),
+        )
+        assert self._process.stdout is not None
+        self.address = urlsplit(json.loads(self._process.stdout.readline())["listening"]).netloc
+
+    def used(self) -> tuple[float, int]:
+        """Processor seconds of the front, and bytes of the log, so far."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system, self._log.stat().st_size
+
+    def end(self) -> None:
+        """End it and its worker."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _settings(folder: Path) -> str:
+    tenants = "".join(f'[tenants.{name}]\ntoken_hashes = ["{hash_token(name)}"]\n' for name in TENANTS)
+    return f'port = 0\nthreads = 1\n[stores.default]\nuri = "{folder.as_uri()}/store"\n{tenants}'
+
+
+def body_of(folder: Path) -> bytes:
+    """A request for a few small samples of a store, which is made here."""
+    store = folder / "store" / "data" / "one"
+    store.mkdir(parents=True)
+    for number in range(SAMPLES):
+        np.save(store / f"{number}.npy", np.full(16, number, dtype=np.float32))
+    dataset = index((folder / "store").as_uri(), "data", stages=[LoadTensor("npy")])
+    dataset.publish()
+    request = RunRequest(
+        micro_batches=(tuple(range(SAMPLES)),),
+        start=dataset.chain.start,
+        stop=0,
+        micro_batch=SAMPLES,
+        dataset=DatasetRef(store="default", digest=dataset.digest),
+    )
+    return b"".join(bytes(part) for part in encode(request))
+
+
+def asked(server: Server, body: bytes, connection: http.client.HTTPConnection | None = None) -> float:
+    """Milliseconds of a good request; on a new connection if None."""
+    began = time.perf_counter()
+    found = connection or http.client.HTTPConnection(server.address, timeout=120)
+    found.request("POST", "/v1/run", body=body, headers={"Authorization": "Bearer working"})
+    response = found.getresponse()
+    answer = response.read()
+    if response.status != 200 or b"error" in answer:
+        raise SystemExit(f"a good request was answered with {response.status}: {answer[:200]!r}")
+    if connection is None:
+        found.close()
+    return 1e3 * (time.perf_counter() - began)
+
+
+# -------------------------------------------------------------------------------------------- strangers
+
+
+@contextlib.contextmanager
+def strangers(address: str, *, says: bytes) -> Iterator[None]:
+    """So many connections at once; one that is lost comes back, once a second at most."""
+    host, port = address.split(":")
+    over = threading.Event()
+
+    def hold() -> None:
+        with selectors.DefaultSelector() as selector:
+            lost = STRANGERS
+            while not over.is_set():
+                for _ in range(lost):
+                    _stranger(selector, host, int(port))
+                lost = 0
+                until = time.monotonic() + 1.0
+                while time.monotonic() < until and not over.is_set():
+                    for key, _ in selector.select(0.1):
+                        lost += _heard(selector, key, says)
+            for key in list(selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _stranger(selector: selectors.BaseSelector, host: str, port: int) -> None:
+    connection = socket.socket()
+    connection.setblocking(False)
+    connection.connect_ex((host, port))
+    selector.register(connection, selectors.EVENT_WRITE)
+
+
+def _heard(selector: selectors.BaseSelector, key: selectors.SelectorKey, says: bytes) -> int:
+    """Say it once connected, and listen; 1 if the connection is lost."""
+    connection = key.fileobj
+    assert isinstance(connection, socket.socket)
+    try:
+        if key.events == selectors.EVENT_WRITE:
+            connection.send(says)
+            selector.modify(connection, selectors.EVENT_READ)
+            return 0
+        if connection.recv(1 << 16):
+            return 0
+    except BlockingIOError:
+        return 0
+    except OSError:
+        pass
+    selector.unregister(connection)
+    connection.close()
+    return 1
+
+
+ASKING = b"GET /v1/info HTTP/1.1\r\nHost: server\r\n\r\n"
+SLOW = b"GET /v1/info HTTP/1.1\r\nHost: ser"
+
+
+# ---------------------------------------------------------------------------------------------- looking
+
+
+@contextlib.contextmanager
+def looking(address: str, path: str) -> Iterator[list[float]]:
+    """So many connections of another tenant that ask for a page again and again, with their times in ms."""
+    over, times = threading.Event(), list[float]()
+
+    def look() -> None:
+        connection = http.client.HTTPConnection(address, timeout=120)
+        while not over.is_set():
+            began = time.perf_counter()
+            with contextlib.suppress(http.client.HTTPException, OSError):
+                connection.request("GET", path, headers={"Authorization": "Bearer looking"})
+                response = connection.getresponse()
+                response.read()
+                times.append(1e3 * (time.perf_counter() - began))
+                if response.status in (429, 503):
+                    over.wait(float(response.headers["Retry-After"]))
+
+    threads = [threading.Thread(target=look) for _ in range(LOOKING)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield times
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+# ----------------------------------------------------------------------------------------------- measure
+
+
+def watched(server: Server, body: bytes, *, fresh: bool) -> dict[str, Any]:
+    """Good requests one after another for some seconds, and what the server used meanwhile."""
+    seconds, nbytes = server.used()
+    until, times = time.monotonic() + WATCH_S, list[float]()
+    kept = None if fresh else http.client.HTTPConnection(server.address, timeout=120)
+    while not times or time.monotonic() < until:
+        times.append(asked(server, body, kept))
+        time.sleep(0.02)
+    after_s, after_nbytes = server.used()
+    return {
+        "requests": len(times),
+        "median_ms": round(median(times), 1),
+        "worst_ms": round(max(times), 1),
+        "front_cpu_s": round(after_s - seconds, 2),
+        "log_bytes": after_nbytes - nbytes,
+    }
+
+
+def settings(server: Server, body: bytes, only: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Each setting, measured."""
+    if "alone" in only:
+        yield {"setting": "alone", **watched(server, body, fresh=True)}
+    for name, says in (("idle", b""), ("asking", ASKING), ("slow heads", SLOW)):
+        if "strangers" in only:
+            with strangers(server.address, says=says):
+                yield {"setting": f"{STRANGERS} strangers, {name}", **watched(server, body, fresh=True)}
+            time.sleep(1.0)
+    for path in LOOKED_AT if "looking" in only else ():
+        with looking(server.address, path) as times:
+            found = watched(server, body, fresh=False)
+        yield {"setting": f"{LOOKING} look at {path}", **found, "looks": len(times)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--source", help="src of another tree, whose server is measured")
+    parser.add_argument("--only", nargs="*", default=["alone", "strangers", "looking"])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="upriver-strangers-") as name:
+        body = body_of(Path(name))
+        server = Server(Path(name), options.source)
+        try:
+            for _ in range(20):
+                asked(server, body)
+            for found in settings(server, body, options.only):
+                print(json.dumps(found), flush=True)
+        finally:
+            server.end()
+
+
+if __name__ == "__main__":
+    main()
