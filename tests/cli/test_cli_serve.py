@@ -107,6 +107,7 @@ def test_it_ends_with_its_parents_pipe(tmp_path: Path) -> None:
 def test_token_from_the_environment_or_a_file(tmp_path: Path, where: str) -> None:
     arguments = ["--store", tmp_path.as_uri()]
     if where == "file":
+        (tmp_path / "token").touch(0o600)
         (tmp_path / "token").write_text("sesame\n")
         arguments += ["--token-file", str(tmp_path / "token")]
     with serving(*arguments, token="sesame" if where == "environment" else None) as (_, said):

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from tests.cli.test_cli_serve import get
+from tests.server import allowing
 from upriver.cli import main, serve_file, worker
 from upriver.client.transport import ServerClient
-from upriver.errors import CodeFailed, NotAuthorized, QuotaExceeded
+from upriver.errors import CodeFailed, Forbidden, NotAuthorized, QuotaExceeded
 from upriver.pipeline.mapstyle import DONE, START
 from upriver.profile import available
 from upriver.protocol import CodeRef, RunRequest
@@ -44,9 +45,9 @@ class Birds:
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "UPRIVER_TOKEN"}
 
 
-def asking(*micro_batches: tuple[int, ...], **arguments: Any) -> RunRequest:
+def asking(*micro_batches: tuple[int, ...], name: str = "birds:Birds", **arguments: Any) -> RunRequest:
     return RunRequest(
-        code=CodeRef(name="birds:Birds", arguments=arguments),
+        code=CodeRef(name=name, arguments=arguments),
         micro_batches=micro_batches,
         micro_batch=max(map(len, micro_batches)),
         start=START,
@@ -127,6 +128,49 @@ def test_a_token_is_asked_for_and_datasets_do_not_see_it(tmp_path: Path) -> None
             made(client, asking((3,)))
         with ServerClient(url, token="sesame") as client:
             assert made(client, asking((3,))) == [[{"bird": 3, "wings": 2, "token": None}]]
+
+
+@pytest.mark.slow
+def test_a_module_that_is_allowed_opens_what_it_defines_and_nothing_that_it_imports(tmp_path: Path) -> None:
+    allowing.write(tmp_path)
+    diary = tmp_path / "diary"
+    options = [option for name in allowing.ALLOW for option in ("--allow", name)]
+    with (
+        working(tmp_path, *options, "--workers", "1", DIARY=str(diary)) as (_, url, _),
+        ServerClient(url) as client,
+    ):
+        assert made(client, asking((1,), name="shop.data:make")) == [[1]]
+        diary.unlink(missing_ok=True)  # what importing the module has run, which is its own affair
+        kinds = [
+            "shell",
+            "forged_shell",
+            "Admin",
+            "tool",
+            "partial_command",
+            "partial_run",
+            "mock",
+            "child",
+            "Lying",
+        ]
+        names = [
+            f"shop.data:{way.format(kind)}" for kind in kinds for way in ("{}", "Held.{}", "Held.static_{}")
+        ]
+        for name in (
+            *names,
+            "shop.data:admin.shell",
+            "shop.database:make",
+            "shop.bomb:Data",
+            "shop.named:book",
+        ):
+            with pytest.raises(Forbidden, match=name):
+                made(client, asking((1,), name=name))
+        for name, sample in (
+            ("shop.data:Birds.Small.made", -1),
+            ("shop.data:kept", 1),
+            ("shop.named:bell", 1),
+        ):
+            assert made(client, asking((1,), name=name)) == [[sample]]
+    assert not diary.exists()
 
 
 @pytest.mark.full

@@ -132,7 +132,7 @@ def test_everything_that_may_stand_in_it(
     tmp_path: Path, written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private(tmp_path / "images.json", '{"access_key_id": "key", "secret_access_key": "hush"}')
-    (tmp_path / "bob.token").write_text("token-b\n")
+    private(tmp_path / "bob.token", "token-b\n")
     monkeypatch.setenv("OTHER_KEY", "other-key")
     monkeypatch.setenv("OTHER_SECRET", "other-hush")
     found = read(written(WHOLE))
@@ -314,8 +314,8 @@ def test_what_is_wrong_is_one_line_that_names_it(
 ) -> None:
     text, named = WRONG[case]
     (tmp_path / "images").mkdir()
-    (tmp_path / "token").write_text("token-z")
-    (tmp_path / "spaced").write_text("two words")
+    private(tmp_path / "token", "token-z")
+    private(tmp_path / "spaced", "two words")
     for name, content in {
         "open.json": "{}",
         "odd.json": '{"secret_access_key": "hush',
@@ -405,7 +405,7 @@ def test_a_cluster_is_told_what_the_file_and_the_options_say(
 
     monkeypatch.setattr("upriver.cli.serve_ray.run", run)
     path = written('token_file = "token"\nworkers = 2\n[stores.a]\nuri = "file:///data"\n')
-    (tmp_path / "token").write_text("token-a")
+    private(tmp_path / "token", "token-a")
     common = [
         "serve",
         "--config",
@@ -455,7 +455,7 @@ def test_a_new_token_each_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_hash_of_a_token_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     token = "0123456789abcdef"
-    (tmp_path / "token").write_text(f"{token}\n")
+    private(tmp_path / "token", f"{token}\n")
     assert main(["token", "--file", str(tmp_path / "token"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"token_hash": hash_token(token)}
     assert main(["token", "--file", str(tmp_path / "none")]) == 2
@@ -465,7 +465,7 @@ def test_the_hash_of_a_token_that_exists(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_token_that_can_be_guessed_from_its_hash_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "token").write_text("0123456789abcde\n")
+    private(tmp_path / "token", "0123456789abcde\n")
     assert main(["token", "--file", str(tmp_path / "token")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

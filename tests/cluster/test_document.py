@@ -37,12 +37,14 @@ def test_a_token_becomes_a_hash() -> None:
 
 
 def test_the_file_of_a_token_is_read_here(tmp_path: Path) -> None:
+    (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("sesame\n")
     found = portable({"stores": STORES, "token_file": str(tmp_path / "token")})
     assert found == {"stores": STORES, "tenants": {"anyone": {"token_hashes": [SESAME]}}}
 
 
 def test_tokens_of_tenants_become_hashes_beside_those_they_have(tmp_path: Path) -> None:
+    (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("sesame\n")
     tenants = {
         "alice": {"token_hashes": ["00"], "token_file": str(tmp_path / "token"), "weight": 2},
@@ -84,6 +86,7 @@ def test_one_token_or_tenants() -> None:
 @pytest.mark.parametrize("content", [None, " \n"])
 def test_a_token_file_without_a_token(tmp_path: Path, content: str | None) -> None:
     if content is not None:
+        (tmp_path / "token").touch(0o600)
         (tmp_path / "token").write_text(content)
     with pytest.raises(ConfigError, match="token file"):
         portable({"stores": STORES, "token_file": str(tmp_path / "token")})

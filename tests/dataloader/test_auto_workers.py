@@ -283,14 +283,14 @@ def named_rows(batch: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("collate_fn", "modules"),
+    ("collate_fn", "names"),
     [
-        (None, ["tests.dataloader.datasets"]),
-        (rows, ["tests.dataloader.datasets"]),
-        (named_rows, ["tests.dataloader.datasets", "tests.dataloader.test_auto_workers"]),
+        (None, ["tests.dataloader.datasets:Noisy"]),
+        (rows, ["tests.dataloader.datasets:Noisy"]),
+        (named_rows, ["tests.dataloader.datasets:Noisy", "tests.dataloader.test_auto_workers:named_rows"]),
     ],
 )
-def test_what_is_allowed_is_what_makes_the_batches(collate_fn: Any, modules: list[str]) -> None:
+def test_what_is_allowed_is_what_makes_the_batches(collate_fn: Any, names: list[str]) -> None:
     asked: list[list[str]] = []
 
     class Asked(LocalWorkers):
@@ -299,7 +299,7 @@ def test_what_is_allowed_is_what_makes_the_batches(collate_fn: Any, modules: lis
             return LocalFleet(what, most=1)
 
     DataLoader(named(), collate_fn=collate_fn, workers=Asked(number=1, most=1))
-    assert asked == [modules]
+    assert asked == [names]
 
 
 def test_only_cpus_that_training_leaves() -> None:

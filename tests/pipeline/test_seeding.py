@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from numpy import random as numpy_random
 
 from upriver.pipeline.seeding import Generators, generators_kept
 
@@ -18,3 +20,17 @@ def test_a_state_that_lies_behind_others_in_memory_is_taken_as_it_is() -> None:
         expected = torch.rand(5)
         Generators.move({"torch": torch.stack(states)[1]})
         assert torch.equal(torch.rand(5), expected)
+
+
+@pytest.mark.parametrize("position", [625, 700, 2**30, -1, -(2**30), True, 3.0, None])
+def test_a_generator_that_stands_beyond_its_words_is_refused(position: object) -> None:
+    """NumPy takes such a state, and then draws from whatever lies in memory there."""
+    with generators_kept():
+        before = Generators.now()
+        numpy_random.rand()
+        name, words, _, *rest = Generators.now().moved_since(before)["numpy"]
+        Generators.move({"numpy": [name, words, 624, *rest]})
+        here = Generators.now()
+        with pytest.raises(ValueError, match=r"0\.\.624"):
+            Generators.move({"numpy": [name, words, position, *rest]})
+        assert Generators.now().same(here)

@@ -8,6 +8,7 @@ import os
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -68,6 +69,7 @@ from upriver.text import error_text
 from upriver.types import MicroBatch
 
 NAME = workloads.NAME
+OURS = (NAME, "tests.dataloader.datasets")
 MARK = (
     'import os\nfrom pathlib import Path\nPath(os.environ["MARK"]).write_text("imported")\n\n\nclass Data:\n'
 )
@@ -131,7 +133,7 @@ def failure(client, request, kind=CodeFailed, batches=()):
 
 
 @contextmanager
-def working(allow=(NAME,), **settings):
+def working(allow=OURS, **settings):
     """A worker, and a client of it."""
     with running("", stores={}, allow=allow, **settings) as server, ServerClient(server.url) as client:
         yield server.wait_ready(), client
@@ -243,7 +245,7 @@ def test_of_rows_of_a_large_tensor_no_more_is_sent_than_they_are(worker):
 
 def test_a_worker_says_what_it_allows(worker, server):
     allowed, none = (decode_info(ask(each, "GET", "/v1/info")[2]) for each in (worker[0], server))
-    assert (allowed.allow, allowed.stores, allowed.worker_network) == ((NAME,), (), True)
+    assert (allowed.allow, allowed.stores, allowed.worker_network) == (OURS, (), True)
     assert none.allow == ()
 
 
@@ -307,17 +309,27 @@ def test_without_code_there_must_be_a_store_and_with_it_no_bubblewrap():
 
 def test_what_a_module_has_imported_is_not_allowed_along_with_it():
     class Callable:
-        """An object of the module's own, whatever it is made of."""
+        """An object of the module's own, which may hold anybody's code."""
 
         def __call__(self):
             pass
 
-    for steps in ([os, os.system], [workloads.run], [len]):
-        with pytest.raises(Forbidden):
+    for steps in (
+        [os, os.system],
+        [workloads.run],
+        [len],
+        [Noisy],
+        [Callable()],
+        [partial(workloads.broken)],
+        [],
+    ):
+        with pytest.raises(Forbidden, match="named"):
             check_found(f"{NAME}:x", steps, (NAME,))
-    for steps in ([Noisy], [workloads.drawing], [workloads.Names, workloads.Names.plain], [Callable()]):
+    for steps in ([workloads.drawing], [workloads.Names], [workloads.Names, workloads.Names.plain]):
         check_found(f"{NAME}:x", steps, (NAME,))
-    check_found(f"{NAME}:run", [workloads.run], (NAME, f"{NAME}:run"))
+    check_found(f"{NAME}:Noisy", [Noisy], OURS)
+    for found in (workloads.run, Callable(), Noisy):
+        check_found(f"{NAME}:x", [found], (f"{NAME}:x",))
 
 
 def test_what_is_not_allowed_is_refused_before_it_is_imported(mark):

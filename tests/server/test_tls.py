@@ -152,6 +152,7 @@ def test_old_versions_are_not_spoken(own):
 def test_certificate_and_key_may_be_in_one_file(own, tmp_path):
     both = tmp_path / "both.pem"
     parts = [Path(own[name]).read_bytes() for name in ("tls_certificate", "tls_key")]
+    both.touch(0o600)
     both.write_bytes(b"".join(parts))
     assert server_context(ServerConfig(stores=STORES, tls_certificate=str(both))) is not None
 

@@ -29,9 +29,19 @@ def load_toml(path: Path) -> dict[str, object]:
         ConfigError: If the file cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return toml_values(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def toml_values(data: bytes, path: Path) -> dict[str, object]:
+    """Return what stands in a TOML file as plain values.
+
+    Raises:
+        ConfigError: If it is not TOML; names the file.
+    """
+    try:
+        return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 

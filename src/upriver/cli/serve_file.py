@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from upriver.cli.config import load_toml, parse, read_toml
+from upriver.cli.config import load_toml, parse, toml_values
 from upriver.errors import ConfigError
+from upriver.secret_files import check_secret, read_secret, read_token_file
 
 if TYPE_CHECKING:
     from upriver.protocol import Caps
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
 """Options of a store that open it: what a file or the environment may hold."""
+
+SECRETS = ("secret_access_key", "session_token")
+"""Those of them that nobody else may know."""
 
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
 """Where the one token may stand, in place of a file."""
@@ -164,7 +168,7 @@ def load(path: Path) -> dict[str, Any]:
     """A file as plain values, with its paths made absolute: those are relative to its folder.
 
     Raises:
-        ConfigError: If the file cannot be read or is not TOML.
+        ConfigError: If the file cannot be read, is not TOML, or holds credentials and is open to others.
     """
     document: dict[str, Any] = dict(load_toml(path))
     folder = path.absolute().parent
@@ -174,6 +178,7 @@ def load(path: Path) -> dict[str, Any]:
         _locate(store, ("credentials_file",), folder)
     for options in _tables({number: store.get("options") for number, store in enumerate(stores)}):
         _locate(options, ("ca_file",), folder)
+        check_options(options, path)
     for tenant in tenants:
         _locate(tenant, ("token_file",), folder)
     for tls in _tables({"tls": document.get("tls")}):
@@ -253,23 +258,18 @@ def size(name: str, value: Size) -> int:
     return int(float(number) * (_BINARY_UNITS[binary] if binary else _UNITS[decimal]))
 
 
-def read_token_file(path: Path) -> str:
-    """The token in a file.
+def check_options(options: Mapping[str, object], path: Path) -> None:
+    """Check that a file that holds a store's keys is not open to others.
+
+    Args:
+        options: Of the store.
+        path: Of the file.
 
     Raises:
-        ConfigError: If it cannot be read, or holds none.
+        ConfigError: If it is.
     """
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"the token file {path} is not text") from None
-    if not token:
-        raise ConfigError(f"the token file {path} is empty")
-    if not re.fullmatch(r"[!-~]+", token):
-        raise ConfigError(f"a token has visible ASCII characters and no spaces; the one in {path} has others")
-    return token
+    if any(name in options for name in SECRETS):
+        check_secret(path, "the configuration with a store's keys")
 
 
 def _tables(value: object) -> list[dict[str, Any]]:
@@ -328,28 +328,18 @@ class _Credentials(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def _read_credentials(path: Path) -> dict[str, str]:
-    """What a file holds that nobody but its owner may read."""
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise ConfigError(f"cannot read the credentials file {path}: {error.strerror}") from None
-    if mode & 0o077:
-        raise ConfigError(
-            f"the credentials file {path} is open to others (mode {mode & 0o777:03o}); say chmod 600 {path}"
-        )
-    found = _read_json(path) if path.suffix == ".json" else read_toml(path, _Credentials)
+    data = read_secret(path, "the credentials file")
+    values = _json(data, path) if path.suffix == ".json" else toml_values(data, path)
+    found = parse(values, _Credentials, where=str(path))
     said = {name: getattr(found, name) for name in CREDENTIALS}
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _read_json(path: Path) -> _Credentials:
+def _json(data: bytes, path: Path) -> object:
     try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        return json.loads(data)
     except (ValueError, RecursionError):  # what it says of the place may repeat what stands there
         raise ConfigError(f"{path} is not JSON") from None
-    return parse(values, _Credentials, where=str(path))
 
 
 def _tenant(name: str, found: TenantSection) -> Tenant:

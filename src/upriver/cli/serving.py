@@ -17,9 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from upriver.cli import serve_file
-from upriver.cli.serve_file import TOKEN_VARIABLE, Checked, read_token_file
+from upriver.cli.serve_file import SECRETS, TOKEN_VARIABLE, Checked
 from upriver.errors import ConfigError
 from upriver.imports import uncollected
+from upriver.secret_files import read_token_file
 
 log = logging.getLogger("upriver")
 
@@ -91,9 +92,7 @@ def serve_here(settings: Mapping[str, Any], token: str | None) -> None:
 def _secrets(token: str | None, settings: Mapping[str, Any]) -> list[str]:
     """What must stand in no log, in whatever words: the token, and what opens the stores."""
     stores = [store for store in settings["stores"].values() if isinstance(store, serve_file.StoreAt)]
-    keys = [
-        store.options.get(name, "") for store in stores for name in ("secret_access_key", "session_token")
-    ]
+    keys = [store.options.get(name, "") for store in stores for name in SECRETS]
     return [secret for secret in (token, *keys) if secret]
 
 
@@ -173,6 +172,6 @@ def read_token(path: Path | None) -> str | None:
     """The token of a file, else of the environment, else none.
 
     Raises:
-        ConfigError: If the file cannot be read or is empty.
+        ConfigError: If the file cannot be read, is open to others or is empty.
     """
     return os.environ.get(TOKEN_VARIABLE) or None if path is None else read_token_file(path)

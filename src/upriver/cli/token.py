@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from upriver.cli.common import DebugOption, JsonOption, emit, print_fields
-from upriver.cli.serve_file import read_token_file
 from upriver.errors import ConfigError
+from upriver.secret_files import read_token_file
 
 TOKEN_BYTES = 32
 """Of chance in a token: 256 bits, as many as its hash has."""

@@ -16,6 +16,7 @@ from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields
 from upriver.cli.config import read_toml
 from upriver.cli.index import note_left_out
 from upriver.cli.options import check_module, fill
+from upriver.cli.serve_file import check_options
 from upriver.cli.stages import input_stages
 from upriver.errors import ConfigError, UpriverError
 
@@ -123,6 +124,7 @@ def train(
 ) -> None:
     """Fine-tune from a TOML file; run again after an interruption, it goes on where it stopped."""
     settings = _checked(read_toml(config, TrainFile), on_bad_sample)
+    check_options(settings.store_options, config)
     output = Path(settings.output)
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"the directory of output {settings.output!r} does not exist")

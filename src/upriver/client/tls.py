@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import ssl
+from pathlib import Path
 
 from upriver.errors import ConfigError
+from upriver.secret_files import check_secret
 from upriver.text import printable, said
 
 FilePath = str | os.PathLike[str]
@@ -23,7 +25,8 @@ def client_context(
         key: The certificate's private key, in PEM and without a password.
 
     Raises:
-        ConfigError: If a file cannot be read or is not what it should be, or certificate or key is missing.
+        ConfigError: If a file cannot be read or is not what it should be, the key is open to others, or
+            certificate or key is missing.
     """
     authorities, shown, private = _path("ca", ca), _path("certificate", certificate), _path("key", key)
     if (shown is None) != (private is None):
@@ -68,6 +71,7 @@ def _show(context: ssl.SSLContext, certificate: str, key: str) -> None:
         raise ConfigError(
             f"cannot read the certificate {certificate} or its key {key}: {error.strerror}"
         ) from None
+    check_secret(Path(key), "the private key")
 
 
 def _why(error: ssl.SSLError) -> str:

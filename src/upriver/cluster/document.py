@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from upriver.errors import ConfigError
+from upriver.secret_files import read_token_file
 
 SECRET_OPTIONS = ("access_key_id", "secret_access_key", "session_token")
 """Of stores: what must not travel."""
@@ -45,7 +46,7 @@ def portable(document: Mapping[str, object], *, token: str | None = None) -> dic
     found = {key: value for key, value in document.items() if key not in OF_THE_CLUSTER}
     tenants = {name: _hashed(name, tenant) for name, tenant in _table(document, "tenants").items()}
     if token is None and (path := document.get("token_file")) is not None:
-        token = _read_token(str(path))
+        token = read_token_file(Path(str(path)))
     if token is not None and tenants:
         raise ConfigError("a server has either one token or tenants, got both")
     if token is not None:
@@ -212,14 +213,4 @@ def _hashed(name: str, tenant: object) -> object:
     if not isinstance(hashes, list | tuple):
         raise ConfigError(f"token_hashes of tenant {name!r} must be a list, got {hashes!r}")
     rest = {key: value for key, value in tenant.items() if key not in ("token_file", "token_hashes")}
-    return {**rest, "token_hashes": [*hashes, token_hash(_read_token(str(tenant["token_file"])))]}
-
-
-def _read_token(path: str) -> str:
-    try:
-        token = Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
-    if not token:
-        raise ConfigError(f"the token file {path} is empty")
-    return token
+    return {**rest, "token_hashes": [*hashes, token_hash(read_token_file(Path(str(tenant["token_file"]))))]}

@@ -332,9 +332,7 @@ def _what(asked: Asked) -> Serves:
         return Serves(stores={store.name: store.uri})
     assert isinstance(asked, ByName)
     names = (asked.name, asked.collate)
-    return Serves(
-        allow=sorted({name.partition(":")[0] for name in names if name is not None and name != BY_DEFAULT})
-    )
+    return Serves(allow=sorted({name for name in names if name is not None and name != BY_DEFAULT}))
 
 
 def _started(fleet: Fleet, count: int) -> Future[Sequence[str]]:

@@ -25,6 +25,8 @@ from upriver.program.devices import generators_kept
 _WORD = 2**32
 _WORDS = "<u4"
 """As words travel."""
+_NUMBER_OF_WORDS = 624
+"""Of a Mersenne Twister."""
 
 
 def seed_generators(draw: Draw) -> None:
@@ -89,8 +91,13 @@ class Generators:
             version, words, gauss = moved["python"]
             random.setstate((version, tuple(np.frombuffer(words, dtype=_WORDS).tolist()), gauss))
         if "numpy" in moved:
-            name, key, *rest = moved["numpy"]
-            numpy_random.set_state((name, np.frombuffer(key, dtype=_WORDS), *rest))
+            name, key, position, *rest = moved["numpy"]
+            # NumPy does not look (2.3): beyond its words it would draw from other memory of this process.
+            if type(position) is not int or not 0 <= position <= _NUMBER_OF_WORDS:
+                raise ValueError(
+                    f"NumPy's generator stands at a word in 0..{_NUMBER_OF_WORDS}, got {position!r:.80}"
+                )
+            numpy_random.set_state((name, np.frombuffer(key, dtype=_WORDS), position, *rest))
         if "torch" in moved:
             # A copy, as PyTorch reads from where a tensor's storage begins (2.13), whatever is there.
             torch.default_generator.set_state(moved["torch"].clone())

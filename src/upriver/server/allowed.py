@@ -1,19 +1,24 @@
-"""Which code of this machine's own clients may have run: by name, before anything is imported.
+"""Code of this machine that clients may run: chosen by name, and by where it is defined.
 
-The operator names packages, modules (``my_package.data``, with what lies beneath) and single callables
-(``my_package.data:birds``). What a package allows is its own: a callable that it has imported from another
-one (``from subprocess import run``) needs to be named by itself.
+The operator names packages, modules (``my_package.data``, with all modules beneath) and single callables
+(``my_package.data:birds``). A name is compared with these before anything is imported. What a name leads to
+is then looked up without running code, and must be a class or function that the source of an allowed module
+defines. Any other object (imported, an instance, a `functools.partial`) is allowed only by its full name.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import re
-from collections.abc import Sequence
+import symtable
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 from upriver.errors import ConfigError, Forbidden
 from upriver.protocol import BY_DEFAULT, CodeRef
@@ -22,6 +27,9 @@ from upriver.text import printable
 _PART = "[A-Za-z][A-Za-z0-9_]*"
 _PATH = rf"{_PART}(?:\.{_PART})*"
 _NAME = re.compile(rf"{_PATH}(?::{_PATH})?", re.ASCII)
+
+_CACHED = type(functools.lru_cache(lambda: None))
+"""What `functools.lru_cache` makes of a function; it lets nobody override how its attributes are read."""
 
 
 def require_allow(allow: Sequence[str]) -> None:
@@ -60,27 +68,58 @@ def check_code(code: CodeRef, allow: Sequence[str]) -> None:
         _check_name(name, allow)
 
 
-def check_found(name: str, steps: Sequence[object], allow: Sequence[str]) -> None:
-    """Whether a name that is allowed leads to what may be run.
+def look_up(module: ModuleType, name: str, allow: Sequence[str]) -> list[Any]:
+    """Return what each part of a name behind its colon leads to, the callable last.
+
+    Only a name that is allowed in full is looked up as Python does. For others no ``__getattr__``, descriptor
+    or metaclass is asked, and the list ends early where nothing else could tell.
 
     Args:
+        module: Imported by the part before the colon.
         name: ``package.module:callable``.
-        steps: What each part of the name behind the colon leads to, the callable last.
         allow: The operator's.
 
     Raises:
-        Forbidden: If it goes through a module that was imported there, or another package's code was meant to
-            be allowed along with that one.
+        AttributeError: If there is no such attribute.
     """
-    module = next((step for step in steps if isinstance(step, ModuleType)), None)
+    steps, owner = list[Any](), module
+    for part in name.partition(":")[2].split("."):
+        if name in allow:
+            owner = getattr(owner, part)
+        elif _is_a(owner, type) or _is_a(owner, ModuleType):
+            owner = _attribute(owner, part)
+        else:
+            break
+        steps.append(owner)
+    return steps
+
+
+def check_found(name: str, steps: Sequence[Any], allow: Sequence[str]) -> None:
+    """Check that a name that is allowed leads to what may be run.
+
+    Args:
+        name: ``package.module:callable``.
+        steps: By `look_up`.
+        allow: The operator's.
+
+    Raises:
+        Forbidden: If it goes through a module that was imported there, or leads to anything but a class or
+            function that an allowed module defines.
+    """
+    module = next((step for step in steps if _is_a(step, ModuleType)), None)
     if module is not None:
-        raise Forbidden(f"{name} goes through module {module.__name__}, which is to be named itself")
-    found = steps[-1]
-    if name in allow or not (inspect.isclass(found) or inspect.isroutine(found)):
+        other = _said(_namespace(module).get("__name__"))
+        raise Forbidden(f"{name} goes through module {other}, which is to be named itself")
+    if name in allow:
         return
-    home = getattr(found, "__module__", None) or "somewhere else"
-    if _package(str(home)) != _package(name):
-        raise Forbidden(f"{name} comes from {home}: it is allowed only where it is named in full")
+    foreign = [step for step in steps if not _is_own(step, allow)]
+    if len(steps) <= name.partition(":")[2].count("."):  # an object is on the way, or stands for the module
+        foreign = [*foreign, *steps[-1:], None]
+    if foreign:
+        raise Forbidden(
+            f"{name} {_origin(foreign[0])}: to allow a module opens the classes and functions its source "
+            f"defines; any other object is allowed only where it is named in full, --allow {name}"
+        )
 
 
 def _check_name(name: str, allow: Sequence[str]) -> None:
@@ -101,5 +140,151 @@ def _covers(allowed: str, name: str) -> bool:
     return f"{name.partition(':')[0]}.".startswith(f"{allowed}.")
 
 
-def _package(name: str) -> str:
-    return re.split(r"[.:]", name)[0]
+def _covered(module: str, allow: Sequence[str]) -> bool:
+    return any(":" not in each and f"{module}.".startswith(f"{each}.") for each in allow)
+
+
+# ------------------------------------------------------------------- objects, looked at without their help
+
+
+def _is_a(value: object, kind: type) -> bool:
+    """Return whether an object is of a kind; `isinstance` would ask the object for its ``__class__``."""
+    return issubclass(type(value), kind)
+
+
+def _namespace(owner: Any) -> Mapping[str, Any]:
+    kind: Any = type if _is_a(owner, type) else ModuleType
+    found: Mapping[str, Any] = kind.__dict__["__dict__"].__get__(owner)
+    return found
+
+
+def _qualname(kind: type) -> str:
+    return str(type.__dict__["__qualname__"].__get__(kind))
+
+
+def _bases(kind: type) -> tuple[type, ...]:
+    found: tuple[type, ...] = type.__dict__["__mro__"].__get__(kind)
+    return found
+
+
+def _attribute(owner: Any, part: str) -> Any:
+    """Return an attribute of a class or module, with methods of classes bound as Python binds them."""
+    places = _bases(owner) if _is_a(owner, type) else (owner,)
+    for place in places:
+        if part in (names := _namespace(place)):
+            found = names[part]
+            break
+    else:
+        what = f"type object {_qualname(owner)!r}" if _is_a(owner, type) else "module"
+        raise AttributeError(f"{what} has no attribute {part!r} of its own")
+    if _is_a(owner, type) and type(found) in (staticmethod, classmethod) and callable(found.__func__):
+        return MethodType(found.__func__, owner) if type(found) is classmethod else found.__func__
+    return found
+
+
+# -------------------------------------------------------------------------------- where something is defined
+
+
+def _is_own(found: Any, allow: Sequence[str]) -> bool:
+    """Return whether the source of an allowed module defines a class, a function or a class method.
+
+    What an object says of itself (``__module__``, ``__wrapped__``) only tells where to look: forged by
+    `functools.wraps` or by hand it does not lead back to the object.
+    """
+    if type(found) is MethodType:
+        owner = found.__self__
+        return _is_a(owner, type) and _is_own(owner, allow) and _is_own(found.__func__, allow)
+    if _is_a(found, type):
+        home, path = _namespace(found).get("__module__"), _qualname(found)
+        return (
+            type(home) is str
+            and _covered(home, allow)
+            and _at(home, path) is found
+            and _has_class(home, path)
+        )
+    home = _home(found)
+    if home is not None and _covered(home, allow):
+        return True
+    for inner in _wrapped(found):  # by the decorators of a function that is defined there
+        home = _home(inner)
+        if home is not None and _covered(home, allow) and _at(home, inner.__code__.co_qualname) is found:
+            return True
+    return False
+
+
+def _home(function: Any) -> str | None:
+    """Return the module whose source holds a function's code and whose names that code sees; None if none."""
+    if type(function) is not FunctionType:
+        return None
+    name = dict.get(function.__globals__, "__name__")
+    module = sys.modules.get(name) if type(name) is str else None
+    if not _is_a(module, ModuleType) or _namespace(module) is not function.__globals__:
+        return None
+    return name if dict.get(function.__globals__, "__file__") == function.__code__.co_filename else None
+
+
+def _wrapped(found: Any) -> Iterator[Any]:
+    """Give the functions that a decorated one says to stand for, from the outermost to the innermost."""
+    seen = set[int]()
+    while type(found) in (FunctionType, _CACHED) and id(found) not in seen:
+        seen.add(id(found))
+        found = found.__dict__.get("__wrapped__")
+        yield found
+
+
+def _at(home: str, path: str) -> Any:
+    """Return what a module of this process has by a name; None where there is nothing."""
+    found: Any = sys.modules.get(home)
+    for part in path.split("."):
+        if not _is_a(found, type) and not _is_a(found, ModuleType):
+            return None
+        try:
+            found = _attribute(found, part)
+        except AttributeError:
+            return None
+    return found.__func__ if type(found) is MethodType else found
+
+
+def _has_class(home: str, path: str) -> bool:
+    """Return whether a class statement of a module's source binds a name, and no import does."""
+    tables = [table] if (table := _symbols(home)) is not None else []
+    for part in path.split("."):
+        found = [table.lookup(part) for table in tables if part in table.get_identifiers()]
+        if any(symbol.is_imported() for symbol in found):
+            return False
+        tables = [inner for symbol in found for inner in _class_bodies(symbol)]
+    return bool(tables)
+
+
+def _class_bodies(symbol: symtable.Symbol) -> Iterator[symtable.SymbolTable]:
+    for table in symbol.get_namespaces():
+        if table.get_type() == "class":
+            yield table
+        elif table.get_type() != "function":  # parameters of a generic class have a scope of their own
+            yield from (inner for inner in table.get_children() if inner.get_type() == "class")
+
+
+def _symbols(home: str) -> symtable.SymbolTable | None:
+    """Return the names of a module's source; None where there is no source."""
+    with suppress(Exception):  # of import systems, which are anybody's
+        loader = _namespace(sys.modules[home])["__loader__"]
+        source = loader.get_source(home)
+        return None if source is None else symtable.symtable(source, home, "exec")
+    return None
+
+
+def _origin(found: Any) -> str:
+    """Say where an object comes from, as far as it can be told without its help."""
+    if _is_a(found, type):
+        return f"is a class that says to come from {_said(_namespace(found).get('__module__'))}"
+    if type(found) is MethodType:
+        return f"is a method, which {_origin(found.__func__)}"
+    if type(found) is FunctionType:
+        return f"comes from {_said(dict.get(found.__globals__, '__name__'))}"
+    if type(found) is BuiltinFunctionType:
+        return f"comes from {_said(found.__module__)}"
+    return f"is an object of type {_qualname(type(found))}"
+
+
+def _said(module: object) -> str:
+    return printable(module, 80) if type(module) is str else "somewhere else"

@@ -25,7 +25,7 @@ from upriver.pipeline.mapstyle import DONE, MapStyle
 from upriver.protocol import BY_DEFAULT, TRACE_CHARS
 from upriver.protocol.tree import flatten
 from upriver.server import logs
-from upriver.server.allowed import check_found
+from upriver.server.allowed import check_found, look_up
 from upriver.server.jobs import RunCode
 from upriver.server.output import STDERR
 from upriver.text import error_text, last_lines, said
@@ -57,6 +57,7 @@ class Code:
 
     def __init__(self, allow: Sequence[str]) -> None:
         self._allow = allow
+        self._callables: dict[str, Callable[..., Any]] = {}
         self._datasets: OrderedDict[tuple[str, bytes], Any] = OrderedDict()
 
     def make(self, run: RunCode, raws: Sequence[Any] | None) -> Any:
@@ -99,17 +100,19 @@ class Code:
         return default_collate if run.collate == BY_DEFAULT else self._found(run.collate, run)
 
     def _found(self, name: str, run: RunCode) -> Callable[..., Any]:
+        if name in self._callables:
+            return self._callables[name]
         module, _, path = name.partition(":")
         with _told(f"{module} cannot be imported", run):
-            steps: list[Any] = [importlib.import_module(module)]
+            imported = importlib.import_module(module)
         with _told(f"there is no {name} here", run):
-            for part in path.split("."):
-                steps.append(getattr(steps[-1], part))
-        check_found(name, steps[1:], self._allow)
-        found: Callable[..., Any] = steps[-1]
-        if not callable(found):
-            raise CodeFailed(f"{name} must be callable, got {type(found).__name__}")
-        return found
+            steps = look_up(imported, name, self._allow)
+        whole = len(steps) == len(path.split("."))  # and not one that leads through an object
+        if whole and not callable(steps[-1]):
+            raise CodeFailed(f"{name} must be callable, got {type(steps[-1]).__name__}")
+        check_found(name, steps, self._allow)
+        self._callables[name] = steps[-1]
+        return self._callables[name]
 
 
 def take_apart(run: RunCode, made: Any, *, most_tensors: int) -> MicroBatch:

@@ -12,6 +12,7 @@ import logging
 import ssl
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from uvicorn.config import Config
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from upriver.errors import ConfigError
+from upriver.secret_files import check_secret
 from upriver.server.config import ServerConfig
 from upriver.server.http import Held, HttpLimits, bounded_http, make_room
 
@@ -32,7 +34,7 @@ def server_context(config: ServerConfig) -> ssl.SSLContext | None:
     """What HTTPS is served with: TLS 1.2 or later; None where the operator gave no certificate.
 
     Raises:
-        ConfigError: If a file cannot be read, or is not what it should be.
+        ConfigError: If a file cannot be read, is not what it should be, or is a key that is open to others.
     """
     if config.tls_certificate is None:
         return None
@@ -161,6 +163,7 @@ def _load_certificate(context: ssl.SSLContext, certificate: str, key: str | None
         raise ConfigError(
             f"cannot read the certificate {certificate} or its key {key or certificate}: {error.strerror}"
         ) from None
+    check_secret(Path(key or certificate), "the private key")
 
 
 def _load_authorities(context: ssl.SSLContext, path: str) -> None:
