@@ -257,6 +257,35 @@ def test_evaluating_takes_the_samples_in_order_and_trains_nothing(tmp_path: Path
     assert first == pytest.approx(float(wanted))
 
 
+class Set(nn.Module):
+    """Reads a setting that is absent at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = frozen_small()
+        self.small.dropout.p = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(x * 2 if getattr(self, "doubled", False) else x)
+
+
+def test_an_attribute_that_comes_to_the_same_under_a_job_is_no_error_and_another_is_named(
+    tmp_path: Path,
+) -> None:
+    model: Any = Set()
+    with upriver.connect().finetune(
+        model, photos(tmp_path, 24), batch_size=8, micro_batch=MICRO, policy="nosplit"
+    ) as job:
+        steps = iter(job)
+        features, _ = next(steps)
+        answer = job(features)
+        model.doubled = False
+        assert torch.equal(job(features), answer)
+        model.doubled = True
+        with pytest.raises(FrozenChanged, match=r"'doubled' of the model \(was absent, is True\)"):
+            job(features)
+
+
 def test_frozen_parameters_that_change_under_a_job_are_an_error(tmp_path: Path) -> None:
     data = photos(tmp_path, 24)
     model = frozen_small()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from upriver.errors import FrozenChanged
+from upriver.program.attributes import Attributes
 from upriver.program.freeze import freeze_to, keep_in_eval
 from upriver.program.guard import FrozenGuard
 from upriver.program.split import Split, split
@@ -72,14 +73,27 @@ def cut() -> tuple[Net, Split]:
     return model, parts
 
 
-def guarded(model: Net, parts: Split) -> FrozenGuard:
+def guarded(model: nn.Module, parts: Split, *, asked: list[bool] | None = None) -> FrozenGuard:
+    """A guard as a job has it.
+
+    Args:
+        asked: What splitting the model anew has told.
+    """
     assert parts.program is not None
+
+    def again(hooked: bool) -> Attributes | None:
+        read = parts.still_so(split(model, torch.randn(4, 8)), hooked=hooked)
+        if asked is not None:
+            asked.append(read is not None)
+        return read
+
     return FrozenGuard(
         model,
         parts.prefix_units,
         also=[weight.key for weight in parts.program.graph.weights],
         skipped=parts.skipped,
         attributes=parts.attributes,
+        again=again,
     )
 
 
@@ -203,6 +217,137 @@ def test_guard_what_changes_in_the_tail_is_no_change_and_counts_at_once(
         with no_fast_path():
             assert torch.equal(answer, model(x))
     guard.check_values()
+
+
+class Settings:
+    """Absent ones stand for their defaults."""
+
+    bound = False
+
+
+class Checkpointing(nn.Module):
+    """Reads settings as models of transformers do."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.inner, self.gradient_checkpointing = config, nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if getattr(self.config, "use_cache", False):
+            x = x * 2
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.inner, x)
+        top = getattr(self.config, "top", 99.0) if self.config.bound else 99.0
+        return self.inner(x).clamp(max=top)
+
+
+def checkpointing() -> tuple[nn.Module, Split]:
+    torch.manual_seed(0)
+    config = Settings()
+    layers = [Checkpointing(config), nn.ReLU(), Checkpointing(config), nn.Linear(8, 3)]
+    model = nn.Sequential(*layers).train()
+    freeze_to(model, "0")
+    return model, split(model, torch.randn(4, 8))
+
+
+def checkpoint(layer: Any, *, reentrant: bool = False) -> None:
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = functools.partial(
+        torch.utils.checkpoint.checkpoint, use_reentrant=reentrant
+    )
+
+
+SAME: dict[str, Callable[[Any], object]] = {
+    "a setting that was absent": lambda m: setattr(m[0].config, "use_cache", False),
+    "checkpointing of the frozen layer": lambda m: checkpoint(m[0]),
+    "checkpointing everywhere": lambda m: (checkpoint(m[0]), checkpoint(m[2])),
+    "a setting of its class": lambda m: setattr(m[0].config, "bound", True),
+    "another value of the same meaning": lambda m: setattr(m[0], "gradient_checkpointing", 0),
+}
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_guard_what_comes_to_the_same_is_no_change(change: str) -> None:
+    model, parts = checkpointing()
+    x, asked = torch.randn(4, 8), list[bool]()
+    assert parts.boundary == "0" and parts.program is not None
+    guard = guarded(model, parts, asked=asked)
+    features = parts.program.run((x,), 0, parts.freeze)[0]
+    SAME[change](model)
+    for _ in range(2):
+        guard.check_versions()
+        ours, whole = parts.tail(features), model(x)
+        assert torch.equal(ours, whole)
+        for one, other in zip(*(gradients(model, answer) for answer in (ours, whole)), strict=True):
+            assert torch.equal(one, other)
+    assert asked == [True]  # and not with every step
+
+
+def gradients(model: nn.Module, answer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(answer.square().sum(), [p for p in model.parameters() if p.requires_grad])
+
+
+def test_guard_a_setting_that_comes_and_goes_is_looked_at_once_each() -> None:
+    model, parts = checkpointing()
+    asked: list[bool] = []
+    guard = guarded(model, parts, asked=asked)
+    config: Any = model[0].config
+    for _ in range(3):
+        config.use_cache = True
+        with pytest.raises(
+            FrozenChanged, match=r"'use_cache' of .* \(was absent, is True\), which the frozen"
+        ):
+            guard.check_versions()
+        config.use_cache = False
+        guard.check_versions()
+        del config.use_cache
+        guard.check_versions()
+    assert asked == [False, True]
+
+
+def test_guard_what_is_read_only_with_new_settings_counts_once_they_are_there() -> None:
+    model, parts = checkpointing()
+    config: Any = model[0].config
+    guard = guarded(model, parts)
+    config.top = 0.1
+    guard.check_versions()  # nobody reads it
+    config.top = 99.0
+    config.bound = True
+    guard.check_versions()
+    config.top = 98.0  # no random input comes near
+    with pytest.raises(FrozenChanged, match=r"'top' of class Settings.*\(was 99.0, is 98.0\)"):
+        guard.check_versions()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_guard_a_hook_that_asks_for_a_gradient_gives_one_as_in_the_whole_model(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), Checkpointing(Settings()), nn.Linear(8, 3)]
+    model, x = nn.Sequential(*layers).train(), torch.randn(4, 8)
+    freeze_to(model, "1")
+    checkpoint(model[2], reentrant=reentrant)  # which gives no gradient where its input asks for none
+    parts = split(model, torch.randn(4, 8))
+    assert parts.program is not None and parts.boundary == "1"
+    guard, features = guarded(model, parts), parts.program.run((x,), 0, parts.freeze)[0]
+
+    def gradients(answer: torch.Tensor) -> list[list[float] | None]:
+        model.zero_grad()
+        answer.square().sum().backward()
+        return [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+
+    for hooked in (False, True, False):
+        if hooked:
+            hook = model[0].register_forward_hook(make_inputs_require_grads)
+        guard.check_versions()
+        assert gradients(parts.tail(features)) == gradients(model(x))
+        if hooked:
+            hook.remove()
+
+
+def make_inputs_require_grads(_module: nn.Module, _args: Any, result: torch.Tensor) -> None:
+    """Ask for a gradient, as the hook of this name in transformers does."""
+    result.requires_grad_(True)
 
 
 class Wrapping(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +28,9 @@ from upriver.client.tls import FilePath, client_context
 from upriver.client.transport import ServerClient
 from upriver.client.wrapping import TailRunner, Wrapped, shard_of, uncompiled, unwrap
 from upriver.engine.engine import OnBadSample
-from upriver.errors import ConfigError, DatasetError
+from upriver.errors import ConfigError, DatasetError, UpriverError
 from upriver.pipeline import Dataset
+from upriver.program.attributes import Attributes
 from upriver.program.split import Split, split
 from upriver.types import DEFAULT_MICRO_BATCH, require_type
 
@@ -259,14 +261,20 @@ class Near:
             parts = split_for(options)
             planner = planner_for(parts, options)
             best = replace(options, micro_batch=planner.best_size()) if options.chosen else options
-            if best != options and (again := split_for(best)).program is not None:
+            if best != options and (other := split_for(best)).program is not None:
                 tell(f"going on with micro-batches of {best.micro_batch}")
                 planner.close()
-                options, parts = best, again
+                options, parts = best, other
                 planner = planner_for(parts, options)
             run = TailRunner(parts.tail, wrapped, compile_options=choices.compile_options)
             plan, pool = planner.plan()
         self.measured = planner.measured
+
+        def again(hooked: bool) -> Attributes | None:
+            with uncompiled(model), contextlib.suppress(UpriverError):
+                return parts.still_so(split_for(options), hooked=hooked)
+            return None
+
         following = None
         if self._directory is not None and pool is not None:
             following = Following(self._directory, pool, self._client, urls=pool.urls)
@@ -288,6 +296,7 @@ class Near:
             notes=planner.notes,
             larger=planner.offers,
             following=following,
+            again=again,
         )
 
     def servers(self, dataset: Dataset) -> list[ServerClient]:

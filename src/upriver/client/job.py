@@ -40,6 +40,7 @@ from upriver.client.wrapping import TailRunner
 from upriver.engine.fingerprint import flags, here
 from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
 from upriver.pipeline import Dataset
+from upriver.program.attributes import Attributes
 from upriver.program.freeze import InEval
 from upriver.program.guard import FrozenGuard
 from upriver.program.split import Split
@@ -85,6 +86,7 @@ class FinetuneJob:
         notes: Sequence[str] = (),
         larger: Callable[[], Sequence[Larger]] = lambda: (),
         following: Following | None = None,
+        again: Callable[[bool], Attributes | None] = lambda hooked: None,
     ) -> None:
         """Made by ``finetune``.
 
@@ -93,6 +95,8 @@ class FinetuneJob:
             closed: Called when the job is closed.
             larger: Sizes at which servers may run several micro-batches at once.
             following: Has servers come and go while the job runs.
+            again: Gives what the model reads now, if it would be split the same; else None. It is told
+                whether hooks changed.
         """
         self._replanner, self._notes = replanner, notes
         self._switches: list[Switch] = []
@@ -126,6 +130,7 @@ class FinetuneJob:
             also=[weight.key for weight in weights],
             skipped=split.skipped,
             attributes=split.attributes,
+            again=again,
         )
         self._keep_in_eval = InEval(model, split.in_eval)
         self._epoch = 0

@@ -57,22 +57,53 @@ class Attributes:
         self, modules: Sequence[tuple[nn.Module, str, frozenset[str]]], kinds: Mapping[type, frozenset[str]]
     ) -> None:
         self._modules, self._kinds = modules, kinds
-        self._seen = _Look(modules, kinds)
+        self._first = self._seen = _Look(modules, kinds)
+        self._judged: list[tuple[_Look, bool]] = []
 
     @property
     def changed(self) -> str:
         """The first that has another value now, in words; empty if there is none."""
+        return self.changed_for(lambda _what: None)
+
+    def changed_for(self, again: Callable[[str], Attributes | None]) -> str:
+        """Likewise, but for values that come to the same.
+
+        Args:
+            again: Gives what the forward reads with the values that are there, if they come to the same. It
+                is told what changed, and asked once for all values that are there together.
+        """
         if self._seen.lasts:
             return ""
         now = _Look(self._modules, self._kinds)
-        for place, name in self._seen.differs(now):
-            return f"attribute {name!r} of {place}"
+        found = self._first.differs_in_words(now)
+        known = [same for look, same in self._judged if not look.differs_in_words(now)] if found else [True]
+        if not known:
+            read = again(found)
+            known.append(read is not None)
+            self._judged.append((now, known[0]))
+            if read is not None and not read._is_part_of(self):
+                self._take(self.joined(read))
+                return ""
+        if not known[0]:
+            return found
         self._seen = now
         return ""
 
+    def _is_part_of(self, other: Attributes) -> bool:
+        """Whether another one looks at all that this one looks at."""
+        there = {id(module): names for module, _, names in other._modules}
+        modules = all(names <= there.get(id(module), frozenset()) for module, _, names in self._modules)
+        return modules and all(
+            names <= other._kinds.get(kind, frozenset()) for kind, names in self._kinds.items()
+        )
+
+    def _take(self, other: Attributes) -> None:
+        self._modules, self._kinds = other._modules, other._kinds
+        self._first, self._seen, self._judged = other._first, other._seen, []
+
     def moved(self) -> frozenset[tuple[str, str]]:
         """Whose attributes, and which, have other values now."""
-        return frozenset(self._seen.differs(_Look(self._modules, self._kinds)))
+        return frozenset(self._first.differs(_Look(self._modules, self._kinds)))
 
     def joined(self, other: Attributes | None) -> Attributes:
         """Those of both, as they are now."""
@@ -193,9 +224,20 @@ class _Look:
         # What a class holds counts where an object has no value of its own; that is compared for the object.
         of_classes = self._of_classes | other._of_classes
         alone = of_classes - (mine.keys() & others.keys())
-        for key in sorted(dict.fromkeys((*mine, *others)), key=lambda key: key not in of_classes):
+        order = sorted(
+            dict.fromkeys((*mine, *others)), key=lambda key: (key not in of_classes, key[1] == "__dict__")
+        )
+        for key in order:
             if key not in alone and mine.get(key) != others.get(key):
                 yield key
+
+    def differs_in_words(self, other: _Look) -> str:
+        """The first of them, with both values where these are short; empty if there is none."""
+        for place, name in self.differs(other):
+            was, now = (_in_words(look._by_name().get((place, name), [])) for look in (self, other))
+            values = f" (was {was}, is {now})" if was and now and was != now else ""
+            return f"attribute {name!r} of {place}{values}"
+        return ""
 
     def _by_name(self) -> dict[tuple[str, str], list[Form]]:
         found: dict[tuple[str, str], list[Form]] = {}
@@ -316,6 +358,18 @@ class _Look:
         if not value.is_inference():  # which has no version
             self._tensors.append(value)
         return "tensor", value.dtype, value.shape, value.stride(), value.device, fold(value)
+
+
+def _in_words(forms: Sequence[Form]) -> str:
+    """A value by the form that an attribute of it has; empty for what is none of a few words."""
+    match forms:
+        case [] | [("absent",)]:
+            return "absent"
+        case [(type() as kind, value)] if kind in (bool, int, type(None)):
+            return repr(value)
+        case [(type() as kind, str() as value)] if kind in (str, float):
+            return repr(float.fromhex(value) if kind is float else value[:80])
+    return ""
 
 
 def _what(kind: type) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from upriver.program.attributes import Attributes
 from upriver.program.freeze import fold
 from upriver.program.layouts import unusual
 from upriver.program.modules import Modules
+
+log = logging.getLogger(__name__)
 
 
 class FrozenGuard:
@@ -32,6 +35,7 @@ class FrozenGuard:
         also: Iterable[str] = (),
         skipped: Iterable[str] = (),
         attributes: Attributes | None = None,
+        again: Callable[[bool], Attributes | None] = lambda hooked: None,
     ) -> None:
         """Remember the state of these frozen units.
 
@@ -40,13 +44,17 @@ class FrozenGuard:
                 are not frozen as a whole, such as a position embedding beside trained layers.
             skipped: Modules that the tail does not call.
             attributes: What was read in the frozen part.
+            again: Gives what is read now, if the model would be split the same as it is; else None. It is
+                told whether hooks changed, may take seconds, and is asked once for each set of values.
         """
         self._model = model
         self._units = list(units)
         self._also = frozenset(also)
-        self._attributes = attributes
+        self._attributes, self._again = attributes, again
         inside, around = _family(model, [*self._units, *skipped])
         self._modules = Modules(inside, around)
+        self._asking = self._modules.asking
+        self._refused: list[str] | None = None
         modules = [module for unit in self._units for module in model.get_submodule(unit).modules()]
         self._dicts = [each for module in modules for each in (module._parameters, module._buffers)]
         known = set(map(id, self._dicts))
@@ -103,9 +111,28 @@ class FrozenGuard:
         if not alike or self._now() != self._states:
             self._compare()
             self._look()
-        changed = self._modules.changed or (self._attributes.changed if self._attributes else "")
+        changed = self._modules.changed or self._asks_otherwise()
+        if not changed and self._attributes is not None:
+            changed = self._attributes.changed_for(self._read_again)
         if changed:
             raise _changed(f"{changed}, which the frozen part reads,")
+
+    def _asks_otherwise(self) -> str:
+        """Where a hook came or went that only asks for gradients, in words; empty if that changes nothing."""
+        asking = self._modules.asking
+        if asking == self._asking or self._attributes is None:  # nothing is frozen elsewhere
+            return ""
+        changed = f"a hook of {next(iter({*asking} ^ {*self._asking}), 'a module')}"
+        read = None if asking == self._refused else self._read_again(changed, hooked=True)
+        if read is None:
+            self._refused = asking
+            return changed
+        self._asking, self._attributes = asking, read.joined(self._attributes)
+        return ""
+
+    def _read_again(self, what: str, *, hooked: bool = False) -> Attributes | None:
+        log.info("%s changed: looking whether the model, split anew, comes to the same", what)
+        return self._again(hooked)
 
     def _compare(self) -> None:
         now = self._read_versions()

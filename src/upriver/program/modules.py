@@ -9,16 +9,22 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-HARMLESS = ("make_inputs_require_grads", "make_inputs_require_grad", "output_capturing_hook")
+_ASKING = ("make_inputs_require_grads", "make_inputs_require_grad")
+
+HARMLESS = (*_ASKING, "output_capturing_hook")
 """Of transformers and peft: those for activation checkpointing mark an embedding's answer as in need of a
-gradient, which changes no value and no parameter's gradient; the one that collects hidden states does nothing
-until they are asked for (and then the proof fails where skipped layers' are missing)."""
+gradient, which changes no value, but at times which parameters have one; that which collects hidden states
+does nothing until they are asked for (and then the proof fails where skipped layers' are missing)."""
 
 _GLOBAL = ("_global_forward_pre_hooks", "_global_forward_hooks")
 
 
 class Modules:
     """Submodules of some modules, and hooks: some 20 us a look for the 151 modules of a ResNet-50.
+
+    Attributes:
+        asking: Where hooks stand that ask for a gradient, as of the last look. They change no value, but
+            may decide which parameters have a gradient.
 
     Args:
         modules: Modules by path, of which all submodules and hooks count.
@@ -56,6 +62,9 @@ class Modules:
         self._seen = self._now()
         self._were = self._have()  # none that comes later has the identity of one of them
         self._had = [dict(hooks) for _, hooks in self._hooks]
+        self.asking = [
+            place for place, hooks in self._hooks for hook in hooks.values() if _name(hook) in _ASKING
+        ]
 
     def _now(self) -> tuple[list[int], list[int], list[int]]:
         """Identities of modules, and numbers of hooks, of which torch gives each once."""
@@ -89,4 +98,8 @@ def _named(path: str) -> str:
 def _counts(hook: Any) -> bool:
     """Whether a hook may change what a module gives; ours that watch a pass do not."""
     ours = getattr(hook, "__module__", "").startswith("upriver.")
-    return not ours and getattr(hook, "__name__", "") not in HARMLESS
+    return not ours and _name(hook) not in HARMLESS
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__name__", ""))

@@ -126,6 +126,25 @@ class Split:
         """The freeze point: the largest cut that training allows."""
         return 0 if self.program is None else self.program.num_stages
 
+    def still_so(self, now: Split, *, hooked: bool) -> Attributes | None:
+        """What the model reads now, if a split of it as it is now comes to the same; else None.
+
+        Args:
+            now: That split.
+            hooked: Whether hooks came or went: other tensors that cross may ask for a gradient, and do so in
+                the tail from here on.
+        """
+        ours, theirs = ((each.in_eval, each.prefix_units, each.skipped) for each in (self, now))
+        if self.program is None or now.program is None or self.program.digest != now.program.digest:
+            return None
+        if ours != theirs or not (isinstance(self.tail, Tail) and isinstance(now.tail, Tail)):
+            return None
+        asks = now.tail.with_gradient
+        if not self.tail.same_as(now.tail) or not (hooked or asks == self.tail.with_gradient):
+            return None
+        self.tail.with_gradient = asks
+        return now.attributes
+
 
 def split(
     model: nn.Module,
