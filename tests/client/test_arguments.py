@@ -118,6 +118,7 @@ def test_the_largest_step_is_a_batch_or_all_that_an_epoch_has(
     num_samples: int, batch_size: int, num_ranks: int, drop_last: bool
 ) -> None:
     options = JobOptions.checked(
+        rows=range(num_samples),
         batch_size=batch_size,
         micro_batch=8,
         seed=0,
@@ -131,9 +132,9 @@ def test_the_largest_step_is_a_batch_or_all_that_an_epoch_has(
         rank=0,
         num_ranks=num_ranks,
     )
-    order = options.order(num_samples, 0)
+    order = options.order(0)
     steps = [stop - start for start, stop in map(order.step, range(order.num_steps))]
-    assert not steps or max(steps) == options.step_samples(num_samples)
+    assert not steps or max(steps) == options.step_samples
 
 
 def test_a_rank_of_very_many_has_its_part(few: Dataset) -> None:

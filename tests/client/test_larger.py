@@ -90,6 +90,7 @@ def offered_data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def options(**given: Any) -> JobOptions:
     fields: dict[str, Any] = {
+        "rows": range(50),
         "batch_size": 64,
         "micro_batch": 8,
         "seed": 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import multiprocessing
 import os
@@ -369,6 +370,36 @@ def test_a_dataset_that_exits_ends_its_process_and_loses_no_batch_before(
         assert ended(caught.value) in pids
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(loader)  # with others, which come to the same sample
+
+
+class Stopped(BaseException):
+    """No error, as with frameworks that cancel what runs."""
+
+
+def stopped(code: int) -> None:
+    raise (KeyboardInterrupt, Stopped("by hand"), asyncio.CancelledError)[code]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    ("code", "said"), list(enumerate(["KeyboardInterrupt", "Stopped: by hand", "CancelledError"]))
+)
+def test_a_sample_that_is_interrupted_ends_its_process_and_loses_no_batch_before(
+    num_workers: int, code: int, said: str
+) -> None:
+    """PyTorch loses the batch before, and raises an error of the connection."""
+    loader = DataLoader(Leaving(stopped, code), batch_size=2, num_workers=num_workers)
+    iterator = iter(loader)
+    pids = {each.pid for each in multiprocessing.active_children()}
+    assert [next(iterator).tolist() for _ in range(6)] == [[2 * at, 2 * at + 1] for at in range(6)]
+    with pytest.raises(RuntimeError, match=rf"exited unexpectedly, by {said}$") as caught:
+        next(iterator)
+    assert any(f"(pid(s) {pid})" in str(caught.value) for pid in pids)
+    batches = iter(DataLoader(Leaving(stopped, code), batch_size=2))
+    assert [next(batches).tolist() for _ in range(6)] == [[2 * at, 2 * at + 1] for at in range(6)]
+    with pytest.raises((KeyboardInterrupt, Stopped, asyncio.CancelledError)) as itself:
+        next(batches)
+    assert type(itself.value).__name__ == said.partition(":")[0]
 
 
 def test_why_a_dataset_exits_is_said() -> None:

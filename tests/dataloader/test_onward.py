@@ -18,6 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from tests.dataloader.datasets import Noisy, same
 from upriver.dataloader import DataLoader
 from upriver.dataloader.onward import Onward, Stood, Words, set_generators
 from upriver.errors import ConfigError
@@ -187,6 +188,59 @@ def test_loader_resumed_with_processes_gives_the_uninterrupted_order(kind: str, 
         if stop[1] is not None:
             after[0] = before[-1] + after[0]
         assert after == whole[stop[0] :], stop
+
+
+class Eager(Sampler[int]):
+    """Draws as soon as it is begun, which PyTorch does twice where processes start."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(COUNT).tolist())
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+PROCESSES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "each epoch": {"num_workers": 1},
+    "persistent": {"num_workers": 1, "persistent_workers": True},
+}
+
+
+def epochs_of(loader: DataLoader, count: int) -> list[Any]:
+    return [batch for _ in range(count) for batch in loader]
+
+
+@pytest.mark.parametrize("sampler", ["eager", "shuffled"])
+@pytest.mark.parametrize("before", PROCESSES)
+def test_loader_resumed_with_other_processes_gives_the_uninterrupted_samples(
+    before: str, sampler: str
+) -> None:
+    def loader(processes: str) -> DataLoader:
+        torch.manual_seed(4)
+        order: dict[str, Any] = {"sampler": Eager()} if sampler == "eager" else {"shuffle": True}
+        return DataLoader(Noisy(COUNT), batch_size=5, seed=3, **order, **PROCESSES[processes])
+
+    whole = epochs_of(loader(before), 4)
+    states = [(here := loader(before)).state_dict()]
+    for number in range(2):
+        batches = iter(here)
+        next(batches)
+        states.append(here.state_dict())
+        if number == 0:
+            list(batches)
+            states.append(here.state_dict())
+    for after in PROCESSES.keys() - {before}:
+        for at, state in zip((0, 1, 3, 4), states, strict=True):
+            there = loader(after)
+            there.load_state_dict(json.loads(json.dumps(state)))
+            found = epochs_of(there, 1)
+            told = there.state_dict()
+            assert same(found + epochs_of(there, 4 - told["epoch"]), whole[at:]), (after, at)
+            if at == 1:  # and from its own states
+                last = loader(before)
+                last.load_state_dict(told)
+                assert same(epochs_of(last, 3), whole[3:]), (after, at)
 
 
 @pytest.mark.parametrize("stop", [(0, None), (0, 2), (1, None), (1, 3)])

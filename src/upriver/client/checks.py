@@ -6,12 +6,16 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
+
+from torch.utils.data import ConcatDataset, Subset
 
 from upriver.client.connection import Address
 from upriver.client.discover import Directory, is_directory
 from upriver.errors import ConfigError
+from upriver.pipeline import Dataset
+from upriver.pipeline.subset import rows_of, whole_of
 from upriver.text import printable
 from upriver.types import require_finite, require_type
 
@@ -21,6 +25,9 @@ machines in common use have about as many cores, so a larger number is a slip.""
 
 COMPILE_OPTIONS = ("backend", "mode", "options", "fullgraph", "dynamic")
 """Of ``torch.compile``: what decides how the tail is compiled."""
+
+Indexed: TypeAlias = Dataset | Subset[Any] | ConcatDataset[Any]
+"""A dataset from `upriver.index`, or what PyTorch makes parts of one with."""
 
 _T = TypeVar("_T")
 
@@ -107,6 +114,14 @@ def _check_compile_options(options: Mapping[str, Any]) -> None:
     flag("compile_tail's fullgraph", options.get("fullgraph", False))
     if options.get("dynamic") is not None:
         flag("compile_tail's dynamic", options["dynamic"])
+
+
+def indexed(dataset: Indexed) -> tuple[Dataset, Sequence[int]]:
+    """An indexed dataset and the rows that are meant: all, or those of a part of it."""
+    whole = require_type(
+        "dataset", whole_of(dataset), Dataset, "from upriver.index(), or a torch.utils.data.Subset of one"
+    )
+    return whole, rows_of(dataset)
 
 
 def function(name: str, value: _T) -> _T:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from upriver.client import checks
+from upriver.client.checks import Indexed
 from upriver.client.compare import Exact
 from upriver.client.discover import Directory, Following, is_directory
 from upriver.client.embedded import EmbeddedServer
@@ -93,7 +94,7 @@ class Near:
     def finetune(
         self,
         model: nn.Module,
-        dataset: Dataset,
+        dataset: Indexed,
         *,
         batch_size: int,
         micro_batch: MicroBatchSize = DEFAULT_MICRO_BATCH,
@@ -126,7 +127,8 @@ class Near:
             model: Frozen parameters (``requires_grad=False``) say where the freeze point is. It may come in
                 ``DistributedDataParallel``, which then averages gradients as ever, and in
                 ``torch.compile``, which then compiles the tail.
-            dataset: What to train on, with its input stages.
+            dataset: What to train on, with its input stages; a `torch.utils.data.Subset` or `random_split`
+                of an indexed dataset has the order and the samples of its rows.
             batch_size: Samples of a training step, on each rank.
             micro_batch: Samples that the frozen stages see at once, on every tier. ``auto`` takes the size
                 with which an epoch is predicted to be shortest, by what is measured. The size decides the low
@@ -179,10 +181,11 @@ class Near:
         """
         self._check_open()
         require_type("model", model, nn.Module, "with frozen parameters")
-        require_type("dataset", dataset, Dataset, "from upriver.index()")
+        dataset, rows = checks.indexed(dataset)
         wrapped = unwrap(model)
         rank, num_ranks = shard_of(wrapped.parallel, rank, num_ranks)
         options = JobOptions.checked(
+            rows=rows,
             batch_size=batch_size,
             micro_batch=micro_batch,
             seed=seed,
@@ -211,9 +214,9 @@ class Near:
         if options.adapt_batch:
             _check_adapting(choices)
         patience = Patience(gain=replan_gain, iterations=checks.whole("replan_patience", replan_patience))
-        if len(dataset) == 0:
+        if not len(rows):
             raise DatasetError("the dataset is empty")
-        options.check_steps(len(dataset))
+        options.check_steps()
         tell = checks.function("on_progress", on_progress) or (lambda text: log.info("%s", text))
         patience_or_none = patience if checks.flag("replan", replan) else None
         job = self._prepare(wrapped, dataset, options, choices, tell=tell, patience=patience_or_none)

@@ -33,8 +33,8 @@ def example_of(model: nn.Module, dataset: Dataset, options: JobOptions) -> torch
 
 
 def _real_example(dataset: Dataset, options: JobOptions) -> torch.Tensor:
-    """The first samples of the dataset, repeated where it has fewer."""
-    ids = list(range(min(len(dataset), options.micro_batch)))
+    """The first samples that the job takes, repeated where these are fewer."""
+    ids = list(options.rows[: options.micro_batch])
     engine = Engine(chain=dataset.chain, program=None, micro_batch=len(ids))
     names = [ref.object for ref in dataset.locate(ids)]
     batch = engine.begin(

@@ -18,6 +18,7 @@ from torch import nn
 
 from upriver import tracing
 from upriver.client import checks
+from upriver.client.checks import Indexed
 from upriver.client.compare import Tolerance
 from upriver.client.deal import deal
 from upriver.client.discover import Following
@@ -52,7 +53,7 @@ log = logging.getLogger("upriver")
 
 STATE_SCHEMA = "upriver.job/1"
 
-ABSENT = {"num_ranks": 1, "autocast": None}
+ABSENT = {"num_ranks": 1, "autocast": None, "subset": None}
 """What states that were written before these fields existed stand for."""
 
 Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
@@ -141,7 +142,7 @@ class FinetuneJob:
             split,
             options,
             chain=dataset.chain,
-            batch_size=options.step_samples(len(dataset)),
+            batch_size=options.step_samples,
             pool=pool,
             replanner=replanner,
             device=self._device,
@@ -284,7 +285,7 @@ class FinetuneJob:
             raise ConfigError("this job was closed; make another one with finetune()")
 
     def _order(self, epoch: int) -> EpochOrder:
-        return self._options.order(len(self._dataset), epoch)
+        return self._options.order(epoch)
 
     def _steps(self, order: EpochOrder) -> Generator[tuple[Features, torch.Tensor], None, None]:
         self.close_loader()
@@ -305,7 +306,7 @@ class FinetuneJob:
 
     # ------------------------------------------------------------------------------------- judging
 
-    def evaluate(self, dataset: Dataset, metric: Any, *, batch_size: int | None = None) -> float:
+    def evaluate(self, dataset: Indexed, metric: Any, *, batch_size: int | None = None) -> float:
         """A metric over another dataset, which takes the same path; nothing is trained, nothing is shuffled.
 
         Servers take part where they can read the dataset: it must lie in the training data's store, and this
@@ -314,7 +315,8 @@ class FinetuneJob:
         Targets are numbers of the training data's classes: where the classes differ they are matched by name.
 
         Args:
-            dataset: Held-out samples; its own input stages are used.
+            dataset: Held-out samples, a `torch.utils.data.Subset` of an indexed dataset among them; its own
+                input stages are used.
             metric: ``metric(outputs, targets)`` giving a mean over the batch, or an object with
                 ``update(outputs, targets)`` and ``compute()``.
             batch_size: Samples at once in the tail; the job's where not given.
@@ -329,15 +331,15 @@ class FinetuneJob:
         """
         self._check_open()
         self._check_flags()
-        require_type("dataset", dataset, Dataset, "from upriver.index()")
-        all_targets = dataset.targets_among(self._dataset)
+        dataset, rows = checks.indexed(dataset)
+        if not len(rows):
+            raise DatasetError("the dataset is empty")
+        all_targets = dataset.targets_among(self._dataset, rows)
         keeps_count = all(callable(getattr(metric, name, None)) for name in ("update", "compute"))
         if not keeps_count and not callable(metric):
             raise ConfigError(f"metric must be a function, or have update() and compute(), got {metric!r}")
         size = self._options.batch_size if batch_size is None else checks.whole("batch_size", batch_size)
-        order = EpochOrder(
-            ids=tuple(range(len(dataset))), batch_size=size, micro_batch=self._options.micro_batch
-        )
+        order = EpochOrder(ids=tuple(rows), batch_size=size, micro_batch=self._options.micro_batch)
         dataset = self._metered(dataset)
         form, finish = self._split.tail.values, self._feed.values
         total, count = 0.0, 0
@@ -398,6 +400,7 @@ class FinetuneJob:
             "batch_size": self._options.batch_size,
             "micro_batch": self._options.micro_batch,
             "dataset": self._dataset.digest,
+            "subset": self._options.subset,
             "program": program.digest if program is not None else None,
         }
 

@@ -158,7 +158,7 @@ class Measuring:
         self._parts, self._program, self._options = parts, program, options
         self._autocast, self._tell = autocast, tell
         self._engine = Engine(chain=dataset.chain, program=program, micro_batch=options.micro_batch)
-        self._canary = options.order(len(dataset), 0).micro_batches[0]
+        self._canary = options.order(0).micro_batches[0]
         self._here: LocalMeasurement | None = None
         self._keys: dict[str, ProfileKey] = {}
         self._kept: dict[str, Kept] = {}
@@ -353,11 +353,12 @@ class Measuring:
                 self._parts,
                 here.features.tensors,
                 samples=options.micro_batch,
-                batch_size=options.step_samples(len(self._dataset)),
+                batch_size=options.step_samples,
             )
         profile, cluster = profile_and_cluster(
             name=type(self._model).__name__,
             dataset=self._dataset,
+            stored_bytes=float(self._dataset.sizes(options.rows).mean()),
             split=self._parts,
             here=here,
             there=passed[0].timings,

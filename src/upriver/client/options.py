@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
+from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -34,11 +36,13 @@ class JobOptions:
     """Which samples a job takes, in which order, and how it fetches them; see ``finetune``.
 
     Attributes:
+        rows: Of the dataset's index; a range where the job takes all of them.
         chosen: Whether the micro-batch is the job's own choice (``micro_batch="auto"``), the default until it
             has been made.
         adapt_batch: Most samples that a server may run at once; 0 leaves it at the micro-batch.
     """
 
+    rows: Sequence[int]
     batch_size: int
     micro_batch: int
     seed: int
@@ -58,6 +62,7 @@ class JobOptions:
     def checked(
         cls,
         *,
+        rows: Sequence[int],
         batch_size: int,
         micro_batch: MicroBatchSize,
         seed: int,
@@ -83,6 +88,7 @@ class JobOptions:
             raise ConfigError(f"seed must be a whole number in 0..2**63 - 1, got {seed!r}")
         rank, num_ranks = checks.shard(rank, num_ranks)
         return cls(
+            rows=rows,
             batch_size=checks.whole("batch_size", batch_size),
             micro_batch=_micro_batch(micro_batch, num_ranks),
             chosen=_is_auto(micro_batch),
@@ -105,10 +111,17 @@ class JobOptions:
         doubled = (self.micro_batch << times for times in range(1, MAX_LARGER + 1))
         return tuple(size for size in doubled if size <= self.adapt_batch)
 
-    def order(self, num_samples: int, epoch: int) -> EpochOrder:
-        """This rank's part of an epoch over so many samples."""
-        return epoch_order(
-            num_samples,
+    @property
+    def subset(self) -> str | None:
+        """Digest of the rows that the job takes; None where these are all of them."""
+        if isinstance(self.rows, range):
+            return None
+        return hashlib.sha256(array("q", self.rows).tobytes()).hexdigest()
+
+    def order(self, epoch: int) -> EpochOrder:
+        """This rank's part of an epoch."""
+        order = epoch_order(
+            len(self.rows),
             seed=self.seed,
             epoch=epoch,
             batch_size=self.batch_size,
@@ -118,22 +131,26 @@ class JobOptions:
             rank=self.rank,
             num_ranks=self.num_ranks,
         )
+        if isinstance(self.rows, range):
+            return order
+        return replace(order, ids=tuple(self.rows[at] for at in order.ids))
 
-    def step_samples(self, num_samples: int) -> int:
-        """Samples of this rank's largest training step over so many: an epoch may have less than a batch."""
-        return min(self.batch_size, -(-num_samples // self.num_ranks))
+    @property
+    def step_samples(self) -> int:
+        """Samples of this rank's largest training step: an epoch may have less than a batch."""
+        return min(self.batch_size, -(-len(self.rows) // self.num_ranks))
 
-    def check_steps(self, num_samples: int) -> None:
+    def check_steps(self) -> None:
         """An epoch must have a step.
 
         Raises:
             ConfigError: If ``drop_last`` leaves none.
         """
-        if self.drop_last and self.batch_size * self.num_ranks > num_samples:
+        if self.drop_last and self.batch_size * self.num_ranks > len(self.rows):
             ranks = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
             raise ConfigError(
                 f"drop_last leaves no step in an epoch: batch_size {self.batch_size}{ranks}, "
-                f"{num_samples} samples"
+                f"{len(self.rows)} samples"
             )
 
 

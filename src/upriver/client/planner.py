@@ -78,9 +78,7 @@ class Planner:
         self.policy, self.asked, self.replay = choices.policy, choices.shares, choices.replay
         self.allowed = _allowed(parts) if choices.exact == "numeric" else None
         self.tell = tell
-        self.workload = Workload(
-            batch_size=options.step_samples(len(dataset)), num_samples=len(options.order(len(dataset), 0).ids)
-        )
+        self.workload = Workload(batch_size=options.step_samples, num_samples=len(options.order(0).ids))
         self.measured: Measured | None = None
         self.notes: list[str] = []
         self._measuring: Measuring | None = None

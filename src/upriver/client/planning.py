@@ -135,6 +135,7 @@ def profile_and_cluster(
     *,
     name: str,
     dataset: Dataset,
+    stored_bytes: float,
     split: Split,
     here: LocalMeasurement,
     there: Sequence[Timings],
@@ -148,6 +149,7 @@ def profile_and_cluster(
     """Put together what was measured at one size of micro-batch.
 
     Args:
+        stored_bytes: Mean stored size of the samples that the job takes.
         at_once: Micro-batches that the servers compute at once.
         num_workers: Threads that run input stages here.
         load: Factor on the servers' seconds.
@@ -166,7 +168,7 @@ def profile_and_cluster(
             freeze=split.freeze,
             stages=program.stages,
             chain=dataset.chain.stages,
-            stored_bytes=dataset.stored_bytes,
+            stored_bytes=stored_bytes,
             tensor_bytes=program.graph.input_bytes,
             input_bytes=here.input_bytes,
             storage=there,
@@ -179,7 +181,7 @@ def profile_and_cluster(
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
         rtt_s=link.rtt_s,
         micro_batch=micro_batch,
-        stored_bytes=dataset.stored_bytes,
+        stored_bytes=stored_bytes,
         sent_bytes=program.stages[-1].out_bytes,
         samples_per_timing=micro_batch,
         storage=there,

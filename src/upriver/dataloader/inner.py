@@ -59,6 +59,11 @@ def why_ended(processes: Any, error: Exception) -> str:
     return f"{'; '.join(told)}{more}"
 
 
+def gone(pid: int) -> str:
+    """Say that a loader process has ended, as PyTorch says it."""
+    return f"DataLoader worker (pid(s) {pid}) {ENDED}"
+
+
 def ended_by(pid: int, code: int) -> str:
     """That a loader process has ended, as PyTorch says it, and how.
 
@@ -70,7 +75,7 @@ def ended_by(pid: int, code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         how = f"killed by {name}" + ("; /dev/shm may be full" if name == "SIGBUS" else "")
-    return f"DataLoader worker (pid(s) {pid}) {ENDED}, {how}"
+    return f"{gone(pid)}, {how}"
 
 
 class Failed(ExceptionWrapper):

@@ -53,6 +53,7 @@ from upriver.dataloader.state import (
     Drawn,
     Order,
     Place,
+    ProcessesOfRun,
     State,
     begun_anew,
     identity,
@@ -61,11 +62,11 @@ from upriver.dataloader.state import (
     set_own,
     stateful_of,
 )
-from upriver.dataloader.subset import Rows, whole_of
 from upriver.dataloader.tasks import Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
 from upriver.pipeline.mapstyle import RAW, MapStyle, whole_number
+from upriver.pipeline.subset import Rows, whole_of
 from upriver.policies import OFFLOAD_POLICIES, OffloadPolicy
 
 Word: TypeAlias = Literal["auto", "never", "always"]
@@ -210,6 +211,8 @@ class DataLoader(TorchLoader[Any]):
         self._goes_on: State | None = None
         self._given: list[bool] | None = None
         self._onward, self._identity = Onward(), identity(dataset)
+        self._began = False
+        self._processes_resumed: ProcessesOfRun | None = None
 
     @property
     def seed(self) -> int:
@@ -276,6 +279,7 @@ class DataLoader(TorchLoader[Any]):
                 )
 
             batches = begin(candidates) if self._growth is None else self._growth.batches(begin)
+        self._began = True
         return Counted(batches, place, lambda: epoch.handed_out)
 
     def _begun(self, number: int) -> tuple[int, Place]:
@@ -292,11 +296,11 @@ class DataLoader(TorchLoader[Any]):
                 base, order = self._behind(state, drawn)  # without the sampler's own state: that is used once
             self._onward.begin()
             return base, Place(number, drawn, order, state.batches, sampler)
-        starts = self._kept is None  # processes that persist have been started
+        processes, starts = self._processes_of_run, self._starts
         if state is not None and state.epoch == number and state.starts is not None:
             starts = state.starts  # by those of the loader that the state is of
         with self._onward.drawing():
-            drawn = Drawn.now(self._generators, starts=starts, twice=starts and self.num_workers > 0)
+            drawn = Drawn.now(self._generators, starts=starts, twice=starts and processes != "none")
             base, begun = drawn.begin(self._batches, self._draw)
         if state is not None and state.sampler is not None:
             begun = begun_anew(begun, self._batches)
@@ -356,6 +360,7 @@ class DataLoader(TorchLoader[Any]):
         if found.sampler is not None:
             stateful_of(self.batch_sampler, self._sampler).load_state_dict(found.sampler)
         self.epoch, self._goes_on, self._place, self._onward = found.epoch, found, None, onward
+        self._processes_resumed = found.processes
 
     def _state(self) -> State:
         place = self._place
@@ -373,7 +378,8 @@ class DataLoader(TorchLoader[Any]):
             drawn=None,
             sampler=own_state(self.batch_sampler, self._sampler),
             own=said_by(self._generators),
-            starts=self._kept is None,
+            starts=self._starts,
+            processes=self._processes_of_run,
             dataset=self._identity,
             order_by=type(self._sampler).__qualname__,
             stood=self._onward.stands(),
@@ -406,6 +412,20 @@ class DataLoader(TorchLoader[Any]):
                 ahead=goes_on.ahead,
             )
         return state
+
+    @property
+    def _processes_of_run(self) -> ProcessesOfRun:
+        """Loader processes of the run that this one goes on with; this loader's own where there is none."""
+        if self._processes_resumed is not None:
+            return self._processes_resumed
+        if not self.num_workers:
+            return "none"
+        return "persistent" if self.persistent_workers else "each epoch"
+
+    @property
+    def _starts(self) -> bool:
+        """Whether the next epoch draws a number for loader processes: those that persist have theirs."""
+        return self._processes_of_run != "persistent" or not self._began
 
     @property
     def _sampler(self) -> Any:
@@ -585,8 +605,7 @@ class DataLoader(TorchLoader[Any]):
         """Indices of each batch, from the sampler, which begins where somebody iterates, and not before."""
         single = self.batch_sampler is None
         batches = _Batches(cast(Any, self.sampler if single else self.batch_sampler), single=single)
-        part = isinstance(self._maker.source, Declared) and not isinstance(self.dataset, Dataset)
-        return Rows(self.dataset, batches) if part else batches
+        return Rows(self.dataset, batches) if isinstance(self._maker.source, Declared) else batches
 
     def _collate(self) -> Callable[[list[Any]], Any]:
         return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)
@@ -628,7 +647,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         begun = iter(self._sampler)
-        return ((each,) for each in begun) if self._single else map(tuple, begun)
+        return zip(begun, strict=False) if self._single else map(tuple, begun)
 
 
 class _OnlyOne:

@@ -17,7 +17,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from upriver.dataloader.inner import begin, ended_by, raised, told_by_waiting, why_ended, wrapped
+from upriver.dataloader.inner import begin, ended_by, gone, raised, told_by_waiting, why_ended, wrapped
 from upriver.dataloader.packed import Packed, as_sent, packed
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.dataloader.threads import Threads
@@ -104,7 +104,7 @@ class Made(NamedTuple):
     """What a loader process made of a task, by its number; or what the dataset raised there.
 
     Attributes:
-        left: That the process was to exit, and how; else empty.
+        left: That the process was to end, and how; else empty.
     """
 
     number: int
@@ -129,7 +129,8 @@ class Tasks(TorchDataset[Made]):
     def __getitem__(self, task: Task) -> Made:
         """Do one. What is raised goes with the task's number: any other error is the process's.
 
-        Where it is to exit it says so instead: what it has sent before is lost if it is gone too soon.
+        Where the process is to end it says so instead: what it has sent before is lost if it is gone too
+        soon.
         """
         if self.begun_with is not None:
             return Made(task.number, failed=self.begun_with)
@@ -138,9 +139,8 @@ class Tasks(TorchDataset[Made]):
             return Made(task.number, made if task.joins else packed(made))
         except Exception as error:
             return Made(task.number, failed=wrapped(error))
-        except SystemExit as left:
-            why = "" if left.code is None or isinstance(left.code, int) else f": {left.code}"
-            return Made(task.number, left=ended_by(os.getpid(), _exit_code(left)) + why)
+        except BaseException as left:  # such as an exit or an interruption
+            return Made(task.number, left=_told_of(left))
 
 
 class ProcessesEnded(RuntimeError):
@@ -362,7 +362,7 @@ class _Readers:
 
 
 class _Left(Exception):
-    """The dataset has had a loader process exit."""
+    """The dataset has had a loader process end."""
 
 
 class _Forward(threading.Thread):
@@ -468,6 +468,14 @@ class _Forward(threading.Thread):
 
     def _none_of(self, task: int) -> Arrival:
         return Arrival(task, error=ProcessesEnded(self._ended), final=True)
+
+
+def _told_of(left: BaseException) -> str:
+    """Say that this process was to end, and how."""
+    if isinstance(left, SystemExit):
+        why = "" if left.code is None or isinstance(left.code, int) else f": {left.code}"
+        return ended_by(os.getpid(), _exit_code(left)) + why
+    return f"{gone(os.getpid())}, by {type(left).__name__}{f': {left}' if str(left) else ''}"
 
 
 def _exit_code(left: SystemExit) -> int:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -33,6 +33,9 @@ from upriver.dataloader.onward import Onward, Stood
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
 from upriver.pipeline.seeding import apart
+
+ProcessesOfRun: TypeAlias = Literal["none", "each epoch", "persistent"]
+"""When loader processes start: PyTorch draws numbers by that, and begins samplers, so orders depend on it."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -167,6 +170,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         own: Where no epoch has begun, the generators that the loader and its sampler were given, in
             hexadecimal digits; None where one has, and in states that do not say.
         starts: Likewise, whether the next epoch draws a number for loader processes.
+        processes: Of the run, whose order goes on whatever the next loader has; None in states that do not
+            say.
         dataset: Says which one it is, as far as that is sure (`identity`); None in states that do not say.
         order_by: Type of the sampler, likewise.
         stood: The generators that everybody shares, when the state was taken, likewise.
@@ -189,6 +194,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sampler: Any = None
     own: list[str] | None = None
     starts: bool | None = None
+    processes: ProcessesOfRun | None = None
     dataset: str | None = None
     order_by: str | None = None
     stood: Stood | None = None

@@ -163,11 +163,15 @@ class Dataset:
         rows = self._rows(ids)
         return np.asarray(self._stops[rows] - self._starts[rows], dtype=np.int64)
 
-    def targets_among(self, other: Dataset) -> torch.Tensor:
+    def targets_among(self, other: Dataset, rows: Sequence[int] | None = None) -> torch.Tensor:
         """The targets as numbers of another dataset's classes, matched by name.
 
         Classes without samples need no match. Shards without ``classes.txt`` name no classes: against other
         shards their numbers count.
+
+        Args:
+            other: Has the classes that count.
+            rows: Of the index: only classes that these have need a match; None for all.
 
         Returns:
             int64 of shape (len,).
@@ -177,7 +181,8 @@ class Dataset:
         """
         if self.classes == other.classes:
             return self.targets
-        used = torch.unique(self.targets).tolist()
+        counted = self.targets if rows is None else self.targets[torch.tensor(rows, device="cpu")]
+        used = torch.unique(counted).tolist()
         if self.layout == other.layout == "webdataset" and _are_numbers(self) != _are_numbers(other):
             if used[-1] >= len(other.classes):
                 raise ConfigError(

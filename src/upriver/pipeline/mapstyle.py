@@ -186,7 +186,7 @@ def whole_number(index: Any) -> int | None:
     An array of one number is something else: it may stand for a list of samples. So is a truth value: where
     it is sent as a number a dataset gets another index.
     """
-    if isinstance(index, bool):
+    if isinstance(index, bool) or getattr(index, "dtype", None) is torch.bool:
         return None
     try:
         return None if getattr(index, "ndim", 0) else operator.index(index)
