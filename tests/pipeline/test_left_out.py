@@ -384,6 +384,44 @@ def test_index_of_a_key_without_class_is_left_out_when_allowed(tmp_path: Path) -
     assert left_out(uri) == {"no_media": (1, ("a.tar: z",)), "no_class": (1, ("a.tar: y",))}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"\xef\xbb\xbf1\r\n", b"\xef\xbb\xbf 1", b"1\0", b"\t1\x0b\x0c\n", b"01", b" " * 63 + b"1"],
+)
+def test_class_of_a_member_is_read_as_editors_write_it(tmp_path: Path, text: bytes) -> None:
+    assert stored(write(tmp_path, {"a.tar": shard([("x.jpg", JPEG), ("x.cls", text)])})) == [("x", 1, JPEG)]
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        (b" " * 64 + b"1", "65 bytes"),
+        (b"1 \xef\xbb\xbf", r"b'1 .xef.xbb.xbf'"),
+        (b"\xff\xfe1\0", r"b'.xff.xfe1'"),
+        (b"1_0", "b'1_0'"),
+        (b"\xef\xbb\xbf", "b''"),
+    ],
+)
+def test_class_of_a_member_that_is_no_number_is_refused(tmp_path: Path, text: bytes, got: str) -> None:
+    uri = write(tmp_path, {"a.tar": shard([("x.jpg", JPEG), ("x.cls", text)])})
+    with pytest.raises(DatasetError, match=rf"'x': \.cls must hold a whole number >= 0, got {got}$"):
+        index(uri, stages=STAGES, on_left_out="report")
+
+
+def test_keys_that_differ_by_a_slash_are_samples_each(tmp_path: Path) -> None:
+    members = [*sample("/x", 1, OTHER), *sample("x"), *sample("./x", 2)]
+    uri = write(tmp_path, {"a.tar": shard(members)})
+    assert stored(uri) == [("/x", 1, OTHER), ("x", 0, JPEG), ("./x", 2, JPEG)]
+
+
+@pytest.mark.parametrize(
+    "name", ["labels.csv", "captions.json", "pax_global_header", "in.tar", "img.001.jpg", "y.jpg "]
+)
+def test_member_with_a_key_of_its_own_is_counted(tmp_path: Path, name: str) -> None:
+    uri = write(tmp_path, {"a.tar": shard([*sample("x"), (name, b"some")])})
+    assert left_out(uri) == {"no_media": (1, (f"a.tar: {name.partition('.')[0]}",))}
+
+
 # ---------------------------------------------------------------------------------------- classes.txt
 
 

@@ -107,7 +107,7 @@ def test_what_lies_outside_is_no_object(root, make):
 def test_a_listing_does_not_go_there_and_says_so(root, make):
     """To leave samples out without a word would be worse than an error."""
     make(root)
-    with pytest.raises(ObjectNotFound, match="leads out"):
+    with pytest.raises(StoreError, match="leads out"):
         list(Store.open(root.as_uri()).list())
 
 

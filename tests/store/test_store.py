@@ -376,7 +376,7 @@ def test_a_link_out_of_the_root_is_refused(inside: Path, link: str) -> None:
             use(path)
     with pytest.raises(StoreError, match="symbolic link that leads out"):
         asyncio.run(store.get_async(path))
-    with pytest.raises(StoreError, match=f"{link}.*symbolic link that leads out"):
+    with pytest.raises(StoreError, match=f"{link}' is a symbolic link to .*, which leads out"):
         list(store.list())
     assert (inside.parent / "secret.txt").read_bytes() == b"secret"
 
@@ -400,7 +400,9 @@ def test_a_link_that_leads_nowhere_is_named(inside: Path) -> None:
     store = Store.open(inside.as_uri())
     assert [info.path for info in store.list()] == ["real/a"]
     (inside / "real" / "b.jpg").symlink_to("nothing")
-    with pytest.raises(StoreError, match=r"'real/b\.jpg' is a symbolic link that leads nowhere"):
+    with pytest.raises(
+        StoreError, match=r"'real/b\.jpg' is a symbolic link to 'nothing', which leads nowhere"
+    ):
         list(store.list())
 
 

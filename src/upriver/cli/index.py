@@ -47,7 +47,10 @@ def index(
     ] = 224,
     on_left_out: Annotated[
         OnLeftOut,
-        typer.Option(help="When files that may be samples cannot be indexed: stop, or count and go on."),
+        typer.Option(
+            help="When files that may be samples cannot be indexed: stop, or count and go on, as in "
+            "'left out: 2 of a format that is not read (cat/1.gif, cat/2.tif)'."
+        ),
     ] = OnLeftOut.ERROR,
     option: StoreOption = None,
     as_json: JsonOption = False,

@@ -202,7 +202,7 @@ def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> Sou
 def _others(store: Store, path: str) -> str:
     """Which files of a folder could be meant, for an error; which one is not guessed."""
     with suppress(StoreError):
-        objects = islice(store.list(path), MOST_LISTED)
+        objects = islice(store.list(path, on_unreachable=lambda entry: None), MOST_LISTED)
         inside = (info.path.removeprefix(f"{path}/") for info in objects)
         names = sorted(name for name in inside if "/" not in name and name.endswith((ENDING, INDEX_ENDING)))
         if names:

@@ -23,7 +23,7 @@ from upriver.pipeline.errors import SampleError
 from upriver.pipeline.input_stage import InputStage
 from upriver.pipeline.left_out import FORMAT_OF, OnLeftOut, Tally, describe
 from upriver.pipeline.wavfile import read_form
-from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, check_name
+from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, Unreachable, check_name
 from upriver.types import require_type
 
 Layout = Literal["auto", "webdataset", "folders"]
@@ -76,11 +76,12 @@ def index(
 
     Whatever may be a sample and is not indexed counts as left out, by its reason: see
     :attr:`Dataset.left_out`. Texts, tables, a README and what systems leave behind (``.DS_Store``) are no
-    samples and do not count, nor does what lies beside class folders.
+    samples and do not count, nor does what lies beside class folders. Symbolic links that lead out of a file
+    store or nowhere count by the rules for a file of their name.
 
     Args:
         store: A store, or the URI of one.
-        path: Directory, or one shard, in the store; empty for all of it.
+        path: Directory, or one shard, in the store; empty for all of it. ``./train/`` is ``train``.
         stages: The input stages; the first must read the stored format.
         layout: What to look for; ``auto`` tells by what is there.
         prefix: Where upriver keeps its own objects; never indexed.
@@ -104,17 +105,21 @@ def index(
             raise ConfigError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}")
     chain = InputChain(tuple(stages))
     store = Store.open(store) if isinstance(store, str) else store
-    path = path.removesuffix("/")
+    path = _without_dots(path)
     where = (
         f"{path!r} in store {store.name!r} ({store.uri})" if path else f"store {store.name!r} ({store.uri})"
     )
     tally = Tally()
-    found = _visible(_listed(store, path, prefix), tally)
+    listed, unreachable = _listed(store, path, prefix)
+    found = _visible(listed, tally)
     kind = _layout_of(found, where) if layout == "auto" else layout
+    for name, entry in unreachable:
+        _tell_unreachable(name, entry, kind, layout, tally)
     if kind == "webdataset":
         rows, classes = _shards(store, found, path, tally, on_progress)
     else:
         rows, classes = _folders(found, _class_folders(store, path, prefix), layout, tally, on_progress)
+    rows = [row for row in rows if _is_small_enough(row, tally)]
     if on_left_out == "error":
         tally.check(where)
     if not rows:
@@ -133,20 +138,31 @@ def _check_arguments(store: object, path: object, stages: object, prefix: str, o
         raise ConfigError(f"on_progress must be a function, got {on_progress!r}")
 
 
-def _listed(store: Store, path: str, prefix: str) -> list[_Found]:
-    """All objects under a path by their names below it; folder markers of S3 consoles are none."""
-    infos = [info for info in store.list(path) if not info.path.startswith(f"{prefix}/")]
+def _without_dots(path: str) -> str:
+    """A path without ``.`` segments and slashes at its end, which say nothing to a shell either."""
+    return "/".join(segment for segment in path.split("/") if segment != ".").rstrip("/")
+
+
+def _listed(store: Store, path: str, prefix: str) -> tuple[list[_Found], list[tuple[str, Unreachable]]]:
+    """All objects under a path by their names below it; folder markers of S3 consoles are none.
+
+    The second list holds what the store cannot give, by name likewise.
+    """
+    own, unreachable = f"{prefix}/", list[Unreachable]()
+    infos = [
+        info for info in store.list(path, on_unreachable=unreachable.append) if not info.path.startswith(own)
+    ]
     empty = {info.path for info in infos if not info.size} if store.is_far else set()
     if empty:
         parents = {info.path[:at] for info in infos for at in _slashes(info.path)}
         empty = {name for name in empty if name in parents or not store.exists(name)}
-    base = path.rpartition("/")[2]
-    found = [
-        _Found(info.path[len(path) + 1 if path else 0 :] or base, info)
-        for info in infos
-        if info.path not in empty
-    ]
-    return sorted(found, key=lambda each: each.info.path)
+
+    def below(name: str) -> str:
+        return name[len(path) + 1 if path else 0 :] or path.rpartition("/")[2]
+
+    found = [_Found(below(info.path), info) for info in infos if info.path not in empty]
+    others = [(below(entry.path), entry) for entry in unreachable if not f"{entry.path}/".startswith(own)]
+    return sorted(found, key=lambda each: each.info.path), others
 
 
 def _slashes(path: str) -> list[int]:
@@ -170,6 +186,30 @@ def _visible(found: Sequence[_Found], tally: Tally) -> list[_Found]:
         elif not why_not:
             visible.append(each)
     return visible
+
+
+def _tell_unreachable(name: str, entry: Unreachable, kind: str, layout: str, tally: Tally) -> None:
+    """Count an entry that the store cannot give, if a file or folder of its name may hold samples there.
+
+    A link that leads nowhere may have led to a folder if its name has no extension.
+    """
+    is_folder = entry.is_folder or (entry.is_folder is None and not _extension(name))
+    is_packed = _is_shard(name) or left_out.is_compressed_shard(name)
+    if left_out.is_clutter(name) or (left_out.is_companion(name) and not entry.is_folder):
+        return
+    if left_out.is_hidden(name):
+        if entry.is_folder is False and (_is_sample(name) or is_packed):
+            tally.add("hidden", entry.path, f"{entry.path!r} is hidden by a dot")
+        return
+    if is_folder:
+        counts = True
+    elif kind == "folders":
+        counts = layout == "auto" if is_packed else "/" in name or _is_sample(name)
+    else:
+        counts = is_packed or _may_be_packed(name) or (layout == "auto" and _is_sample(name))
+    if counts:
+        reason = "format" if entry.reason == "upload" else entry.reason
+        tally.add(reason, entry.path, f"{entry.path!r} {entry.why}")
 
 
 def _why_not_named(path: str) -> str:
@@ -213,11 +253,12 @@ def _nothing(found: Sequence[_Found], kind: str, tally: Tally, where: str) -> st
 
 def _class_folders(store: Store, path: str, prefix: str) -> set[str]:
     """Folders right below the path, empty ones among them, but for hidden ones and upriver's own."""
-    own = f"{prefix}/".removeprefix(f"{path}/" if path else "").partition("/")[0]
     return {
         name
         for name in store.folders(path)
-        if name != own and not left_out.is_hidden(name) and not left_out.is_clutter(name)
+        if not f"{prefix}/".startswith(f"{path}/{name}/".lstrip("/"))
+        and not left_out.is_hidden(name)
+        and not left_out.is_clutter(name)
     }
 
 
@@ -231,13 +272,18 @@ def _folders(
             classes.add(each.name.split("/", 1)[0])
             if _is_sample(each.name):
                 media.append(each)
-    # A README alone makes no folder of annotations, whose like lie beside class folders.
-    told = (each.name for each in found if "/" in each.name and not left_out.is_description(each.name))
-    occupied = {name.split("/", 1)[0] for name in told}
+    others = [each for each in found if "/" in each.name and not left_out.is_description(each.name)]
+    by_samples = {_extension(each.name) for each in others if each.name.split("/", 1)[0] in classes}
+    annotations = {
+        # An empty file says nothing, and a text of a kind that lies by samples may be of one that is missing.
+        each.name.split("/", 1)[0]
+        for each in others
+        if each.info.size > 0 and _extension(each.name) not in by_samples
+    }
     folders = folders | {each.name.split("/", 1)[0] for each in found if "/" in each.name}
-    for name in sorted((folders - occupied) | (classes - {each.name.split("/", 1)[0] for each in media})):
-        why_not = f"class folder {name!r} holds no sample that is read"
-        tally.add("empty_class", name, why_not)
+    with_samples = {each.name.split("/", 1)[0] for each in media}
+    for name in sorted(((folders - annotations) | classes) - with_samples):
+        tally.add("empty_class", name, f"class folder {name!r} holds no sample that is read")
         classes.add(name)
     ordered = sorted(classes)
     number = {label: target for target, label in enumerate(ordered)}
@@ -248,7 +294,7 @@ def _folders(
     if on_progress:
         total = sum(each.info.size for each in media)
         on_progress(total, total)
-    return rows, ordered
+    return rows, [label.encode(errors="backslashreplace").decode() for label in ordered]
 
 
 def _is_in_a_class(each: _Found, layout: str, tally: Tally) -> bool:
@@ -307,6 +353,11 @@ def _may_hold_samples(each: _Found) -> bool:
     base = each.name.rpartition("/")[2].lower()
     if _is_shard(base) or _is_sample(base) or not each.info.size or left_out.is_companion(base):
         return False
+    return _may_be_packed(base)
+
+
+def _may_be_packed(name: str) -> bool:
+    base = name.rpartition("/")[2].lower()
     return ".tar" in base or _extension(base) in left_out.ARCHIVES
 
 
@@ -409,6 +460,17 @@ class _Meter:
 # ------------------------------------------------------------------------------------------- common
 
 
+def _is_small_enough(row: _Row, tally: Tally) -> bool:
+    """Whether a sample has the size that a server reads; else it is counted."""
+    num_bytes, path = row.stop - row.start, row.object.path
+    if num_bytes <= files.MAX_SAMPLE_BYTES:
+        return True
+    shown = f"sample {row.name!r} in {path!r}"
+    why_not = f"{shown} has {num_bytes} bytes; at most {files.MAX_SAMPLE_BYTES} are allowed"
+    tally.add("size", f"{path}: {row.name}" if row.start else path, why_not)
+    return False
+
+
 def _dataset(
     store: Store,
     rows: Sequence[_Row],
@@ -429,11 +491,6 @@ def _dataset(
         if not row.object.etag:
             raise DatasetError(
                 f"object {row.object.path!r} has no ETag in store {store.name!r}; changes would go unseen"
-            )
-        if row.stop - row.start > files.MAX_SAMPLE_BYTES:
-            raise DatasetError(
-                f"sample {row.name!r} in {row.object.path!r} has {row.stop - row.start} bytes; at most "
-                f"{files.MAX_SAMPLE_BYTES} are allowed"
             )
     _check_reads(store, rows[0], chain)
     index_bytes = files.encode_index(_table(rows))

@@ -31,7 +31,9 @@ REASONS: dict[str, str] = {
     "name": "with a name that an index cannot hold",
     "no_class_folder": "in no class folder",
     "empty_class": "class folders without a sample",
-    "link": "links that lead to no file of their shard",
+    "link": "links that lead to no file of their store or shard",
+    "unreadable": "without permission to read them",
+    "size": "larger than a sample may be",
     "sparse": "sparse members",
     "special": "neither files nor links",
     "no_media": "keys without a member that is read",
@@ -58,6 +60,9 @@ _COMPANION_EXTENSIONS = frozenset(
     )
 )
 """Texts, tables, checksums, scripts and edits of photographs, which describe samples and are none."""
+
+_DOCUMENT_EXTENSIONS = frozenset(("pdf", "doc", "docx", "odt", "rtf", "tex"))
+"""What a README or license is written in, beside the texts among companions."""
 
 _COMPANION_NAMES = frozenset(
     (
@@ -182,7 +187,10 @@ def is_companion(name: str) -> bool:
 def is_description(name: str) -> bool:
     """Whether a file describes the whole dataset, by its name, as a README does."""
     base = name.rpartition("/")[2].lower()
-    return base in _COMPANION_NAMES or base.partition(".")[0] in _COMPANION_NAMES
+    stem, _, rest = base.partition(".")
+    extension = rest.rpartition(".")[2]
+    is_text = not rest or extension in _COMPANION_EXTENSIONS or extension in _DOCUMENT_EXTENSIONS
+    return base in _COMPANION_NAMES or (stem in _COMPANION_NAMES and is_text)
 
 
 def is_compressed_shard(name: str) -> bool:

@@ -7,6 +7,7 @@ what lies between them is skipped, unless members are so small that reading on i
 
 from __future__ import annotations
 
+import codecs
 import io
 import tarfile
 from collections.abc import Callable, Iterator
@@ -317,21 +318,23 @@ def _member(entry: _Entry, tree: _Tree, reader: RangedReader, texts: dict[int, b
 
 
 def read_class(info: ObjectInfo, member: Member) -> int:
-    """The integer in a ``.cls`` member.
+    """The integer in a ``.cls`` member; a byte order mark and blanks at its ends count for nothing.
 
     Raises:
-        DatasetError: If it is none, or negative.
+        DatasetError: If it is none, negative, or longer than `MAX_CLS_BYTES`.
     """
-    text = member.text or b""
+    text = (member.text or b"").removeprefix(codecs.BOM_UTF8).strip(b" \t\r\n\f\v\0")
     if not text.isdigit() or len(text) > 18:
+        num_bytes = member.stop - member.start
+        got = repr(text) if num_bytes <= MAX_CLS_BYTES else f"{num_bytes} bytes"
         raise DatasetError(
-            f"shard {info.path!r}, sample {member.key!r}: .cls must hold a whole number >= 0, got {text!r}"
+            f"shard {info.path!r}, sample {member.key!r}: .cls must hold a whole number >= 0, got {got}"
         )
     return int(text)
 
 
 def _class_text(reader: RangedReader, start: int, stop: int) -> bytes:
-    return reader.at(start, stop).strip() if stop - start <= MAX_CLS_BYTES else b""
+    return reader.at(start, stop) if stop - start <= MAX_CLS_BYTES else b""
 
 
 def _is_class(name: str) -> bool:
@@ -340,6 +343,6 @@ def _is_class(name: str) -> bool:
 
 def _split(name: str) -> tuple[str, str]:
     """Key and extension of a member: all of its path up to the first dot of its base name, and the rest."""
-    directory, _, base = name.rpartition("/")
+    directory, slash, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
-    return (f"{directory}/{stem}" if directory else stem), extension.lower()
+    return f"{directory}{slash}{stem}", extension.lower()

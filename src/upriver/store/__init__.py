@@ -1,6 +1,7 @@
 """Object access: file, memory and S3-compatible stores behind one small interface."""
 
+from upriver.store.local import Unreachable
 from upriver.store.names import DEFAULT_PREFIX, check_name
 from upriver.store.store import ObjectInfo, Store
 
-__all__ = ["DEFAULT_PREFIX", "ObjectInfo", "Store", "check_name"]
+__all__ = ["DEFAULT_PREFIX", "ObjectInfo", "Store", "Unreachable", "check_name"]

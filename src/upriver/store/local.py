@@ -12,16 +12,49 @@ store's directory is the operator's to give.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from upriver.errors import ObjectNotFound
+from upriver.store.names import MAX_NAME_BYTES
 
 _STAGED = re.compile(r"#\d+$")
 """obstore writes ``name#1`` first and renames it; such a file is an upload that was cut off, not an
 object."""
+
+
+_OUT = "out of the store's root"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unreachable:
+    """An entry of a folder that a listing cannot give.
+
+    Attributes:
+        path: Its name, relative to the store.
+        reason: ``link``: a symbolic link that leads out of the store, nowhere, in a circle, or above the
+            folder that is listed. ``special``: a FIFO, socket or device. ``unreadable``: a file or folder
+            that this process may not read. ``name``: a folder whose name is longer than an object's may be.
+            ``upload``: a file that an upload left when it was cut off.
+        why: The same in words that follow the name.
+        is_folder: Whether it is a folder, or leads to one; None where nobody can tell.
+    """
+
+    path: str
+    reason: Literal["link", "special", "unreadable", "name", "upload"]
+    why: str
+    is_folder: bool | None = False
+
+
+OnUnreachable = Callable[[Unreachable], None]
+"""Called with each entry that a listing cannot give."""
 
 
 def inside(root: Path, path: str) -> Path:
@@ -35,33 +68,53 @@ def inside(root: Path, path: str) -> Path:
         ObjectNotFound: If a symbolic link leads out of ``root``, or in a circle: nothing that is there is an
             object of this store.
     """
-    try:
-        real = (root / path).resolve()
-    except RuntimeError:
-        raise ObjectNotFound(f"{path!r} is behind a symbolic link that leads in a circle") from None
-    if not real.is_relative_to(root):
-        raise ObjectNotFound(f"{path!r} is behind a symbolic link that leads out of the store's root")
+    real, why_not = _resolve(root, path)
+    if why_not:
+        raise ObjectNotFound(f"{path!r} is behind a symbolic link that leads {why_not}")
     return real
 
 
-def walk(root: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+def _resolve(root: Path, path: str) -> tuple[Path, str]:
+    """The real path that a name leads to, and where it leads instead if that is not inside the root."""
+    try:
+        real = (root / path).resolve()
+    except RuntimeError:
+        return root, "in a circle"
+    return real, "" if real.is_relative_to(root) else _OUT
+
+
+def walk(
+    root: Path, prefix: str, on_unreachable: OnUnreachable | None = None
+) -> Iterator[tuple[str, os.stat_result]]:
     """List every object under a prefix, by name, with its status.
 
     A link to a folder is followed, so that a folder may be listed under several names. A link that leads to a
     folder on the way to it, or above one, is not followed. Folders that links join in a circle are listed
     once each: by their own names, else once behind each link that leads into the circle.
 
+    Args:
+        root: The store's root, already resolved.
+        prefix: The folder or file to list; empty for all.
+        on_unreachable: Called with each entry that is left out. Files are left out, too, that this process
+            may not read.
+
     Raises:
-        ObjectNotFound: If a symbolic link under the prefix leads out of ``root``: leaving it out would drop
-            samples without a word.
-        OSError: For the same reason, if it leads nowhere, or if there is a FIFO, socket or device. Names that
+        ObjectNotFound: If the prefix itself is behind a symbolic link that leads out of ``root``.
+        OSError: If the prefix cannot be listed. Without ``on_unreachable`` also for the first link, special
+            file or folder that cannot be listed: leaving it out would drop samples without a word. Names that
             begin with a dot are let be: editors leave such links (``.#name``), and no sample has such a name.
     """
     start = inside(root, prefix) if prefix else root
     if start.is_dir():
-        yield from _Walk(root, start).own(prefix, (start,))
+        yield from _Walk(root, start, on_unreachable).own(prefix, (start,))
     elif start.is_file():
         yield prefix, start.stat()
+
+
+def _refuse(entry: Unreachable) -> None:
+    """Raise an error for an entry that is not to be left out."""
+    if entry.reason != "upload" and not entry.path.rpartition("/")[2].startswith("."):
+        raise OSError(f"{entry.path!r} {entry.why}; remove it, or list a folder without it")
 
 
 class _Walk:
@@ -70,18 +123,20 @@ class _Walk:
     Args:
         root: The store's.
         start: The folder, resolved.
+        on_unreachable: Called with what is left out; None raises.
     """
 
-    def __init__(self, root: Path, start: Path) -> None:
+    def __init__(self, root: Path, start: Path, on_unreachable: OnUnreachable | None) -> None:
         self._root, self._start = root, start
+        self._tell, self._tells = on_unreachable or _refuse, on_unreachable is not None
         self._known: dict[Path, int] | None = None
 
     def own(self, prefix: str, way: tuple[Path, ...]) -> Iterator[tuple[str, os.stat_result]]:
         """List a folder below the start by its own name; ``way`` holds the folders from the start to it."""
         seen: set[Path] = set()
-        for name, entry, real in self._entries(prefix, way[-1]):
+        for name, entry, real in self._entries(prefix, way[-1], self._tell):
             if real is None:
-                yield from _object(name, entry)
+                yield from self._object(name, entry)
             elif entry.is_symlink():
                 yield from self._linked(name, (*way, real), len(way), seen)
             else:
@@ -100,6 +155,9 @@ class _Walk:
         """
         *before, folder = way
         if any(passed.is_relative_to(folder) for passed in before):
+            if self._tells and self._start != folder and self._start.is_relative_to(folder):
+                why = "is a symbolic link to a folder above the one that is listed, which is not followed"
+                self._tell(Unreachable(path=prefix, reason="link", why=why, is_folder=True))
             return
         circle = self._circle(folder)
         if circle != self._circle(before[-1]):
@@ -108,20 +166,61 @@ class _Walk:
         if named or folder in seen:
             return
         seen.add(folder)
-        for name, entry, real in self._entries(prefix, folder):
+        for name, entry, real in self._entries(prefix, folder, self._tell):
             if real is None:
-                yield from _object(name, entry)
+                yield from self._object(name, entry)
             else:
                 yield from self._linked(name, (*way, real), num_own, seen)
 
-    def _entries(self, prefix: str, folder: Path) -> Iterator[tuple[str, os.DirEntry[str], Path | None]]:
-        """Each entry of a folder with its name, and the real path of those that are folders."""
-        with os.scandir(folder) as entries:
-            ordered = sorted(entries, key=lambda entry: entry.name)
+    def _entries(
+        self, prefix: str, folder: Path, tell: OnUnreachable
+    ) -> Iterator[tuple[str, os.DirEntry[str], Path | None]]:
+        """Each entry of a folder with its name, and the real path of those that are folders.
+
+        Left out are links that lead out of the root or in a circle, and folders that cannot be listed.
+        """
+        try:
+            with os.scandir(folder) as entries:
+                ordered = sorted(entries, key=lambda entry: entry.name)
+        except OSError as exc:
+            if folder == self._start:
+                raise
+            why = f"is a folder that cannot be listed ({exc.strerror})"
+            tell(Unreachable(path=prefix, reason="unreadable", why=why, is_folder=True))
+            return
         for entry in ordered:
             name = f"{prefix}/{entry.name}" if prefix else entry.name
-            real = inside(self._root, name) if entry.is_symlink() else folder / entry.name
-            yield name, entry, real if entry.is_dir() else None
+            real, why_not = _resolve(self._root, name) if entry.is_symlink() else (folder / entry.name, "")
+            if why_not:
+                tell(_link(name, entry, why_not))
+            elif not _is_folder(entry):
+                yield name, entry, None
+            elif len(os.fsencode(name)) > MAX_NAME_BYTES:
+                why = f"is a folder with a name that is longer than {MAX_NAME_BYTES} bytes"
+                tell(Unreachable(path=name, reason="name", why=why, is_folder=True))
+            else:
+                yield name, entry, real
+
+    def _object(self, name: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, os.stat_result]]:
+        """List what is no folder."""
+        try:
+            status = entry.stat()
+        except OSError as exc:
+            if entry.is_symlink() and exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                self._tell(_link(name, entry, "in a circle" if exc.errno == errno.ELOOP else "nowhere"))
+            elif exc.errno != errno.ENOENT:  # a file that is gone since the folder was read is no more
+                why = f"cannot be looked at ({exc.strerror})"
+                self._tell(Unreachable(path=name, reason="unreadable", why=why, is_folder=None))
+            return
+        if not stat.S_ISREG(status.st_mode):
+            self._tell(Unreachable(path=name, reason="special", why="is neither file nor directory"))
+        elif _STAGED.search(name):
+            why = "is what an upload left that was cut off"
+            self._tell(Unreachable(path=name, reason="upload", why=why))
+        elif self._tells and not _is_readable(entry, status):
+            self._tell(Unreachable(path=name, reason="unreadable", why="is a file that may not be read"))
+        else:
+            yield name, status
 
     def _circle(self, folder: Path) -> int:
         """Which folders lead to each other, through links and folders: those that have the same number."""
@@ -141,7 +240,8 @@ class _Walk:
             numbered[folder] = low[folder] = len(numbered)
             open_ones.append(folder)
             name = "" if folder == self._root else folder.relative_to(self._root).as_posix()
-            below = (real for _, _, real in self._entries(name, folder) if real is not None)
+            entries = self._entries(name, folder, lambda entry: None)
+            below = (real for _, _, real in entries if real is not None)
             # Links to folders above are never followed, so they close no circle.
             ahead.append((folder, (real for real in below if not folder.is_relative_to(real))))
 
@@ -163,35 +263,53 @@ class _Walk:
         return found
 
 
-def _object(name: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """List what is no folder."""
-    if entry.is_file():
-        if not _STAGED.search(name):
-            yield name, entry.stat()
-    elif not entry.name.startswith("."):
-        what = "a symbolic link that leads nowhere" if entry.is_symlink() else "neither file nor directory"
-        raise OSError(f"{name!r} is {what}; remove it, or index a folder without it")
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder or a link to one; not if that cannot be told."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _is_readable(entry: os.DirEntry[str], status: os.stat_result) -> bool:
+    """Whether this process may read a file; the kernel is asked only where the mode leaves it open."""
+    return status.st_mode & 0o444 == 0o444 or os.access(entry.path, os.R_OK, effective_ids=True)
+
+
+def _link(name: str, entry: os.DirEntry[str], where: str) -> Unreachable:
+    """A symbolic link that leads to nothing in the store, with the path that it holds."""
+    is_folder: bool | None = None
+    with suppress(OSError):
+        is_folder = stat.S_ISDIR(entry.stat().st_mode)
+    hint = " (open the store at a folder that holds both)" if where == _OUT else ""
+    why = f"is a symbolic link to {os.readlink(entry.path)!r}, which leads {where}{hint}"
+    return Unreachable(path=name, reason="link", why=why, is_folder=is_folder)
 
 
 def folders(root: Path, prefix: str) -> list[str]:
-    """Names of the folders right below a prefix, empty ones and links to empty ones among them.
+    """Names of the folders right below a prefix: empty ones, those that cannot be listed, and links to such.
 
-    A link to a folder that holds something is left to the listing, which knows circles.
+    A link that leads to a folder out of the root counts, which is not looked into. A link to a folder that
+    holds something is left to the listing, which knows circles.
 
     Raises:
-        ObjectNotFound: If a symbolic link leads out of ``root``.
+        ObjectNotFound: If the prefix is behind a symbolic link that leads out of ``root``.
     """
     start = inside(root, prefix) if prefix else root
     if not start.is_dir():
         return []
     with os.scandir(start) as entries:
-        found = sorted((entry for entry in entries if entry.is_dir()), key=lambda entry: entry.name)
-    links = {
-        entry.name: inside(root, f"{prefix}/{entry.name}" if prefix else entry.name)
-        for entry in found
-        if entry.is_symlink()
-    }
-    return [entry.name for entry in found if entry.name not in links or not os.listdir(links[entry.name])]
+        found = sorted((entry for entry in entries if _is_folder(entry)), key=lambda entry: entry.name)
+    return [entry.name for entry in found if not entry.is_symlink() or _holds_nothing(root, entry)]
+
+
+def _holds_nothing(root: Path, link: os.DirEntry[str]) -> bool:
+    """Whether a link leads to a folder that a listing gives nothing of."""
+    try:
+        real = Path(link.path).resolve()
+        return not real.is_relative_to(root) or not os.listdir(real)
+    except OSError:
+        return True
 
 
 def etag_of(status: os.stat_result) -> str:

@@ -485,16 +485,24 @@ class Store:
             return False
         return True
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(
+        self, prefix: str = "", *, on_unreachable: local.OnUnreachable | None = None
+    ) -> Iterator[ObjectInfo]:
         """Every object under ``prefix``, a directory or one object's own name; in no promised order.
 
+        Args:
+            prefix: Where to begin; empty for all.
+            on_unreachable: Called with each entry of a file store's folders that cannot be given: a symbolic
+                link that leads out of the store or nowhere, a FIFO, a file without permission to read it.
+
         Raises:
-            StoreError: If the store cannot be read, or a symbolic link leads out of a file store.
+            StoreError: If the store cannot be read; without ``on_unreachable`` also if a symbolic link leads
+                out of a file store or nowhere, or there is a FIFO, socket or device.
         """
         prefix = check_prefix(prefix)
         with self._errors("list", prefix):
             if self._root is not None:
-                for name, status in local.walk(self._root, prefix):
+                for name, status in local.walk(self._root, prefix, on_unreachable):
                     yield _file_info(name, status)
                 return
             _check_process(self)
@@ -512,7 +520,7 @@ class Store:
         """Names of the folders right below ``prefix``, without it; of a file store empty ones, too.
 
         Raises:
-            StoreError: If the store cannot be read, or a symbolic link leads out of a file store.
+            StoreError: If the store cannot be read.
         """
         prefix = check_prefix(prefix)
         with self._errors("list", prefix):
