@@ -22,7 +22,8 @@ from tests.program.nets import frozen_small
 from tests.server.running import free_port, wait_for
 from upriver.client import discover
 from upriver.client.discover import LISTING_PATH, Listed, Listing
-from upriver.errors import ConfigError
+from upriver.client.transport import ServerClient
+from upriver.errors import ConfigError, NotAuthorized
 
 
 def test_an_embedded_server_that_died_is_replaced(tmp_path: Path) -> None:
@@ -35,6 +36,8 @@ def test_an_embedded_server_that_died_is_replaced(tmp_path: Path) -> None:
         dead._process.wait()
         second = run(near, data, cut=2, epochs=1)
         [server] = near._embedded.values()
+        with ServerClient(server.url) as stranger, pytest.raises(NotAuthorized):
+            stranger.info()  # another user of this machine, who could read the store with this one's rights
         assert server is not dead and server.running
         assert dead._process.stdout is not None and dead._process.stdout.closed
         assert first[2].report.samples == {dead.url: 50}

@@ -16,13 +16,14 @@ from tests.dataloader.datasets import same
 from tests.dataloader.world import BATCH, World, part
 from upriver.client.embedded import EmbeddedServer
 from upriver.client.fleet import Fleet, Provider, Serves
+from upriver.client.transport import ServerClient
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.dataloader.auto import Measured
 from upriver.dataloader.beside import LocalFleet, LocalWorkers, beside_training
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.growth import Growth
 from upriver.dataloader.recall import Recall
-from upriver.errors import ConfigError, ServerUnavailable
+from upriver.errors import ConfigError, NotAuthorized, ServerUnavailable
 
 COUNT = 300
 
@@ -221,6 +222,9 @@ def test_it_grows_while_training_goes_on(fleets: list[LocalFleet], reference: li
             if number == len(epoch) - 2 and loader._growth is not None and loader._growth.why:
                 until(lambda: len(servers(fleets[0])) == 2)
         assert same(found, epoch), f"{loader.report}"
+        for server in servers(fleets[0]):
+            with ServerClient(server.url) as stranger, pytest.raises(NotAuthorized):
+                stranger.info()  # another user of this machine, who could have this one's code run
         assert loader._hired is not None
         if loader._hired.count == 2:
             break

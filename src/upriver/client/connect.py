@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -75,6 +76,8 @@ class Near:
         self.meter = LinkMeter() if meter is None else require_type("meter", meter, LinkMeter, "LinkMeter()")
         self._urls = checks.addresses(urls)
         self._token = checks.token(token)
+        if self._token is None and not self._urls:
+            self._token = secrets.token_urlsafe(32)  # other users of this machine reach an embedded server
         self._tls = client_context(ca=ca, certificate=certificate, key=key)
         if self._tls is not None and not any(map(checks.encrypts, self._urls)):
             raise ConfigError("ca, certificate and key are for servers at https://…, and none is given")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,20 +113,25 @@ def provider_of(workers: Sequence[str] | int | Provider, *, num_workers: int) ->
 
 
 class LocalFleet(Fleet):
-    """Workers of one loader on this machine.
+    """Workers of one loader on this machine, which answer nobody else: its other users can reach them, too.
 
     Args:
         what: They are to serve.
         most: How many there may be.
     """
 
-    token = None
     processes = 1
 
     def __init__(self, what: Serves, *, most: int) -> None:
         self._what, self._most, self._owner = what, most, os.getpid()
+        self._token = secrets.token_urlsafe(32)
         self._servers = dict[str, EmbeddedServer]()
         self._lock, self._stopped = threading.Lock(), False
+
+    @property
+    def token(self) -> str:
+        """Drawn for this loader."""
+        return self._token
 
     def room(self) -> int:
         """What is missing to the most there may be."""
@@ -166,9 +172,9 @@ class LocalFleet(Fleet):
 
     def _start(self) -> str:
         if self._what.stores:
-            server = EmbeddedServer.start(self._what.stores, workers=1)
+            server = EmbeddedServer.start(self._what.stores, workers=1, token=self._token)
         else:
-            server = EmbeddedServer.start_worker(self._what.allow, workers=1)
+            server = EmbeddedServer.start_worker(self._what.allow, workers=1, token=self._token)
         with self._lock:
             if not self._stopped:
                 self._servers[server.url] = server

@@ -158,7 +158,8 @@ def _namespace(owner: Any) -> Mapping[str, Any]:
     return found
 
 
-def _qualname(kind: type) -> str:
+def qualname(kind: type) -> str:
+    """Return what a class is called, without asking its metaclass."""
     return str(type.__dict__["__qualname__"].__get__(kind))
 
 
@@ -175,7 +176,7 @@ def _attribute(owner: Any, part: str) -> Any:
             found = names[part]
             break
     else:
-        what = f"type object {_qualname(owner)!r}" if _is_a(owner, type) else "module"
+        what = f"type object {qualname(owner)!r}" if _is_a(owner, type) else "module"
         raise AttributeError(f"{what} has no attribute {part!r} of its own")
     if _is_a(owner, type) and type(found) in (staticmethod, classmethod) and callable(found.__func__):
         return MethodType(found.__func__, owner) if type(found) is classmethod else found.__func__
@@ -195,7 +196,7 @@ def _is_own(found: Any, allow: Sequence[str]) -> bool:
         owner = found.__self__
         return _is_a(owner, type) and _is_own(owner, allow) and _is_own(found.__func__, allow)
     if _is_a(found, type):
-        home, path = _namespace(found).get("__module__"), _qualname(found)
+        home, path = _namespace(found).get("__module__"), qualname(found)
         return (
             type(home) is str
             and _covered(home, allow)
@@ -283,7 +284,7 @@ def _origin(found: Any) -> str:
         return f"comes from {_said(dict.get(found.__globals__, '__name__'))}"
     if type(found) is BuiltinFunctionType:
         return f"comes from {_said(found.__module__)}"
-    return f"is an object of type {_qualname(type(found))}"
+    return f"is an object of type {qualname(type(found))}"
 
 
 def _said(module: object) -> str:

@@ -25,7 +25,7 @@ from upriver.pipeline.mapstyle import DONE, MapStyle
 from upriver.protocol import BY_DEFAULT, TRACE_CHARS
 from upriver.protocol.tree import flatten
 from upriver.server import logs
-from upriver.server.allowed import check_found, look_up
+from upriver.server.allowed import check_found, look_up, qualname
 from upriver.server.jobs import RunCode
 from upriver.server.output import STDERR
 from upriver.text import error_text, last_lines, said
@@ -109,7 +109,7 @@ class Code:
             steps = look_up(imported, name, self._allow)
         whole = len(steps) == len(path.split("."))  # and not one that leads through an object
         if whole and not callable(steps[-1]):
-            raise CodeFailed(f"{name} must be callable, got {type(steps[-1]).__name__}")
+            raise CodeFailed(f"{name} must be callable, got {qualname(type(steps[-1]))}")
         check_found(name, steps, self._allow)
         self._callables[name] = steps[-1]
         return self._callables[name]
