@@ -219,6 +219,59 @@ def test_guard_what_changes_in_the_tail_is_no_change_and_counts_at_once(
     guard.check_values()
 
 
+class Holding(nn.Module):
+    """Looks which parameters and buffers it has."""
+
+    def __init__(self, *, any_of_them: bool) -> None:
+        super().__init__()
+        self.inner, self.any_of_them = nn.Linear(8, 8, bias=False), any_of_them
+        self.register_buffer("shift", None)
+        self.register_parameter("gain", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x) * (2 if hasattr(self, "twice") else 1)
+        x = x if self.shift is None else x + self.shift
+        x = x if self.gain is None else x * self.gain
+        return x + sum(b.sum() for b in self.buffers()) if self.any_of_them else x
+
+
+MORE: dict[str, tuple[Callable[[Any], object], str]] = {
+    "one that is looked for": (lambda m: m.register_buffer("twice", torch.ones(1)), "'twice' of module '0'"),
+    "a buffer that was None": (
+        lambda m: setattr(m, "shift", torch.ones(8)),
+        "'shift' .*was None, is a tensor",
+    ),
+    "a parameter that was None": (lambda m: setattr(m, "gain", frozen()), "'gain' of module '0'"),
+    "a bias": (lambda m: setattr(m.inner, "bias", frozen()), "'bias' of module '0.inner'"),
+    "one of all buffers": (lambda m: m.register_buffer("new", torch.ones(1)), "'_buffers' of module '0'"),
+    "one of an inner module": (
+        lambda m: m.inner.register_buffer("new", torch.ones(1)),
+        "'_buffers' of module '0.inner'",
+    ),
+}
+
+
+def frozen() -> nn.Parameter:
+    return nn.Parameter(torch.full((8,), 2.0), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", MORE)
+def test_guard_a_parameter_or_buffer_that_comes_counts_where_it_is_read(change: str) -> None:
+    apply, named = MORE[change]
+    iterates, x = named.startswith("'_buffers'"), torch.randn(4, 8)
+    model = nn.Sequential(Holding(any_of_them=iterates), nn.Linear(8, 3)).train()
+    freeze_to(model, "0")
+    parts = split(model, x)
+    guard = guarded(model, parts)
+    model[0].register_parameter("unread", frozen())
+    guard.check_versions()
+    before = model(x)
+    apply(model[0])
+    assert not torch.equal(model(x), before)
+    with pytest.raises(FrozenChanged, match=named):
+        guard.check_versions()
+
+
 class Settings:
     """Absent ones stand for their defaults."""
 

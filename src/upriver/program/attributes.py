@@ -32,6 +32,8 @@ Entry: TypeAlias = "tuple[str, str, Form]"
 
 _ABSENT: Form = ("absent",)
 
+_MEMBERS = ("_parameters", "_buffers")
+
 _DICTS = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 """Of a module; others watch what these hold."""
 
@@ -260,6 +262,12 @@ class _Look:
             names = names.union(state) - {ALL}
             self._sized.append(state)
             self.entries.append((place, "__dict__", tuple(state)))
+        members = isinstance(owner, nn.Module) and state.keys() >= {*_MEMBERS}
+        if members:
+            self._held += [state[name].keys() for name in _MEMBERS]
+            listed = [name for name in _MEMBERS if name in names]
+            self.entries += [(place, name, ("names", *state[name])) for name in listed]
+            names = names.difference(_MEMBERS)
         there = [name for name in sorted(names) if name in state]
         absent = [name for name in sorted(names) if name not in state]
         fixed = [name for name in _DICTS if name in state] if isinstance(owner, nn.Module) else []
@@ -276,7 +284,10 @@ class _Look:
                 self._getters.append((operator.attrgetter(name, name), owner))
                 self.entries.append((place, name, self._form(getattr(owner, name), place, name)))
             else:
-                self.entries.append((place, name, self._form_in_class(owner, place, name)))
+                form = self._form_in_class(owner, place, name)
+                if members and form == _ABSENT:
+                    form = self._form_as_member(state, name)
+                self.entries.append((place, name, form))
             self._look_at_class(kind, name)
         if isinstance(owner, nn.Module):
             self._look_at_class(kind, "forward")
@@ -304,6 +315,14 @@ class _Look:
         if isinstance(value, types.FunctionType):
             return "method", id(value), id(owner)
         return _ABSENT if where is None or hasattr(value, "__get__") else self._form(value, place, name)
+
+    def _form_as_member(self, state: Mapping[str, Any], name: str) -> Form:
+        """Whether a module has a parameter or buffer of that name; others look at the values of those."""
+        for member in _MEMBERS:
+            if name in state[member]:
+                self._getters.append((_getter([name]), state[member]))
+                return ("none",) if state[member][name] is None else ("tensor",)
+        return _ABSENT
 
     def _form(self, value: Any, place: str, name: str) -> Form:
         kind = type(value)
@@ -365,6 +384,12 @@ def _in_words(forms: Sequence[Form]) -> str:
     match forms:
         case [] | [("absent",)]:
             return "absent"
+        case [("none",)]:
+            return "None"
+        case [("tensor",)]:
+            return "a tensor"
+        case [("names", *names)]:
+            return ", ".join(map(str, names))[:80] or "empty"
         case [(type() as kind, value)] if kind in (bool, int, type(None)):
             return repr(value)
         case [(type() as kind, str() as value)] if kind in (str, float):

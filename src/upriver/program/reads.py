@@ -36,7 +36,7 @@ _LOOKS_THROUGH = ("torch.nn.modules.module", "functools")
 _OPAQUE = ("_dynamo", "_inductor", "fx", "jit", "cuda", "autograd", "utils", "distributed")
 """Parts of torch whose objects are handles and no settings."""
 
-_MACHINERY = ("_parameters", "_buffers", "_modules", "training", "_call_impl", "_compiled_call_impl")
+_MACHINERY = ("_modules", "training", "_call_impl", "_compiled_call_impl")
 """The last: compiling a module changes where it computes, not what."""
 
 _MOST = 1000

@@ -257,10 +257,10 @@ class Unchanged:
             known = self._read()
             new: list[_Tensor] = []
             for name, was, now in self._held.others():
-                if was is None or (now is None and was.digest is not None):
-                    return repr(name)
-                if was.digest is None or now is None:
+                if was is None or was.digest is None:  # read by no program: attributes tell if that changes
                     continue
+                if now is None:
+                    return repr(name)
                 version = 0 if now.is_inference() else now._version
                 if _Was(now, {}).form != was.form or fold(now) != was.digest:
                     return repr(name)
