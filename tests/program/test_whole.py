@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils import _pytree as pytree
 
 from tests.inference.asking import Two, chain, here
@@ -165,3 +166,41 @@ def test_a_model_that_computes_nothing_is_named(model: nn.Module) -> None:
             CaptureError, match=rf"the model \({type(model).__name__}\) runs no operator on its in"
         ):
             take(model, torch.randn(2, 4))
+
+
+class Choosing(nn.Module):
+    """Runs modules by an operator."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.a, self.b, self.operator = nn.Linear(4, 4), nn.Linear(4, 4), operator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.operator == "while_loop":
+            zero = torch.tensor(0)
+            answer: torch.Tensor = while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, self.a(y)), (zero, x))[
+                1
+            ]
+            return answer
+        chosen: torch.Tensor = torch.cond(x.sum() > 0, lambda y: self.a(y), lambda y: self.b(y), (x,))
+        return chosen
+
+
+@pytest.mark.parametrize("operator", ["cond", "while_loop"])
+def test_an_operator_that_runs_modules_is_named_as_what_no_program_holds(operator: str) -> None:
+    with pytest.raises(CaptureError, match=f"the model calls {operator}, which is no ATen operator"):
+        capture_whole(Choosing(operator), torch.randn(3, 4))
+
+
+class DynamicCache:
+    """Of keys and values, by its name."""
+
+
+class Keeping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"answer": super().forward(x), "past_key_values": DynamicCache()}
+
+
+def test_an_answer_with_a_cache_is_refused_with_what_switches_it_off() -> None:
+    with pytest.raises(CaptureError, match=r"holds a DynamicCache, .* switch it off \(use_cache=False"):
+        capture_whole(Keeping(4, 4), torch.randn(3, 4))

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO, cast
@@ -105,12 +106,12 @@ class Observed(nn.Module):
         return tuple(tensor.clone() for tensor in given)
 
     def _answers(self, answer: Any) -> list[torch.Tensor]:
-        leaves = pytree.tree_leaves(answer, is_leaf=_is_cache)
+        leaves = pytree.tree_leaves(answer, is_leaf=is_cache)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise CaptureError(f"the model's answer, a {type(answer).__name__}, holds no tensor")
         self.notes.num_answers = len(tensors)
-        return tensors + [tensor for leaf in leaves if _is_cache(leaf) for tensor in _held_by(leaf)]
+        return tensors + [tensor for leaf in leaves if is_cache(leaf) for tensor in _held_by(leaf)]
 
     @contextlib.contextmanager
     def _hooks(self, kept: dict[Source, torch.Tensor]) -> Iterator[None]:
@@ -148,7 +149,7 @@ class Observed(nn.Module):
             yield
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
     """Whether this is a cache of keys and values, of whatever library."""
     return type(value).__name__.endswith("Cache")
 
@@ -281,12 +282,26 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _reason(error: Exception, entered: Sequence[str]) -> str:
+    if operator := _operator_that_runs_functions(error):
+        return f"the model calls {operator}, which is no ATen operator"
     lines = str(error).strip().splitlines()
     reason = lines[0] if lines else type(error).__name__
     where = f" in module {entered[-1]!r}" if entered and entered[-1] else ""
     if "data-dependent" in str(error).lower() or type(error).__name__.startswith("GuardOnDataDependent"):
         return f"torch.export could not capture the model: control flow depends on data{where}: {reason}"
     return f"torch.export could not capture the model{where}: {reason}"
+
+
+def _operator_that_runs_functions(error: Exception) -> str:
+    """The operator, such as ``torch.cond``, whose functions torch could not compile; empty if that is not so.
+
+    It compiles them also where it only records, and stumbles over any hook of a module that they call.
+    """
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("torch._higher_order_ops."):
+                return frame.f_code.co_name
+    return ""
 
 
 _ONE_AT_A_TIME = threading.RLock()

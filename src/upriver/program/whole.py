@@ -19,6 +19,7 @@ from upriver.errors import CaptureError
 from upriver.program.attributes import Attributes, attributes_of
 from upriver.program.capture import bound, checked, graph_of
 from upriver.program.example import Example, Inputs
+from upriver.program.export import is_cache
 from upriver.program.freeze import check_initialized
 from upriver.program.layouts import refusing, same_bits
 from upriver.program.precision import autocasting
@@ -200,6 +201,11 @@ def _answer_of(
         reads.written = behind.moved()
     leaves, form = pytree.tree_flatten(answer)
     for leaf in leaves:
+        if is_cache(leaf):
+            raise CaptureError(
+                f"the model's answer holds a {type(leaf).__name__}, a cache of keys and values: switch it "
+                "off (use_cache=False, in the model's configuration or among its inputs)"
+            )
         if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
             raise CaptureError(
                 f"the model's answer holds a {type(leaf).__name__}; it may hold tensors, numbers and words, "
