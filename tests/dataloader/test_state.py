@@ -361,6 +361,12 @@ def test_the_state_of_another_loader_is_refused(change: dict[str, Any], said: st
     ):
         with pytest.raises(ConfigError, match=r"generators|damaged"):
             loader.load_state_dict({**state, "drawn": drawn})
+    name, words, _, *rest = state["drawn"]["numpy"]
+    for position in (625, -1):  # where NumPy would draw from other memory of the process
+        with pytest.raises(ConfigError, match="not a state"):
+            loader.load_state_dict(
+                {**state, "drawn": {**state["drawn"], "numpy": [name, words, position, *rest]}}
+            )
     assert loader.state_dict() == before
     for nothing in ({}, None, [], "state"):
         with pytest.raises(ConfigError, match="not a state"):

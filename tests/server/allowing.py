@@ -106,6 +106,11 @@ class Lying(Admin):
     """Says that it is another module's."""
 
 
+class Fallback(Admin):
+    """Says that it is the one that the other module has, too."""
+
+
+Fallback.__module__ = "shop.data"
 Lying.__module__, Lying.__qualname__, Lying.__name__ = "shop.data", "lying", "lying"
 
 
@@ -213,6 +218,8 @@ def later():
     child = type("child", (data.Birds,), {"__init__": shell, "__module__": "shop.data"})
     child_made = child.made
     of_base = data.Callable(os.system)
+    global overridden
+    overridden = forged(data.overridden)
 '''
 
 KINDS = _words(
@@ -221,7 +228,7 @@ KINDS = _words(
     partial_command partial_shell partial_run partial_of_partial method_bound method_of_class
     method_with_class cached cached_partial dispatched in_context static mock weak alias_of_list
     lazy_module pretender described maker partial_method system popen namespace built own_shape
-    module forged_make forged_method forged_cached forged_code child child_made of_base
+    module forged_make forged_method forged_cached forged_code child child_made of_base overridden Fallback
     """
 )
 """Objects of the module that is not allowed."""
@@ -346,6 +353,14 @@ def collate(samples):
 @functools.lru_cache
 def _unused():
     pass
+
+
+def overridden(count=3):
+    """Another module has a faster one, which is imported below."""
+
+
+class Fallback(Birds):
+    """So it is with this one."""
 
 
 shop.admin.later()

@@ -32,7 +32,7 @@ from upriver.dataloader.named import NamedDataset
 from upriver.dataloader.onward import Onward, Stood
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
-from upriver.pipeline.seeding import apart
+from upriver.pipeline.seeding import NUMBER_OF_WORDS, apart
 
 ProcessesOfRun: TypeAlias = Literal["none", "each epoch", "persistent"]
 """When loader processes start: PyTorch draws numbers by that, and begins samplers, so orders depend on it."""
@@ -55,7 +55,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, list[int], int, int, float]
+    numpy: tuple[str, list[int], Annotated[int, msgspec.Meta(ge=0, le=NUMBER_OF_WORDS)], int, float]
     shared: str
     own: list[str]
     starts: bool

@@ -25,8 +25,8 @@ from upriver.program.devices import generators_kept
 _WORD = 2**32
 _WORDS = "<u4"
 """As words travel."""
-_NUMBER_OF_WORDS = 624
-"""Of a Mersenne Twister."""
+NUMBER_OF_WORDS = 624
+"""Of a Mersenne Twister. NumPy (2.4) takes one that stands beyond them, and draws from other memory then."""
 
 
 def seed_generators(draw: Draw) -> None:
@@ -93,9 +93,9 @@ class Generators:
         if "numpy" in moved:
             name, key, position, *rest = moved["numpy"]
             # NumPy does not look (2.3): beyond its words it would draw from other memory of this process.
-            if type(position) is not int or not 0 <= position <= _NUMBER_OF_WORDS:
+            if type(position) is not int or not 0 <= position <= NUMBER_OF_WORDS:
                 raise ValueError(
-                    f"NumPy's generator stands at a word in 0..{_NUMBER_OF_WORDS}, got {position!r:.80}"
+                    f"NumPy's generator stands at a word in 0..{NUMBER_OF_WORDS}, got {position!r:.80}"
                 )
             numpy_random.set_state((name, np.frombuffer(key, dtype=_WORDS), position, *rest))
         if "torch" in moved:

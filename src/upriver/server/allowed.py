@@ -18,7 +18,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from upriver.errors import ConfigError, Forbidden
 from upriver.protocol import BY_DEFAULT, CodeRef
@@ -201,15 +201,16 @@ def _is_own(found: Any, allow: Sequence[str]) -> bool:
             type(home) is str
             and _covered(home, allow)
             and _at(home, path) is found
-            and _has_class(home, path)
+            and _binds(home, path, "class")
         )
     home = _home(found)
     if home is not None and _covered(home, allow):
         return True
     for inner in _wrapped(found):  # by the decorators of a function that is defined there
         home = _home(inner)
-        if home is not None and _covered(home, allow) and _at(home, inner.__code__.co_qualname) is found:
-            return True
+        if home is not None and _covered(home, allow):
+            path = inner.__code__.co_qualname
+            return _at(home, path) is found and _binds(home, path, "function")
     return False
 
 
@@ -246,23 +247,27 @@ def _at(home: str, path: str) -> Any:
     return found.__func__ if type(found) is MethodType else found
 
 
-def _has_class(home: str, path: str) -> bool:
-    """Return whether a class statement of a module's source binds a name, and no import does."""
+def _binds(home: str, path: str, kind: Literal["class", "function"]) -> bool:
+    """Return whether a ``class`` or ``def`` of a module's source binds a name, and no import does."""
     tables = [table] if (table := _symbols(home)) is not None else []
-    for part in path.split("."):
+    parts = path.split(".")
+    for part, body in zip(parts, ["class"] * (len(parts) - 1) + [kind], strict=True):
         found = [table.lookup(part) for table in tables if part in table.get_identifiers()]
         if any(symbol.is_imported() for symbol in found):
             return False
-        tables = [inner for symbol in found for inner in _class_bodies(symbol)]
+        tables = [inner for symbol in found for inner in _bodies(symbol, body)]
     return bool(tables)
 
 
-def _class_bodies(symbol: symtable.Symbol) -> Iterator[symtable.SymbolTable]:
+def _bodies(symbol: symtable.Symbol, kind: str) -> Iterator[symtable.SymbolTable]:
     for table in symbol.get_namespaces():
-        if table.get_type() == "class":
+        if table.get_type() == kind:
             yield table
-        elif table.get_type() != "function":  # parameters of a generic class have a scope of their own
-            yield from (inner for inner in table.get_children() if inner.get_type() == "class")
+        elif table.get_type() not in (
+            "class",
+            "function",
+        ):  # parameters of a generic one: a scope of their own
+            yield from (inner for inner in table.get_children() if inner.get_type() == kind)
 
 
 def _symbols(home: str) -> symtable.SymbolTable | None:
