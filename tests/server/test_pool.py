@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.conftest import make_program
 from tests.server.test_http import upload
-from upriver.errors import UpriverError
+from upriver.errors import Overloaded, UpriverError, WorkerCrashed
 from upriver.protocol import DEFAULT_CAPS
 from upriver.server import pool as pools
 from upriver.server.app import Front
@@ -172,6 +172,116 @@ def test_only_workers_that_die_soon_make_a_pool_unready(scene, monkeypatch, sett
                 scene.gate.set()
 
     asyncio.run(die_again_and_again())
+
+
+def asked(pool):
+    """A job that waits for a worker."""
+    return asyncio.create_task(pool.weigh(None, None))
+
+
+async def refusal(job):
+    with pytest.raises(UpriverError) as found:
+        async with asyncio.timeout(60):
+            await job
+    return found.value
+
+
+@pytest.mark.parametrize("settled_s", [0.0, 3600.0])
+def test_a_job_waits_for_the_worker_that_replaces_the_first_or_a_settled_one(scene, monkeypatch, settled_s):
+    monkeypatch.setattr(pools, "SETTLED_S", settled_s)
+
+    async def replace():
+        async with open_pool() as pool:
+            for _ in range(1 if settled_s else 3):
+                pool._start_s = 60.0  # as where starting takes long
+                scene.gate.clear()
+                await lose_one(pool)
+                job = asked(pool)
+                await asyncio.sleep(0.1)
+                assert not job.done()
+                scene.gate.set()
+                assert isinstance(await job, Weighed)
+
+    asyncio.run(replace())
+
+
+def test_jobs_are_refused_as_soon_as_a_worker_that_replaced_another_dies(scene):
+    async def die_again():
+        async with open_pool() as pool:
+            await lose_one(pool)
+            await until(lambda: idle(pool))
+            scene.gate.clear()
+            pool._start_s = 60.0
+            await lose_one(pool)
+            try:
+                found = await refusal(asked(pool))
+                assert isinstance(found, Overloaded) and found.retry_after_s == 60.0
+                assert str(found) == f"no worker is here to do this ({pool.why})"
+                assert "another is being started" in pool.why
+            finally:
+                scene.gate.set()
+            await until(lambda: idle(pool))
+            assert isinstance(await asked(pool), Weighed)
+
+    asyncio.run(die_again())
+
+
+def test_a_job_that_waits_is_refused_when_the_worker_to_come_does_not_start(scene):
+    async def break_down():
+        async with open_pool() as pool:
+            scene.gate.clear()
+            scene.broken = True
+            pool._start_s = 3600.0
+            await lose_one(pool)
+            job = asked(pool)
+            await asyncio.sleep(0.1)
+            assert not job.done()
+            scene.gate.set()
+            found = await refusal(job)
+            assert isinstance(found, Overloaded) and "did not start: it is broken" in str(found)
+            scene.broken = False
+            await until(lambda: idle(pool))
+            assert isinstance(await asked(pool), Weighed)
+
+    asyncio.run(break_down())
+
+
+def test_a_job_waits_for_a_worker_for_twice_what_the_last_one_took_to_start(scene):
+    async def hang():
+        async with open_pool() as pool:
+            scene.gate.clear()
+            pool._start_s = 0.05
+            await lose_one(pool)
+            try:
+                assert isinstance(await refusal(asked(pool)), Overloaded)
+            finally:
+                scene.gate.set()
+            await until(lambda: idle(pool))
+            assert pool._start_s > 0.1, "it was counted again"
+
+    asyncio.run(hang())
+
+
+def test_a_job_that_took_the_last_worker_with_it_is_to_blame(scene, monkeypatch):
+    def die(worker, graph, stretch):
+        worker.kill()
+        raise ConnectionResetError("gone")
+
+    monkeypatch.setattr(Idle, "weigh", die)
+
+    async def kill():
+        async with open_pool() as pool:
+            await lose_one(pool)
+            await until(lambda: idle(pool))
+            scene.gate.clear()
+            try:
+                found = await refusal(asked(pool))
+            finally:
+                scene.gate.set()
+            assert isinstance(found, WorkerCrashed)
+            assert str(found).startswith("a worker died of this micro-batch, the last one: ")
+
+    asyncio.run(kill())
 
 
 def test_an_upload_that_is_given_up_holds_its_memory_until_the_worker_is_done_with_it(scene):

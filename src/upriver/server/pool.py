@@ -104,6 +104,9 @@ class WorkerPool:
         self._closed = False
         self._deaths = 0  # in a row: since a worker last did a job, or was there for long
         self._settled = asyncio.Event()
+        self._start_s = 0.0  # of the last worker that started
+        self._waiting: set[asyncio.Timeout] = set()
+        self._wait_until: float | None = None
         self._failure: ConfigError | None = None
         self.why = "workers are starting"
         """Why there may be none to work; holds nothing of a client's."""
@@ -128,7 +131,9 @@ class WorkerPool:
     @property
     def ready(self) -> bool:
         """Whether work is done here: there is a worker, or another one soon in place of one that is gone."""
-        return self.hello is not None and (bool(self._alive) or self._deaths < START_ATTEMPTS)
+        if self.hello is None or self._alive:
+            return self.hello is not None
+        return self._wait_until is not None and time.monotonic() < self._wait_until
 
     async def run(self, job: Job, clock: Clock, use: Use | None = None) -> Result:
         """Do one job; what it waits for a worker counts as ``queue``.
@@ -137,7 +142,8 @@ class WorkerPool:
             use: Entered while a worker has the job, which may be longer than anyone waits for it.
 
         Raises:
-            WorkerCrashed: If it took `ATTEMPTS` workers with it.
+            WorkerCrashed: If it took `ATTEMPTS` workers with it, or one and there is no other.
+            Overloaded: If there is no worker, and none soon.
             UpriverError: If it cannot be done.
         """
 
@@ -234,9 +240,15 @@ class WorkerPool:
     async def _on_worker(
         self, work: Callable[[WorkerHandle], _T], clock: Clock, use: Use | None = None
     ) -> _T:
+        reason: _Died | None = None
         for _ in range(ATTEMPTS):
-            with clock.phase("queue"), self.load.waiting():
-                worker = await self._take()
+            try:
+                with clock.phase("queue"), self.load.waiting():
+                    worker = await self._take()
+            except Overloaded:
+                if reason is None:
+                    raise
+                raise WorkerCrashed(f"a worker died of this micro-batch, the last one: {reason}") from None
             # Shielded: a thread cannot be stopped, and the worker is free only when it is done.
             task = asyncio.ensure_future(self._call(worker, work))
             if use is not None:
@@ -276,18 +288,33 @@ class WorkerPool:
         self._idle.put_nowait(worker)
 
     async def _take(self) -> WorkerHandle:
-        """Wait for a worker, first come first served; whoever gives up waiting goes by being cancelled."""
+        """Wait for a worker, first come first served; whoever gives up waiting goes by being cancelled.
+
+        Raises:
+            Overloaded: If there is none, and none soon: others can do the job, or the client itself.
+        """
         while True:
             try:
-                async with asyncio.timeout(self._job_timeout_s):
-                    worker = await self._idle.get()
+                async with asyncio.timeout_at(self._wait_until) as limit:
+                    self._waiting.add(limit)
+                    try:
+                        worker = await self._idle.get()
+                    finally:
+                        self._waiting.discard(limit)
             except TimeoutError:
-                if not self._alive:
-                    raise Overloaded("no worker can be started here", retry_after_s=MAX_PAUSE_S) from None
-                continue
+                raise Overloaded(
+                    f"no worker is here to do this ({self.why})", retry_after_s=self._start_s
+                ) from None
             if worker in self._alive:
                 return worker
             worker.kill()  # it died while it was idle, and was replaced then
+
+    def _wait(self, until: float | None) -> None:
+        """Let jobs wait for a worker until then, by the monotonic clock; for ever if None."""
+        self._wait_until = until
+        for limit in self._waiting:
+            if not limit.expired():
+                limit.reschedule(until)
 
     def _bury(self, worker: WorkerHandle, error: BaseException) -> None:
         late = isinstance(error, TimeoutError)
@@ -310,7 +337,13 @@ class WorkerPool:
             how = reason if reason and ending == BROKE_OFF else ending  # what it died of, where that is known
             log.warning("worker %d is gone: it %s; starting another", worker.pid, how)
             self.why = f"the last worker {ending}; another is being started"
-            self._deaths = 1 if time.monotonic() - watch.since >= SETTLED_S else self._deaths + 1
+            settled = time.monotonic() - watch.since >= SETTLED_S
+            self._deaths = 1 if settled else self._deaths + 1
+            if not self._alive:
+                # Twice what the last start took, or a second, for a busy machine. The next one after one that
+                # died soon may die soon, too: jobs are better off elsewhere meanwhile.
+                patience_s = max(2 * self._start_s, 1.0) if settled or not worker.restarts else 0.0
+                self._wait(time.monotonic() + patience_s)
             self._on_restart("timeout" if late else "memory" if worker.out_of_memory else "crash")
             self._start_one(restarts=worker.restarts + 1)
 
@@ -327,6 +360,7 @@ class WorkerPool:
 
     async def _tried(self, restarts: int) -> bool:
         """Start one worker; whether that worked."""
+        began = time.monotonic()
         try:
             worker = WorkerHandle.start(threads=self._setup.threads, enclosure=self._enclosure)
         except (OSError, RuntimeError) as error:  # no process, or no thread to read what it prints
@@ -337,6 +371,7 @@ class WorkerPool:
             hello = await asyncio.to_thread(
                 worker.shake_hands, self._setup, job_timeout_s=self._job_timeout_s
             )
+            self._start_s = time.monotonic() - began
             self._welcome(worker, hello)
         except (OSError, RuntimeError, UpriverError) as error:  # RuntimeError: no thread to wait in
             worker.kill()
@@ -352,6 +387,8 @@ class WorkerPool:
         self.why = f"the last worker did not start: {reason}"
         if self.hello is not None:
             log.warning("a worker did not start: %s", reason)
+            if not self._alive:
+                self._wait(time.monotonic())
         elif self._deaths >= START_ATTEMPTS and self._failure is None:
             self._failure = ConfigError(f"no worker can start here, {self._deaths} were tried: {reason}")
             self._settled.set()
@@ -372,6 +409,7 @@ class WorkerPool:
             log.warning("%s", self._enclosure.sandbox.warning)
         self.hello = hello
         self._settled.set()
+        self._wait(None)
         self.load.came(worker.pid)
         self._idle.put_nowait(worker)
 
