@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.client.children import ended, fork
 from upriver.errors import ConfigError, DatasetError, ObjectNotFound
 from upriver.pipeline import Dataset, InputChain, LoadTensor, Resize, imagenet_eval, imagenet_train, index
+from upriver.pipeline.manifest import decode_index
 from upriver.store import Store
 
 from .making import samples, shard, write
@@ -270,6 +273,19 @@ def test_a_missing_or_extra_column_is_refused_by_name(dataset: Dataset) -> None:
 def test_an_index_that_is_no_parquet(dataset: Dataset) -> None:
     with pytest.raises(DatasetError, match=r"index\.parquet cannot be read"):
         Dataset.open(dataset.store, forge(dataset, index_bytes=b"PAR1 nonsense PAR1"))
+
+
+def test_an_index_is_read_without_threads(dataset: Dataset) -> None:
+    """Arrow's own would let go of Python's memory later, and abort a process that ends just then."""
+    manifest, (chain, table) = dataset._manifest, (dataset._chain_bytes, dataset._index_bytes)
+    assert hashlib.sha256(chain).hexdigest() == dataset.digest
+
+    def starts_none() -> bool:
+        before = len(os.listdir("/proc/self/task"))
+        decode_index(table, manifest)
+        return before == len(os.listdir("/proc/self/task"))
+
+    assert ended(fork(starts_none)) == 0
 
 
 def test_caps_come_before_reading(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

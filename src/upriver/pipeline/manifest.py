@@ -219,7 +219,8 @@ def _decode(data: bytes) -> pa.Table:
     columns: dict[str, pa.Array] = {}
     for name in _COLUMNS.names:
         reader = read_footer(data, read_dictionary=_TEXT_COLUMNS)
-        # By this thread alone: a process that ends while Arrow starts its threads is aborted.
+        # By this thread alone. Arrow's threads let go of ``data`` a moment after they have answered, which
+        # aborts a process that ends meanwhile: see docs/decisions/0002-store-and-dataset.md.
         columns[name] = reader.read(columns=[name], use_threads=False)[name].combine_chunks()
     return pa.table(columns)
 
