@@ -39,10 +39,10 @@ from upriver.client.deal import deal
 from upriver.client.measuring import Measured
 from upriver.client.order import EpochOrder, epoch_order
 from upriver.cost import CostModel
+from upriver.files import cache_folder
 from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize
 from upriver.policies import POLICIES
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json
-from upriver.program.cache import cache_folder
 from upriver.types import DEFAULT_MICRO_BATCH, Plan, Route, Tier, Workload
 
 MOST_JOBS = 16

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
         worker, above = hasattr(config, "workerinput"), bool(config.getoption("numprocesses", None))
         config.pluginmanager.register(Ledger(path, runs_tests=worker or not above, reports=not worker))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Give a file system of its own with room for 1 MiB, whose writes fail with ENOSPC beyond."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("a small disk needs mount(8)")
+    if done.returncode:
+        pytest.skip(f"a small disk needs a user who may mount: {done.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path, leave: int = 0) -> Path:
+    """Take all room of a small disk but some bytes, in whole pages; give the file that takes it."""
+    filler = disk / "filler"
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    filler.write_bytes(bytes(max(0, free - leave)))
+    return filler

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +19,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 
-from upriver.cli import checkpoint, main
-from upriver.cli.training import fit_classifier
+from tests.conftest import fill
+from upriver import files
+from upriver.cli import checkpoint, main, train
+from upriver.cli.training import fit_classifier, make_optimizer
 from upriver.errors import ConfigError, StoreError
 
 pytestmark = pytest.mark.slow
@@ -479,6 +485,115 @@ def test_a_checkpoint_of_another_run_is_refused(folder: Path, capsys: pytest.Cap
     assert main(["train", config(folder, more="epochs = 3\nseed = 5")]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "its seed is 0, here 5" in line
+
+
+# ------------------------------------------------------------------------------------- full disks, and locks
+
+
+def told(monkeypatch: pytest.MonkeyPatch, after: dict[int, Callable[[], object]]) -> None:
+    """Do something when epochs of these numbers have been told of."""
+    tell = train._tell
+
+    def telling(record: dict[str, Any]) -> None:
+        tell(record)
+        after.get(record["epoch"], lambda: None)()
+
+    monkeypatch.setattr(train, "_tell", telling)
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_ends_no_training(
+    folder: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trained(capsys, config(folder, output="whole.st"))
+    kept = small_disk / "out.st.checkpoint"
+    found: list[tuple[int, int]] = []
+
+    def look() -> None:
+        saved = checkpoint.load(kept, config={})
+        found.append((len(saved.progress.epochs), len(list(small_disk.iterdir()))))
+        (small_disk / "filler").unlink()
+
+    told(monkeypatch, {1: lambda: fill(small_disk), 2: look})
+    path = config(folder, output="disk/out.st")
+    assert main(["train", path, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert found == [(1, 4)], "the old checkpoint, the output's lock, the settings and what fills the disk"
+    assert f"error: cannot write {kept}: " in err and "No space left on device" in err
+    assert "; no checkpoint of epoch 2" in err and "epoch 3:" in err and "Traceback" not in err
+    assert losses(json.loads(out)) == losses(whole)
+    assert json.loads(out)["output_sha256"] == whole["output_sha256"]
+    assert sorted(os.listdir(small_disk)) == ["out.st", "out.st.toml"]
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_epoch(
+    folder: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trained(capsys, config(folder, output="whole.st"))
+    path = config(folder, output="disk/out.st")
+    with monkeypatch.context() as patch:
+        told(patch, {3: lambda: fill(small_disk)})
+        assert "cannot write" in broken_off(capsys, path).splitlines()[-1]
+    (small_disk / "filler").unlink()
+    parts = trained(capsys, path)
+    assert_undisturbed(parts, whole)
+    assert parts["samples"] == {}
+
+
+def test_room_is_looked_for_before_anything_is_trained(
+    folder: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(folder, output="disk/out.st")
+    fill(small_disk)
+    assert main(["train", path]) == 2
+    err = capsys.readouterr().err
+    assert re.search(
+        r"^error: the disk of .*/disk/out\.st has 0 B free, and training needs [\d.]+ kB", err, re.M
+    )
+    assert "epoch 1" not in err
+    assert sorted(os.listdir(small_disk)) == ["filler", "out.st.toml"]
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_room_for_a_checkpoint_is_what_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100), nn.Linear(100, 100))
+    model[0].requires_grad_(False)
+    optimizer = make_optimizer(name, model, lr=0.1, momentum=0.9, weight_decay=0.0)
+    model(torch.ones(2, 100)).sum().backward()
+    free = 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    output, path = tmp_path / "out", tmp_path / "out.checkpoint"
+    with pytest.raises(StoreError) as found:
+        checkpoint.check_room(path, output, model, optimizer)
+    needed = float(re.search(r"needs ([\d.]+) kB", str(found.value))[1])  # type: ignore[index]
+    optimizer.step()
+    progress = checkpoint.Progress(config={}, job={}, epochs=[], losses=[])
+    checkpoint.save(path, model, optimizer, progress)
+    saved = sum(tensor.nbytes for tensor in load_file(path).values()) - torch.get_rng_state().nbytes
+    whole = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert needed == pytest.approx((saved + max(saved, whole)) / 1e3, rel=0.01)
+    free = round(1e3 * needed)
+    checkpoint.check_room(path, output, model, optimizer)
+
+
+def test_an_output_that_another_run_has_is_refused_by_its_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(folder, more="epochs = 1")
+    with files.owned(folder / "trained.safetensors"):
+        assert main(["train", path]) == 2
+        err = capsys.readouterr().err
+        assert re.fullmatch(
+            rf"error: process {os.getpid()} on \S+ is writing to {folder}/trained.safetensors: .*\n", err
+        )
+    (folder / ".trained.safetensors.lock").touch()  # of an owner that was killed
+    (folder / ".trained.safetensors.checkpoint-12345678#1").touch()
+    trained(capsys, path)
+    assert {path.name for path in folder.glob("*trained.safetensors*")} == {
+        "trained.safetensors",
+        "trained.safetensors.toml",
+    }
 
 
 def test_bad_samples_fail_or_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from upriver.demo import data as demo
 from upriver.errors import ConfigError, DatasetError, StoreError
-from upriver.program.cache import cache_folder
+from upriver.files import cache_folder
 
 
 @pytest.fixture(scope="module")

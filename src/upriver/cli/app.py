@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import signal
 import sys
@@ -130,4 +131,6 @@ def _described(error: Exception) -> tuple[int, str, str]:
         return EXIT_BAD_INPUT, "bad_command", message
     if isinstance(error, UpriverError):
         return EXIT_BAD_INPUT, error.code, str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return EXIT_BAD_INPUT, StoreError.code, f"cannot write {error.filename or 'a file'}: {error.strerror}"
     return EXIT_ERROR, "unexpected", f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from upriver.cli.output import mode_for
+from upriver.cli.output import written
 from upriver.errors import ConfigError, StoreError
-from upriver.program.cache import replacing
+from upriver.text import bytes_text
 
 SCHEMA = "upriver.checkpoint/1"
 _META = "upriver"
@@ -56,9 +57,7 @@ class Saved:
 def save_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file whole or not at all.
-
-    What is no ordinary file (a device, a pipe) is written as it is: it must not be replaced by one.
+    """Write a safetensors file whole or not at all; see `upriver.cli.output.written`.
 
     Raises:
         StoreError: If the file cannot be written.
@@ -72,16 +71,14 @@ def save_tensors(
         for name, tensor in tensors.items()
     }
     told = dict(metadata) if metadata else None
-    try:
-        if path.exists() and not path.is_file():
+    with written(path) as new:
+        if new == path:  # a device, or a pipe
             path.write_bytes(save(own, told))
             return
-        target = Path(os.path.realpath(path))  # a link stays one
-        with replacing(target) as new:
+        try:
             save_file(own, new, metadata=told)
-            new.chmod(mode_for(target))
-    except (OSError, SafetensorError) as error:
-        raise StoreError(f"cannot write {path}: {error}") from error
+        except SafetensorError as error:
+            raise StoreError(f"cannot write {path}: {error}") from error
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
@@ -107,6 +104,39 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progres
         "plain": plain,
     }
     save_tensors(path, tensors, {_META: json.dumps(document)})
+
+
+def check_room(path: Path, output: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the disk has room for a run's files before anything is trained.
+
+    At its fullest it holds two checkpoints, as the old one stays until the new one is whole, or a checkpoint
+    and the trained model. Files that are there already take no further room.
+
+    Raises:
+        StoreError: If there is too little; names what is free and needed.
+    """
+    trainable = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    state = model.state_dict()
+    frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+    whole = sum(tensor.nbytes for tensor in state.values())
+    checkpoint = whole - frozen + _states(optimizer) * trainable
+    needed = max(checkpoint, whole) + (0 if path.exists() else checkpoint)
+    free = shutil.disk_usage(Path(os.path.realpath(output)).parent).free
+    if free < needed:
+        raise StoreError(
+            f"the disk of {output} has {bytes_text(free)} free, and training needs {bytes_text(needed)}: "
+            f"checkpoints of {bytes_text(checkpoint)} and a model of {bytes_text(whole)}"
+        )
+
+
+def _states(optimizer: torch.optim.Optimizer) -> int:
+    """Count an optimizer's tensors for each parameter, by a step on a parameter of its own."""
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
+    parameter.grad = parameter.detach().clone()
+    same = type(optimizer)([{**optimizer.param_groups[0], "params": [parameter]}])  # type: ignore[call-arg]
+    same.step()
+    kept = [value for value in same.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(value.shape == parameter.shape for value in kept)
 
 
 def load(path: Path, *, config: Mapping[str, Any]) -> Saved:

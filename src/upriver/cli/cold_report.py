@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from upriver.cli.common import print_fields
@@ -97,10 +95,8 @@ def picture(
     """The load as a picture, in the form that a file of that ending has."""
     from upriver.report.cold_plot import plot_ways
 
-    with tempfile.TemporaryDirectory() as folder:
-        drawn = Path(folder) / f"picture{suffix}"
-        plot_ways(_ways(handle, moments), answer_s=answer_s, title=title, path=drawn)
-        return drawn.read_bytes()
+    image_format = suffix.lower().removeprefix(".")
+    return plot_ways(_ways(handle, moments), answer_s=answer_s, title=title, image_format=image_format)
 
 
 def _ways(handle: Arriving | Loading, moments: Sequence[Moment]) -> list[Way]:

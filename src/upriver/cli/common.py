@@ -150,8 +150,12 @@ def named_as_options(**options: str) -> Iterator[None]:
 
 
 def note(message: str) -> None:
-    """Say something about the work on stderr, where it does not disturb the result."""
-    print(message, file=sys.stderr, flush=True)
+    """Say something about the work on stderr, where it does not disturb the result.
+
+    A stderr that cannot be written, as a log on a full disk, ends no work.
+    """
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
 
 
 def progress_bar(*, of_bytes: bool = False) -> Progress:

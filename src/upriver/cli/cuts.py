@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -104,10 +103,7 @@ def _picture(found: Survey, title: str, ending: str) -> bytes:
     """The picture as a file, of the kind that its ending names."""
     from upriver.report.cuts_plot import plot_cuts
 
-    with tempfile.TemporaryDirectory() as folder:
-        drawn = Path(folder) / f"cuts{ending}"
-        plot_cuts(found.rows, title=title, path=drawn)
-        return drawn.read_bytes()
+    return plot_cuts(found.rows, title=title, image_format=ending.lower().removeprefix("."))
 
 
 def _print(found: Survey) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from upriver.errors import ConfigError, StoreError
-from upriver.program.cache import replacing
+from upriver.files import replacing
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -44,30 +45,27 @@ def check_output(path: Path | None, option: str) -> None:
         raise ConfigError(f"{option}: {path} may not be written")
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that whoever reads it finds the old one or all of the new one.
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Make a file to write to, which takes the place of ``path`` at the end, whole or not at all.
 
-    What is no ordinary file (a device, a pipe) is written as it is: it must not be replaced by one.
+    A link stays one. What is no ordinary file (a device, a pipe) is written as it is: it must not be replaced
+    by one.
 
     Raises:
-        StoreError: If it cannot be written; then nothing is left behind.
+        StoreError: If it cannot be written; what was there is still there, and nothing else is left behind.
     """
     try:
         if path.exists() and not path.is_file():
-            path.write_bytes(data)
+            yield path
             return
-        target = Path(os.path.realpath(path))  # a link stays one
-        with replacing(target) as new:
-            new.write_bytes(data)
-            new.chmod(mode_for(target))
+        with replacing(Path(os.path.realpath(path))) as new:
+            yield new
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def mode_for(path: Path) -> int:
-    """As it was, or as for any new file; what makes temporary files ignores the user's mask."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that readers find the old one or all of the new one; see `written`."""
+    with written(path) as new:
+        new.write_bytes(data)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,10 +18,12 @@ from upriver.cli.index import note_left_out
 from upriver.cli.options import check_module, fill
 from upriver.cli.serve_file import check_options
 from upriver.cli.stages import input_stages
-from upriver.errors import ConfigError, UpriverError
+from upriver.errors import ConfigError, StoreError, UpriverError
+from upriver.files import owned, remove_unfinished
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from upriver.cli.training import Trainer
     from upriver.client.connect import Near
@@ -130,7 +132,15 @@ def train(
         raise ConfigError(f"the directory of output {settings.output!r} does not exist")
     if output.exists() and not output.is_file():
         raise ConfigError(f"output must be a file, got {settings.output!r}, which is none")
-    from upriver.cli.checkpoint import save_tensors
+    with _owned(output):
+        document = _trained(settings, output)
+    emit(document, as_json=as_json, text=lambda: _print(document))
+
+
+def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
+    """Train, write the model, and describe the run."""
+    from upriver.cli.checkpoint import check_room, save_tensors
+    from upriver.cli.training import make_optimizer
 
     dataset, heldout = _datasets(settings)
     model = _model(settings, len(dataset.classes))
@@ -153,11 +163,20 @@ def train(
             num_workers=settings.num_workers,
             on_progress=note,
         )
+        optimizer = make_optimizer(
+            settings.optimizer,
+            model,
+            lr=settings.lr,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+        )
+        check_room(_checkpoint_path(settings), output, model, optimizer)
         bar.update(task, description="training")
         trainer = _trainer(
             settings,
             model,
             job,
+            optimizer,
             heldout,
             link_bytes=lambda: near.meter.total_bytes,
             on_step=lambda count: bar.advance(task, count),
@@ -168,18 +187,37 @@ def train(
             bar.advance(task, len(trainer.epochs) * len(dataset))
         try:
             trainer.run(settings.epochs)
+            save_tensors(output, model.state_dict())
         except KeyboardInterrupt:
-            note(_interrupted(_checkpoint_path(settings)))
+            note(_interrupted(_checkpoint_path(settings), saved=trainer.saved))
             raise
         except UpriverError:
             if _checkpoint_path(settings).exists():
-                note(f"what was trained is in the checkpoint {_checkpoint_path(settings)}")
+                which = "what was trained" if trainer.saved else "an earlier state"
+                note(f"{which} is in the checkpoint {_checkpoint_path(settings)}")
             raise
-        save_tensors(output, model.state_dict())
         document = _document(settings, job, trainer, resumed=resumed)
     with suppress(FileNotFoundError):
         os.unlink(_checkpoint_path(settings))
-    emit(document, as_json=as_json, text=lambda: _print(document))
+    return document
+
+
+@contextmanager
+def _owned(output: Path) -> Iterator[None]:
+    """Own the output and its checkpoint until the run is over; what killed runs left unfinished is removed.
+
+    Raises:
+        ConfigError: If another run has them; names it.
+        StoreError: If that cannot be found out.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(owned(output))
+        except OSError as error:
+            raise StoreError(f"cannot lock output {output}: {error.strerror or error}") from error
+        for path in (output, _checkpoint_of(output)):
+            remove_unfinished(path)
+        yield
 
 
 def _checked(settings: TrainFile, on_bad_sample: str | None) -> TrainFile:
@@ -254,20 +292,14 @@ def _trainer(
     settings: TrainFile,
     model: nn.Module,
     job: FinetuneJob,
+    optimizer: Optimizer,
     heldout: Dataset | None,
     *,
     link_bytes: Callable[[], int],
     on_step: Callable[[int], None],
 ) -> Trainer:
-    from upriver.cli.training import Trainer, make_optimizer
+    from upriver.cli.training import Trainer
 
-    optimizer = make_optimizer(
-        settings.optimizer,
-        model,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-    )
     fixed = {k: v for k, v in msgspec.structs.asdict(settings).items() if k not in FREE_TO_CHANGE}
     return Trainer(
         model,
@@ -283,7 +315,11 @@ def _trainer(
 
 
 def _checkpoint_path(settings: TrainFile) -> Path:
-    return Path(f"{settings.output}.checkpoint")
+    return _checkpoint_of(Path(settings.output))
+
+
+def _checkpoint_of(output: Path) -> Path:
+    return Path(f"{output}.checkpoint")
 
 
 def _micro_batch(settings: TrainFile) -> MicroBatchSize:
@@ -299,10 +335,11 @@ def _micro_batch(settings: TrainFile) -> MicroBatchSize:
     return chosen
 
 
-def _interrupted(checkpoint: Path) -> str:
+def _interrupted(checkpoint: Path, *, saved: bool) -> str:
     if not checkpoint.exists():
         return "interrupted before the first checkpoint was written; the same command begins anew"
-    return f"interrupted; the same command goes on from the checkpoint {checkpoint}"
+    which = "" if saved else ", which is of an earlier state"
+    return f"interrupted; the same command goes on from the checkpoint {checkpoint}{which}"
 
 
 def _near(settings: TrainFile) -> Near:

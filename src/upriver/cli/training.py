@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from upriver.cli import checkpoint
+from upriver.cli.common import note
 from upriver.errors import ConfigError, FrozenChanged, StoreError, UpriverError
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Trainer:
 
     Attributes:
         epochs: One record for each trained epoch; the last one has no ``accuracy`` before it is evaluated.
+        saved: Whether the last checkpoint could be written, or is not due yet.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Trainer:
         on_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
         self.epochs: list[dict[str, Any]] = []
+        self.saved = True
         self._losses: list[tuple[float, int]] = []
         self._model, self._job, self._optimizer = model, job, optimizer
         self._config, self._path, self._heldout = config, checkpoint_path, heldout
@@ -198,8 +200,7 @@ class Trainer:
             raise
         except UpriverError:
             if self._losses:
-                with contextlib.suppress(StoreError):  # what ended the run is what must be said
-                    self._save()
+                self._save()
             raise
 
     def _evaluate(self) -> None:
@@ -216,7 +217,14 @@ class Trainer:
         self._on_epoch(record)
 
     def _save(self) -> None:
+        """Write a checkpoint; where it cannot be written the old one stays, and the next one may fit."""
         progress = checkpoint.Progress(
             config=self._config, job=self._job.state_dict(), epochs=self.epochs, losses=self._losses
         )
-        checkpoint.save(self._path, self._model, self._optimizer, progress)
+        try:
+            checkpoint.save(self._path, self._model, self._optimizer, progress)
+        except StoreError as error:
+            note(f"error: {error}; no checkpoint of epoch {len(self.epochs) + bool(self._losses)}")
+            self.saved = False
+        else:
+            self.saved = True

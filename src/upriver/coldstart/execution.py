@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import torch
 
-from upriver.program.cache import cache_folder, write_whole
+from upriver.files import cache_folder, write_cached
 from upriver.program.graph import Count
 from upriver.types import Limits
 
@@ -108,7 +108,7 @@ def keep_pace(device: torch.device, pace: Pace, *, threads: int) -> None:
         OSError: If the cache folder cannot be written.
     """
     kept = _Kept(schema=SCHEMA, **asdict(pace))
-    write_whole(_path(device, threads), msgspec.json.encode(kept).decode() + "\n")
+    write_cached(_path(device, threads), msgspec.json.encode(kept).decode() + "\n")
 
 
 def _kept(device: torch.device) -> Pace | None:

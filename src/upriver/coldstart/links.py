@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from upriver.coldstart.flow import Link
-from upriver.program.cache import cache_folder, write_whole
+from upriver.files import cache_folder, write_cached
 from upriver.store import Store
 from upriver.types import BANDWIDTH
 
@@ -63,7 +63,7 @@ def keep(store: Store, link: Link, *, nbytes: int) -> None:
     }
     text = json.dumps(found) + "\n"
     with contextlib.suppress(OSError):
-        write_whole(_path(store), text)
+        write_cached(_path(store), text)
 
 
 def _kept(store: Store) -> Link | None:

@@ -30,7 +30,7 @@ import numpy as np
 from PIL import Image
 
 from upriver.errors import ConfigError, DatasetError, StoreError
-from upriver.program.cache import cache_folder
+from upriver.files import cache_folder, place_folder
 
 VERSION = 1
 """Part of the cache's name: raise it with any change that changes the files."""
@@ -252,7 +252,7 @@ def _make(data: DemoData, *, seed: int, on_progress: Callable[[int, int], None])
                 on_progress(before + done, sum(parts.values()))
             before += number
         try:
-            unfinished.rename(data.root)
+            place_folder(unfinished, data.root)
         except OSError:
             if not data.root.exists():  # else another process was faster, with the same content
                 raise

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import upriver
 from upriver.errors import ConfigError
+from upriver.files import cache_folder, write_cached
 from upriver.profile.files import (
     CLUSTER_SCHEMA,
     PROFILE_SCHEMA,
@@ -29,7 +30,6 @@ from upriver.profile.files import (
     profile_from_json,
     profile_to_json,
 )
-from upriver.program.cache import cache_folder, write_whole
 from upriver.types import Cluster, Profile, StageProfile, Tier, Timings
 
 MAX_KEPT = 256
@@ -118,7 +118,7 @@ def save_profile(key: ProfileKey, profile: Profile, cluster: Cluster) -> None:
     texts = {"profile": profile_to_json(profile), "cluster": cluster_to_json(cluster)}
     with contextlib.suppress(OSError):
         for part in _PARTS:
-            write_whole(_path(key, part), texts[part] + "\n")
+            write_cached(_path(key, part), texts[part] + "\n")
         _drop_oldest(_folder())
 
 

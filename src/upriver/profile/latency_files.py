@@ -22,6 +22,7 @@ import torch
 import upriver
 from upriver.coldstart.execution import keep_pace
 from upriver.errors import ConfigError
+from upriver.files import cache_folder, write_cached
 from upriver.profile.keep import Place
 from upriver.profile.pace import pace_from
 from upriver.profile.predict import KindError, ModelName, Predictor, place_of
@@ -34,7 +35,6 @@ from upriver.profile.regression import (
     coordinates_of,
 )
 from upriver.profile.work import SIDES, Side, features_of
-from upriver.program.cache import cache_folder, write_whole
 from upriver.text import printable
 from upriver.types import require_finite
 
@@ -217,7 +217,7 @@ def keep(predictor: Predictor) -> Path:
         OSError: If the cache folder cannot be written.
     """
     path = _path(predictor.place)
-    write_whole(path, predictor_to_json(predictor) + "\n")
+    write_cached(path, predictor_to_json(predictor) + "\n")
     if (pace := pace_from(predictor)) is not None:
         keep_pace(torch.device(predictor.place.device), pace, threads=predictor.place.threads)
     return path

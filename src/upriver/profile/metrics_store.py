@@ -44,9 +44,9 @@ from torch import distributed, nn
 
 import upriver
 from upriver.errors import ConfigError
+from upriver.files import cache_folder, write_cached
 from upriver.profile.available import available_cpus
 from upriver.profile.metrics import MAX_CANDIDATES, MAX_NAME, MOST, Candidate
-from upriver.program.cache import cache_folder, write_whole
 from upriver.text import error_text, printable
 from upriver.types import require_finite
 
@@ -460,7 +460,7 @@ class MetricsStore:
 
 def _write(path: Path, digest: str, figures: dict[str, float]) -> None:
     text = msgspec.json.encode(_File(schema=STORE_SCHEMA, key=digest, saved=time.time(), figures=figures))
-    write_whole(path, text.decode() + "\n")
+    write_cached(path, text.decode() + "\n")
 
 
 def _read(path: Path, digest: str, names: Sequence[str]) -> _File:

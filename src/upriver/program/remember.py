@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import upriver
-from upriver.program.cache import cache_folder, write_whole
+from upriver.files import cache_folder, write_cached
 from upriver.program.layouts import stored_parts
 from upriver.program.point import FreezePoint
 from upriver.program.program import Program
@@ -63,7 +63,7 @@ def remember(digest: str, program: Program, asking: Asking) -> None:
     found = {"training" if training else "eval": asks for training, asks in asking.items()}
     text = json.dumps({"schema": SCHEMA, "proof": digest, "program": program.digest, "asking": found}) + "\n"
     with contextlib.suppress(OSError):
-        write_whole(_path(digest), text)
+        write_cached(_path(digest), text)
 
 
 def _path(digest: str) -> Path:

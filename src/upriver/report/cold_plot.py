@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 FILLED_COLOUR, TOUCHED_COLOUR = "#1f6f8b", "#d55e00"
@@ -28,17 +28,14 @@ class Way(NamedTuple):
     touched_s: float | None
 
 
-def plot_ways(ways: Sequence[Way], *, answer_s: float, title: str, path: Path) -> None:
-    """Write the picture: megabytes in execution order over seconds.
+def plot_ways(ways: Sequence[Way], *, answer_s: float, title: str, image_format: str) -> bytes:
+    """Draw the picture: megabytes in execution order over seconds.
 
     Args:
         ways: In execution order.
         answer_s: When the first answer was there.
         title: One line above everything.
-        path: Where to; its directory must exist, and its suffix says in which form.
-
-    Raises:
-        OSError: If the file cannot be written.
+        image_format: ``png``, ``svg`` or ``pdf``.
     """
     # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -73,4 +70,6 @@ def plot_ways(ways: Sequence[Way], *, answer_s: float, title: str, path: Path) -
     axes.set_ylabel("MB of weights, in execution order")
     axes.legend(loc="lower left")
     axes.set_title(title)
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=image_format, dpi=120)
+    return drawn.getvalue()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 BYTES_COLOUR, FLOPS_COLOUR = "#1f6f8b", "#d55e00"
@@ -33,15 +33,12 @@ class CutRow(Protocol):
         """Whether a model may be cut there."""
 
 
-def plot_cuts(rows: Sequence[CutRow], *, title: str, path: Path) -> None:
-    """Write the picture: bytes as steps, operations as a line, hatched where no cut is legal.
+def plot_cuts(rows: Sequence[CutRow], *, title: str, image_format: str) -> bytes:
+    """Draw the picture: bytes as steps, operations as a line, hatched where no cut is legal.
 
     Args:
         title: One line above everything.
-        path: Where to; its directory must exist, and its suffix says in which form.
-
-    Raises:
-        OSError: If the file cannot be written.
+        image_format: ``png``, ``svg`` or ``pdf``.
     """
     # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -68,4 +65,6 @@ def plot_cuts(rows: Sequence[CutRow], *, title: str, path: Path) -> None:
     work.set_ylim(bottom=0)
     work.set_ylabel("GFLOP before the cut, per sample", color=FLOPS_COLOUR)
     axes.set_title(title)
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=image_format, dpi=120)
+    return drawn.getvalue()

@@ -16,18 +16,18 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from upriver.errors import ObjectNotFound
+from upriver.files import make_folders, replacing
 from upriver.store.names import MAX_NAME_BYTES
 
 _STAGED = re.compile(r"#\d+$")
-"""obstore writes ``name#1`` first and renames it; such a file is an upload that was cut off, not an
-object."""
+"""What is not an object yet: obstore and `upriver.files.replacing` name files so before they are renamed."""
 
 
 _OUT = "out of the store's root"
@@ -284,6 +284,28 @@ def _link(name: str, entry: os.DirEntry[str], where: str) -> Unreachable:
     hint = " (open the store at a folder that holds both)" if where == _OUT else ""
     why = f"is a symbolic link to {os.readlink(entry.path)!r}, which leads {where}{hint}"
     return Unreachable(path=name, reason="link", why=why, is_folder=is_folder)
+
+
+def put(root: Path, path: str, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Write a file that lasts, whole or not at all; see `upriver.files.replacing`.
+
+    obstore syncs nothing: after a power failure an object could be there, and empty.
+
+    Raises:
+        ObjectNotFound: If a symbolic link leads out of ``root``.
+        OSError: If it cannot be written; neither it nor a folder that was made for it is left.
+        Exception: What ``pieces`` raises, likewise.
+    """
+    real = inside(root, path)
+    made = make_folders(real.parent)
+    try:
+        with replacing(real) as new, new.open("wb") as file:
+            file.writelines(pieces)
+    except BaseException:
+        for folder in reversed(made):
+            with suppress(OSError):  # by now another object is in it
+                folder.rmdir()
+        raise
 
 
 def folders(root: Path, prefix: str) -> list[str]:

@@ -553,6 +553,8 @@ class Store:
             StoreError: If it could not be written; what was there before is still there.
         """
         with self._errors("write", path):
+            if self._root is not None:
+                return self._put_file(self._root, path, [data])
             parts = len(data) > MULTIPART_BYTES
             obstore.put(
                 self._writing(len(data)),
@@ -565,6 +567,8 @@ class Store:
     async def put_async(self, path: str, data: bytes | bytearray | memoryview) -> None:
         """:meth:`put` for an event loop."""
         with self._errors("write", path):
+            if self._root is not None:
+                return await asyncio.to_thread(self._put_file, self._root, path, [data])
             parts = len(data) > MULTIPART_BYTES
             await obstore.put_async(
                 self._writing(len(data)),
@@ -585,6 +589,8 @@ class Store:
             Exception: What ``pieces`` raises; then nothing is written either.
         """
         with self._errors("write", path):
+            if self._root is not None:
+                return self._put_file(self._root, path, pieces)
             obstore.put(
                 self._writing(STREAM_PART_BYTES),
                 self._checked(path),
@@ -593,6 +599,9 @@ class Store:
                 chunk_size=STREAM_PART_BYTES,
                 max_concurrency=STREAM_PARTS,
             )
+
+    def _put_file(self, root: Path, path: str, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
+        local.put(root, self._checked(path), pieces)
 
     def _writing(self, num_bytes: int) -> LocalStore | MemoryStore | S3Store:
         """By what requests are sent of which the largest has that many bytes."""
@@ -681,7 +690,7 @@ class Store:
         if over_http and (isinstance(exc, _REFUSED) or status in ("401", "403")):
             # Stores repeat what was signed, the access key included: of their answer only its code is told.
             return AccessDenied(f"{what}: the store refuses these credentials{f' ({code})' if code else ''}")
-        reason = _first_line(exc)
+        reason = (isinstance(exc, OSError) and exc.strerror) or _first_line(exc)
         for secret in self._secrets:
             reason = reason.replace(secret, "***")
         return StoreError(f"{what}: {reason}")

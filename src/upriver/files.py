@@ -1,0 +1,188 @@
+"""Files that outlast a process: each takes its place whole, and an output has one owner at a time.
+
+All that upriver writes to outputs, caches and file stores goes through `replacing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from upriver.errors import ConfigError
+from upriver.text import printable
+
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
+"""How file systems answer that sync no folders (``fsync(2)``)."""
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""How file systems answer that have no locks (``flock(2)``)."""
+
+
+def cache_folder() -> Path:
+    """Give the folder that remembers findings: ``$UPRIVER_CACHE`` or the user's cache folder.
+
+    A user without a home folder has no cache: nothing can be read from or written to the path given then.
+    A folder that others may write to would not do, as proofs lie there.
+    """
+    if own := os.environ.get("UPRIVER_CACHE"):
+        return Path(own).absolute()
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "upriver"
+    except RuntimeError:  # a user id without an entry in the password file, as in many containers
+        return Path(os.devnull)
+
+
+def write_cached(path: Path, text: str) -> None:
+    """Write a file of the cache whole or not at all, also when two jobs write it.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, mode=0o600) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
+    """Make a new file in the same folder, which takes the place of ``path`` at the end, and lasts.
+
+    The file is synced before it is renamed, the folder after, so that a machine that loses power holds the
+    old file or the new one. An error leaves the old one. Listings of stores skip the new file until then.
+
+    Args:
+        path: A link is replaced, not followed.
+        mode: Permissions where there was no file, less the user's mask; else the old ones stay.
+
+    Raises:
+        OSError: If the file cannot be made, does not fit, or cannot take that place.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=f"#{os.getpid()}")
+    new = Path(name)
+    try:
+        try:
+            os.fchmod(handle, _mode_for(path, mode))
+        finally:
+            os.close(handle)
+        yield new
+        sync(new)
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            new.unlink()
+        raise
+    sync(path.parent)
+
+
+def _mode_for(path: Path, mode: int) -> int:
+    """Give the permissions of a file that is there, else those of a new one, which temporary files lack."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mode & 0o777
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    mask = int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)  # asking umask(2) would change it
+    return mode & ~mask
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file's content, or a folder's names.
+
+    Raises:
+        OSError: If the disk does not take it.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+    finally:
+        os.close(handle)
+
+
+def place_folder(made: Path, path: Path) -> None:
+    """Give a folder its final name, with all in it to last, unless there is one already.
+
+    Raises:
+        OSError: If it cannot be renamed, or the disk does not take it.
+    """
+    for each in (*made.rglob("*"), made):
+        sync(each)
+    made.rename(path)
+    sync(path.parent)
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Make a folder and those above it that are missing, so that they last; return them, outermost first.
+
+    Raises:
+        OSError: If one cannot be made.
+    """
+    if folder.is_dir():
+        return []
+    made = make_folders(folder.parent)
+    try:
+        folder.mkdir()
+    except FileExistsError:  # another process was faster, or a file stands there, which is told when used
+        return made
+    sync(folder.parent)
+    return [*made, folder]
+
+
+@contextlib.contextmanager
+def owned(path: Path) -> Iterator[None]:
+    """Own an output while the block runs, by a lock on ``.NAME.lock`` in its folder.
+
+    The kernel releases the lock when its process ends, however that happens. Where a file system has no
+    locks, everybody owns everything.
+
+    Raises:
+        ConfigError: If another process owns it; names that process.
+        OSError: If the lock cannot be made.
+    """
+    path = Path(os.path.realpath(path))
+    beside = path.with_name(f".{path.name}.lock")
+    handle = _locked(path, beside)
+    try:
+        with contextlib.suppress(OSError):  # a full disk: the owner stays without a name
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        os.close(handle)
+
+
+def _locked(path: Path, beside: Path) -> int:
+    """Open a lock file and lock it; try again where an owner that ends has just removed it."""
+    while True:
+        handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
+            os.close(handle)
+            raise ConfigError(f"{printable(owner, 200)} is writing to {path}: give another output") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(handle)
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), beside.stat()):
+                return handle
+        os.close(handle)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what processes that were killed have left of writing a file, which must be `owned`."""
+    path = Path(os.path.realpath(path))
+    for left in path.parent.glob(f".{glob.escape(path.name)}-????????#*"):
+        with contextlib.suppress(OSError):
+            left.unlink()
