@@ -22,7 +22,13 @@ from upriver.pipeline import Dataset, SampleRef, imagenet_eval, index
 from upriver.store import Store
 
 Reader = Callable[[Dataset, list[int]], list[memoryview]]
-READERS = {"sync": read_samples, "async": lambda dataset, ids: asyncio.run(read_samples_async(dataset, ids))}
+
+
+async def read_async(dataset: Dataset, ids: list[int]) -> list[memoryview]:
+    return await read_samples_async(dataset.store, dataset.locate(ids))
+
+
+READERS = {"sync": read_samples, "async": lambda dataset, ids: asyncio.run(read_async(dataset, ids))}
 
 
 class CountingStore(Store):
@@ -220,6 +226,7 @@ def test_ids_that_are_no_rows(dataset: Dataset, reader: Reader) -> None:
 
 def test_a_cancelled_read_leaves_nothing_running(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "CONCURRENCY", 1)
+    monkeypatch.setattr(read, "IN_A_ROW", 0)
     gate, started = asyncio.Event(), []
 
     class Waiting(CountingStore):
@@ -233,7 +240,7 @@ def test_a_cancelled_read_leaves_nothing_running(dataset: Dataset, monkeypatch: 
     dataset.store.__class__ = Waiting
 
     async def run() -> None:
-        task = asyncio.ensure_future(read_samples_async(dataset, [0, 30, 59]))
+        task = asyncio.ensure_future(read_async(dataset, [0, 30, 59]))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -245,7 +252,8 @@ def test_a_cancelled_read_leaves_nothing_running(dataset: Dataset, monkeypatch: 
     assert started == ["0.tar"]
 
 
-def test_after_an_error_nothing_is_left_running(dataset: Dataset) -> None:
+def test_after_an_error_nothing_is_left_running(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "IN_A_ROW", 0)
     gate = asyncio.Event()
 
     class Waiting(CountingStore):
@@ -261,8 +269,26 @@ def test_after_an_error_nothing_is_left_running(dataset: Dataset) -> None:
 
     async def run() -> None:
         with pytest.raises(StoreError, match="no luck"):
-            await read_samples_async(dataset, [0, 30, 59])
+            await read_async(dataset, [0, 30, 59])
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("small", "threads"), [(1 << 20, 1), (0, 3)])
+def test_a_few_small_files_are_read_by_one_thread(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, small: int, threads: int
+) -> None:
+    monkeypatch.setattr(read, "SMALL_BYTES", small)
+    submitted: list[object] = []
+    to_thread = asyncio.to_thread
+
+    async def counted(work: Callable[..., object], *args: object, **more: object) -> object:
+        submitted.append(work)
+        return await to_thread(work, *args, **more)
+
+    monkeypatch.setattr(asyncio, "to_thread", counted)
+    ids = [0, 30, 59]
+    assert asyncio.run(read_async(dataset, ids)) == read_samples(dataset, ids)
+    assert len(submitted) == threads

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.errors import ConfigError, Overloaded
+from upriver.errors import ConfigError, DoesNotFit, Overloaded
 from upriver.server import budget as budget_module
-from upriver.server.budget import Budget, Hold, memory_budget
+from upriver.server.budget import BASE, Budget, Hold, memory_budget
 
 OWNERS = ("alice", "bob", "carol")
 
@@ -101,12 +101,30 @@ def test_a_hold_is_released_once_and_at_the_end_of_its_block() -> None:
     other.release()
 
 
+def test_what_never_can_be_held_is_told_from_what_cannot_be_held_now() -> None:
+    budget = Budget(100)
+    base = budget.hold(30, owner=BASE)
+    hold = budget.hold(40, owner="alice")
+    with pytest.raises(Overloaded):
+        budget.hold(70, owner="bob")
+    with pytest.raises(DoesNotFit, match="this takes 71 B of memory, and the server has 70 B"):
+        budget.hold(71, owner="bob")
+    with pytest.raises(DoesNotFit, match="takes 71 B"):
+        hold.resize(71)
+    budget.check_fits(40, beside=30)
+    with pytest.raises(DoesNotFit, match="takes 71 B"):
+        budget.check_fits(40, beside=31)
+    assert (hold.nbytes, budget.reserved_bytes) == (40, 70)
+    base.release()
+    hold.resize(71)
+
+
 def test_a_hold_grows_and_shrinks() -> None:
     budget = Budget(100)
     hold = budget.hold(60, owner="alice")
     hold.resize(100)
     assert (hold.nbytes, budget.free_bytes) == (100, 0)
-    with pytest.raises(Overloaded):
+    with pytest.raises(DoesNotFit):
         hold.resize(101)
     assert (hold.nbytes, budget.free_bytes) == (100, 0)
     hold.resize(5)
@@ -185,6 +203,9 @@ def test_whatever_happens_what_is_reserved_is_what_is_held(steps: list[tuple[str
                 back += which % len(holds) not in released
                 released.add(which % len(holds))
                 holds[which % len(holds)].release()
+        except DoesNotFit:
+            assert nbytes > budget.total_bytes
+            assert budget.reserved_bytes == before
         except Overloaded:
             over = kind == "hold" or which % len(holds) not in released
             assert budget.reserved_bytes == before

@@ -27,7 +27,7 @@ from tests.server.running import (
     stopped,
     wait_for,
 )
-from upriver.errors import Overloaded
+from upriver.errors import DoesNotFit, Overloaded
 from upriver.pipeline import Decode, LoadTensor, Resize, ToFloat, index
 from upriver.protocol import DatasetRef, Larger, RunRequest, program_head
 from upriver.server.needs import DECODING_BYTES
@@ -296,7 +296,7 @@ def test_an_answer_among_the_input_stages_asks_for_what_it_takes(heavy, small):
         [(900, 1000, 3)] * 4,
         [(900, 1000, 3)] * 3,
     ]
-    with pytest.raises(Overloaded, match="no memory for an answer"):
+    with pytest.raises(DoesNotFit, match="of memory, and the server has"):
         run(small, changed(request, micro_batches=((0,) * 24,)))
     wait_for(lambda: idle(small) == kept)
 
@@ -334,7 +334,7 @@ def test_a_large_image_asks_for_what_decoding_it_takes(tmp_path, needs):
         some = changed(request, micro_batches=((0, 3), (1, 3)))
         assert [batch.ids for batch in run(server, some)] == [(0, 3), (1, 3)]
         kept = idle(server)  # which differs from server to server
-        with pytest.raises(Overloaded, match="no memory now for an image"):
+        with pytest.raises(DoesNotFit, match="of memory, and the server has"):
             run(server, request)
         assert [batch.ids for batch in run(server, some)] == [(0, 3), (1, 3)]
         wait_for(lambda: idle(server) == kept)

@@ -19,7 +19,7 @@ import pytest
 
 from tests.server.running import wait_for
 from upriver.coldstart.arrivals import Arrivals
-from upriver.errors import ConfigError, Overloaded, TooLarge
+from upriver.errors import ConfigError, DoesNotFit, Overloaded, TooLarge
 from upriver.protocol import DEFAULT_CAPS
 from upriver.server import groups, handle
 from upriver.server.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed
@@ -154,6 +154,17 @@ def test_a_worker_is_told_whether_there_is_room_for_its_images():
     assert answers == [True, True, False]
 
 
+@pytest.mark.parametrize("asked", ["room", "beside"])
+def test_a_job_for_which_there_never_is_room_says_so_when_its_worker_has_ended_it(asked):
+    def never(nbytes):
+        raise DoesNotFit(f"{nbytes} bytes are too many")
+
+    full = Failed(body={"error": {"code": "overloaded", "message": "not now"}})
+    script = asking(7, then=full) if asked == "room" else imagining(7, then=full, answers=[])
+    with talking(script) as held, pytest.raises(DoesNotFit, match="7 bytes are too many"):
+        held.run(job(0, **{asked: never}))
+
+
 @pytest.mark.parametrize("sizes", [(0,), (-1,), (5, 5), (5, 4)])
 def test_a_worker_that_asks_for_the_same_again_is_at_its_end(sizes):
     with (
@@ -259,7 +270,7 @@ def test_a_job_that_is_too_long_to_tell_is_refused_and_the_worker_goes_on():
         assert held.run(job(0)).frames == []
 
 
-def refuse(pool, nbytes):
+def refuse(pool, nbytes, *, owner):
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 

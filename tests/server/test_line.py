@@ -413,6 +413,24 @@ def test_nobody_loses_a_place_to_a_request_that_does_not_get_one():
     asyncio.run(go())
 
 
+def test_what_no_quota_lets_wait_is_not_told_to_come_back():
+    async def go():
+        w = Waiting(1000)
+        tenant = Tenant(name="t", max_waiting_bytes=50)
+        with pytest.raises(DoesNotFit, match="asks for 60 bytes of memory, and t may have 50 waiting"):
+            await w.come("large", 60, tenant)
+        block = w.come("block", 1000)
+        await settle()
+        first = w.come("first", 40, tenant)
+        await settle()
+        with pytest.raises(QuotaExceeded):
+            await w.come("second", 40, tenant)
+        first.cancel()
+        w.leave(block)
+
+    asyncio.run(go())
+
+
 def test_quotas_are_a_tenants_own():
     async def go():
         w = Waiting(100)

@@ -21,7 +21,7 @@ from upriver.server.load import LoadMeter
 from upriver.server.metrics import Metrics
 from upriver.server.needs import TAIL_BYTES
 from upriver.server.order import Asked, Order, groups_of
-from upriver.server.run import Runner
+from upriver.server.run import JOINED_BYTES, Runner
 from upriver.server.status import Wording
 from upriver.server.tenants import ANYONE, Tenant, hash_token
 from upriver.server.turns import Turns
@@ -142,7 +142,7 @@ def test_answers_come_in_order_and_nothing_is_computed_before_the_last_one_is_al
 def test_small_answers_are_computed_ahead_by_one_and_no_more_for_a_reader_that_stalls():
     async def go():
         log = []
-        runner = runner_of(log, [0] * PARTS, [3] * PARTS, 3)
+        runner = runner_of(log, [0] * PARTS, [3] * PARTS, JOINED_BYTES + 1)
         answer = runner.answer(order_of(ahead=True))
         await anext(answer)  # the first head, and nothing of it is taken
         await turns(200)
@@ -156,7 +156,7 @@ def test_small_answers_are_computed_ahead_by_one_and_no_more_for_a_reader_that_s
 
 def test_every_answer_tells_the_load_factor():
     async def go():
-        runner = runner_of([], [0] * PARTS, [0] * PARTS, 3)
+        runner = runner_of([], [0] * PARTS, [0] * PARTS, JOINED_BYTES + 1)
         load = runner._pool.load
         load.came(7)
         for seconds in (0.1, 0.3, 0.3):
@@ -170,7 +170,7 @@ def test_every_answer_tells_the_load_factor():
 
 def test_the_first_group_alone_has_the_seconds_in_which_what_was_sent_came():
     async def phases_of(order):
-        runner = runner_of([], [0] * PARTS, [0] * PARTS, 3)
+        runner = runner_of([], [0] * PARTS, [0] * PARTS, JOINED_BYTES + 1)
         buffers = await sent(runner, [], order)
         stats = [msgspec.json.decode(buffer[PREFIX_NBYTES:]) for buffer in buffers if b"phases" in buffer]
         return [header["phases"] for header in stats]

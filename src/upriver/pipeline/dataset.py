@@ -8,6 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Never
 
@@ -106,7 +107,7 @@ class Dataset:
         """Mean size of a stored sample."""
         return float((self._stops - self._starts).mean())
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Memory that the index takes, as it was read and as it is used."""
         parts = (self._starts, self._stops, self.targets, self._table)

@@ -326,7 +326,9 @@ class Front:
             self._check_ready()
             check_length(request, self._config.caps.body_bytes, "request")
             body, runner = self._body(request, entry), self.units.deal(tenant).runner
-            asked = await runner.read(body, stack, tenant, on_request=entry.about)
+            asked = await runner.read(
+                body, stack, tenant, on_request=entry.about, announced=content_length(request) or 0
+            )
             order = await while_there(request, runner.admit(asked, stack))
         except BaseException as error:
             await stack.aclose()

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 
-from upriver.errors import ConfigError, Overloaded
+from upriver.errors import ConfigError, DoesNotFit, Overloaded
 from upriver.profile.available import available_bytes
 from upriver.program.devices import check_device
 from upriver.text import bytes_text
@@ -96,9 +96,10 @@ class Budget:
             owner: On whose behalf: a tenant's name.
 
         Raises:
-            Overloaded: If that much is not free now.
+            DoesNotFit: If that much never is free.
+            Overloaded: If it is not free now.
         """
-        self._take(nbytes, owner)
+        self._take(nbytes, owner, whole=nbytes)
         return Hold(self, nbytes, owner)
 
     def held_by(self, owner: str) -> int:
@@ -114,9 +115,27 @@ class Budget:
         for listener in tuple(self._listeners):  # one may add another
             listener()
 
-    def _take(self, nbytes: int, owner: str) -> None:
+    def check_fits(self, nbytes: int, *, beside: int = 0) -> None:
+        """Insist that one request may have so many bytes at some time.
+
+        Args:
+            nbytes: What it is to hold.
+            beside: What it holds otherwise as long as it holds these.
+
+        Raises:
+            DoesNotFit: If it never may.
+        """
+        if nbytes + beside > self.most_bytes:
+            raise DoesNotFit(
+                f"this takes {bytes_text(nbytes + beside)} of memory, and the server has "
+                f"{bytes_text(self.most_bytes)} for requests: ask for less at once, or compute it elsewhere"
+            )
+
+    def _take(self, nbytes: int, owner: str, *, whole: int) -> None:
         if nbytes < 0:
             raise ValueError(f"bytes that are held are 0 or more, got {nbytes}")
+        if owner != BASE:
+            self.check_fits(whole)
         if nbytes > self.free_bytes:
             raise Overloaded(
                 f"there is no memory for this now: it takes {bytes_text(nbytes)}, and of "
@@ -151,10 +170,11 @@ class Hold:
         return self._nbytes
 
     def resize(self, nbytes: int) -> None:
-        """Hold more, or less.
+        """Hold more, or less; after an error as much as before.
 
         Raises:
-            Overloaded: If there is not that much more now, or all was released; nothing has changed then.
+            DoesNotFit: If there never is that much.
+            Overloaded: If there is not that much more now, or all was released.
         """
         if self._released:
             raise Overloaded("the memory of this was given back: it is over")
@@ -162,7 +182,7 @@ class Hold:
             raise ValueError(f"bytes that are held are 0 or more, got {nbytes}")
         more = nbytes - self._nbytes
         if more > 0:
-            self._budget._take(more, self.owner)
+            self._budget._take(more, self.owner, whole=nbytes)
         self._nbytes = nbytes
         if more < 0:
             self._budget._give_back(-more, self.owner)

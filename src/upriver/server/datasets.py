@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from upriver.errors import DatasetError, Forbidden, ObjectNotFound, Overloaded, ProtocolError
+from upriver.errors import DatasetError, DoesNotFit, Forbidden, ObjectNotFound, Overloaded, ProtocolError
 from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.budget import Hold
@@ -136,7 +136,7 @@ class Datasets:
         while missing:
             try:
                 entry.holds.append(self._hold(missing))
-            except Overloaded:
+            except (Overloaded, DoesNotFit):
                 self.drop_oldest()
                 if ref not in self._open:
                     raise

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from upriver.errors import Overloaded, UpriverError
+from upriver.errors import DoesNotFit, Overloaded, UpriverError
 from upriver.protocol import error_body, error_from
 from upriver.server.channel import Channel, ChannelClosed
 from upriver.server.cold import ColdFile
@@ -130,6 +130,7 @@ class Job:
         run: What to do; ``slot``, and ``blobs`` where there are any, are filled in here.
         program: Needed to do it.
         parts: The input: stored bytes of each sample, or the payload of ``run.header``.
+        owner: Name of the tenant that it is done for.
         room: Whether an answer may take so many bytes in all; asked in the thread that runs the job.
         beside: Whether its input stages may take so many bytes beyond `upriver.server.needs.DECODING_BYTES`;
             asked there too.
@@ -138,6 +139,7 @@ class Job:
     run: Run | RunCode
     program: ProgramFiles | None
     parts: Sequence[memoryview]
+    owner: str = ""
     room: Callable[[int], bool] = lambda nbytes: True
     beside: Callable[[int], bool] = lambda nbytes: True
 
@@ -158,7 +160,7 @@ class Result:
 class WorkerHandle:
     """One worker process.
 
-    Everything but `start`, `forget`, `tidy` and `kill` blocks and belongs into a thread; one thread at a
+    Everything but `start`, `forget`, `tidy`, `rest` and `kill` blocks and belongs into a thread, one at a
     time.
     """
 
@@ -293,7 +295,7 @@ class WorkerHandle:
         self.tidy()
         if job.program is not None:
             self.load(job.program)
-        slot = self._slot(sum(len(part) for part in job.parts))
+        slot = self._slot(sum(len(part) for part in job.parts), job.owner)
         if slot is None:
             raise Overloaded("no further piece of memory can be had to hand this to a worker now")
         try:
@@ -357,6 +359,10 @@ class WorkerHandle:
         if programs or slots:
             self._send(Forget(slots=tuple(slots), programs=tuple(programs)))
 
+    def rest(self) -> None:
+        """Give memory back that is kept for the next job; while no thread is at it."""
+        self._slots.rest()
+
     def ending(self) -> str:
         """How the process ended, without what it printed: that may be a client's data. Also reaps it.
 
@@ -409,7 +415,12 @@ class WorkerHandle:
         return f"it {self.ending()}: {line}" if line else f"it {self.ending()}"
 
     def _answer(self, job: Job) -> Result:
-        """What comes of a job: as many slots as it has data frames at most, whatever a worker asks for."""
+        """What comes of a job: as many slots as it has data frames at most, whatever a worker asks for.
+
+        Raises:
+            DoesNotFit: If it failed for want of memory that never is there.
+        """
+        never: list[DoesNotFit] = []
         most = job.run.frames
         payloads: list[memoryview] = []
         asked = nbytes = beside = questions = 0
@@ -422,14 +433,17 @@ class WorkerHandle:
                 if answer.nbytes <= beside:
                     raise ChannelClosed("a worker asks for more room each time")
                 beside = answer.nbytes
-                self._send(Room(granted=job.beside(beside)))
+                self._send(Room(granted=_granted(job.beside, beside, never)))
                 continue
             asked, nbytes = asked + 1, nbytes + answer.nbytes
             if asked > most or answer.nbytes < 0:
                 raise ChannelClosed(f"a worker asks for slots {most} times at most for this job")
             if not answer.nbytes:
                 payloads.append(memoryview(b""))
-            elif job.room(nbytes) and (slot := self._slot(answer.nbytes)) is not None:
+            elif (
+                _granted(job.room, nbytes, never)
+                and (slot := self._slot(answer.nbytes, job.owner)) is not None
+            ):
                 payloads.append(self._slots.lend(slot, answer.nbytes))
                 self._map(slot)
                 self._send(UseSlot(slot=slot.id))
@@ -440,7 +454,7 @@ class WorkerHandle:
                 timings = Timings(phases=answer.phases, stages=answer.stages)
                 return Result(frames=list(zip(answer.heads, payloads, strict=True)), timings=timings)
             case Failed():
-                raise error_from(answer.body)
+                raise next(iter(never), None) or error_from(answer.body)
             case _:
                 raise ChannelClosed(f"a worker answers Done or Failed, got {type(answer).__name__}")
 
@@ -493,10 +507,10 @@ class WorkerHandle:
             raise error_from(answer.body)
         raise ChannelClosed(f"a worker answers {kind.__name__} or Failed, got {type(answer).__name__}")
 
-    def _slot(self, nbytes: int) -> Slot | None:
+    def _slot(self, nbytes: int, owner: str) -> Slot | None:
         """Memory to share; None where this process can have none, which is no fault of the worker's."""
         with suppress(OSError):
-            return self._slots.take(nbytes)
+            return self._slots.take(nbytes, owner=owner)
         return None
 
     def _send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
@@ -520,6 +534,15 @@ class WorkerHandle:
         if slot.fd is not None:
             self._send(MapSlot(slot=slot.id, nbytes=slot.nbytes), [slot.fd])
             slot.close_fd()
+
+
+def _granted(ask: Callable[[int], bool], nbytes: int, never: list[DoesNotFit]) -> bool:
+    """Whether there is room; where there never is, the worker ends its job first, and ``never`` says why."""
+    try:
+        return ask(nbytes)
+    except DoesNotFit as error:
+        never.append(error)
+        return False
 
 
 def how_it_ended(code: int, *, boxed: bool) -> str:

@@ -130,20 +130,35 @@ class Room:
         hold: The request's.
         loop: The one that the hold belongs to.
         make_room: See `MakeRoom`.
+        check_fits: Raises DoesNotFit where the request never may hold so many bytes.
     """
 
-    def __init__(self, hold: Hold, loop: asyncio.AbstractEventLoop, make_room: MakeRoom) -> None:
-        self._hold, self._loop, self._make_room = hold, loop, make_room
+    def __init__(
+        self,
+        hold: Hold,
+        loop: asyncio.AbstractEventLoop,
+        make_room: MakeRoom,
+        check_fits: Callable[[int], None],
+    ) -> None:
+        self._hold, self._loop, self._make_room, self._check_fits = hold, loop, make_room, check_fits
         self._beside = 0
 
     def __call__(self, nbytes: int) -> bool:
-        """Whether there is; what is missing is held from here on if so. Input stages are through."""
+        """Whether there is; what is missing is held from here on if so. Input stages are through.
+
+        Raises:
+            DoesNotFit: If there never is.
+        """
         if not self._beside and 2 * nbytes <= self._hold.nbytes:
             return True
         return self._decided(self._for_answer(nbytes))
 
     def beside(self, nbytes: int) -> bool:
-        """Whether so many bytes more are there, while input stages work: until it is asked for an answer."""
+        """Whether so many bytes more are there, while input stages work: until it is asked for an answer.
+
+        Raises:
+            DoesNotFit: If there never are.
+        """
         return nbytes <= self._beside or self._decided(self._for_stages(nbytes))
 
     def _decided(self, decision: Coroutine[None, None, bool]) -> bool:
@@ -167,6 +182,7 @@ class Room:
         return True
 
     def _grow(self, more: int) -> bool:
+        self._check_fits(self._hold.nbytes + more)
         self._make_room(more)
         try:
             self._hold.resize(self._hold.nbytes + more)

@@ -297,6 +297,11 @@ class Line:
             )
         waiting = sum(each.nbytes for each in self._waiting if each.wanted.tenant.name == tenant.name)
         if tenant.max_waiting_bytes is not None and waiting + nbytes > tenant.max_waiting_bytes:
+            if nbytes > tenant.max_waiting_bytes:
+                raise DoesNotFit(
+                    f"this request asks for {nbytes} bytes of memory, and {tenant.name} may have "
+                    f"{tenant.max_waiting_bytes} waiting: ask for smaller micro-batches or another cut"
+                )
             raise QuotaExceeded(
                 f"waiting requests of {tenant.name} ask for {waiting} bytes; with this one's {nbytes} it "
                 f"would be more than {tenant.max_waiting_bytes}",

@@ -38,6 +38,10 @@ FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 30.0
 """Longest such pause: starting one takes 2 s of a core, which others may need."""
 
+REST_S = 5.0
+"""A worker without a job for so long keeps no memory for the next one. Micro-batches of a job follow one
+another sooner."""
+
 SETTLED_S = 60.0
 """A worker that was there for so long did not die of what ended those before it, though it may have done no
 job. Longer than any pause between two deaths."""
@@ -99,6 +103,7 @@ class WorkerPool:
         self.load = load if load is not None else LoadMeter(count)
         self._idle: asyncio.Queue[WorkerHandle] = asyncio.Queue()
         self._alive: dict[WorkerHandle, Watch] = {}
+        self._resting: dict[WorkerHandle, asyncio.TimerHandle] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="upriver-worker")
         self._closed = False
@@ -263,6 +268,7 @@ class WorkerPool:
 
     async def _call(self, worker: WorkerHandle, work: Callable[[WorkerHandle], _T]) -> _T:
         self.load.began(worker.pid)
+        self._wake(worker)
         worker.busy_since = time.monotonic()
         try:
             result = await asyncio.get_running_loop().run_in_executor(self._threads, work, worker)
@@ -285,7 +291,17 @@ class WorkerPool:
         self.load.ended(worker.pid)
         worker.busy_since, worker.program = None, ""
         _tidy(worker)
+        self._resting[worker] = asyncio.get_running_loop().call_later(REST_S, self._rest, worker)
         self._idle.put_nowait(worker)
+
+    def _rest(self, worker: WorkerHandle) -> None:
+        del self._resting[worker]
+        worker.rest()
+
+    def _wake(self, worker: WorkerHandle) -> None:
+        resting = self._resting.pop(worker, None)
+        if resting is not None:
+            resting.cancel()
 
     async def _take(self) -> WorkerHandle:
         """Wait for a worker, first come first served; whoever gives up waiting goes by being cancelled.
@@ -330,6 +346,7 @@ class WorkerPool:
         if watch is None:
             return
         self.load.gone(worker.pid)
+        self._wake(worker)
         asyncio.get_running_loop().remove_reader(watch.pidfd)
         os.close(watch.pidfd)
         ending = worker.ending()

@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 
 import msgspec
 
 from upriver.engine.clock import Clock
 from upriver.engine.read import read_samples_async
 from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError, bare
+from upriver.pipeline import SampleRef
 from upriver.protocol import PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
 from upriver.server import tracing
 from upriver.server.allowed import check_code
@@ -48,11 +50,16 @@ from upriver.server.pool import WorkerPool
 from upriver.server.programs import Known, Programs
 from upriver.server.requests import Arriving
 from upriver.server.status import Wording
+from upriver.server.stream import Last
 from upriver.server.tenants import Tenant
 from upriver.server.turns import Turns
+from upriver.store import Store
 from upriver.types import Timings
 
 log = logging.getLogger(__name__)
+
+JOINED_BYTES = 64 << 10
+"""A smaller payload goes out with its head and its timings in one piece: a copy takes less than a send."""
 
 COMING_TOO = 2
 """Times its quota of requests, that a tenant may have with those that are still being read: who sends slowly
@@ -130,18 +137,22 @@ class Runner:
         tenant: Tenant,
         *,
         on_request: Callable[[RunRequest], None] = lambda request: None,
+        announced: int = 0,
     ) -> Asked:
         """Read a request and look up what it names; ``stack`` lets go of its body.
 
         Args:
             on_request: Told what is asked for, before any of it is looked at.
+            announced: Bytes that its body is to have, where the client said so.
 
         Raises:
-            Overloaded: If there is no room for it.
+            DoesNotFit: If there never is room for it.
+            Overloaded: If there is none now.
             DeadlineExceeded: If its time was over first.
             UpriverError: If it cannot be done.
         """
         began = asyncio.get_running_loop().time()
+        self._budget.check_fits(announced)
         self.enter(stack, tenant)
         coming, arriving = Coming(self._bodies, tenant), Arriving(body)
         use = stack.enter_context(Use(coming.release))
@@ -363,16 +374,13 @@ class Runner:
                     yield buffer
                     del buffer  # the slot is free as soon as the socket has the last byte
             await self._checked(order)
-            for buffer in encode(End()):
-                yield buffer
+            yield Last(b"".join(encode(End())))
         except UpriverError as error:
-            for buffer in self._told(error, on_error):
-                yield buffer
+            yield self._told(error, on_error)
         except Exception:
             log.exception("a run request failed")
             unexpected = UpriverError("internal error; the server's log says more")
-            for buffer in self._told(unexpected, on_error):
-                yield buffer
+            yield self._told(unexpected, on_error)
 
     async def _checked(self, order: Order) -> None:
         """An answer up to the end ends well only if all weights are those that its program names.
@@ -385,12 +393,10 @@ class Runner:
             async with until(order.asked.deadline):
                 await cold.checked()
 
-    def _told(
-        self, error: UpriverError, on_error: Callable[[UpriverError], None]
-    ) -> list[bytes | memoryview]:
+    def _told(self, error: UpriverError, on_error: Callable[[UpriverError], None]) -> Last:
         self._metrics.errors.labels(error.code).inc()
         on_error(error)
-        return encode(self._wording.of(bare(error)))
+        return Last(b"".join(encode(self._wording.of(bare(error)))))
 
     async def _frames(self, order: Order) -> AsyncGenerator[bytes | memoryview]:
         """Heads, payloads and timings in the order of the request."""
@@ -404,7 +410,10 @@ class Runner:
                     head, payload = frames.pop(0)
                     self._metrics.micro_batch(order.asked.tenant.name, timings)
                     with tracing.sending(self._metrics, index):
-                        yield head
+                        if len(payload) <= JOINED_BYTES:
+                            head, payload = b"", memoryview(b"".join((head, payload, *stats)))
+                        else:
+                            yield head
                         if not frames:
                             if len(payload) > TAIL_BYTES:
                                 yield payload[:-TAIL_BYTES]
@@ -412,7 +421,7 @@ class Runner:
                             work.sent(index)
                         yield payload
                         del payload
-                    for buffer in stats:
+                    for buffer in stats if head else ():
                         yield buffer
         finally:
             await work.close()
@@ -447,33 +456,44 @@ class Runner:
     async def job(self, order: Order, index: int, clock: Clock) -> Job:
         """The work of one forward pass, with what it works on."""
         asked, request = order.asked, order.asked.request
-        room = Room(order.admitted.hold, asyncio.get_running_loop(), self._make_room)
+        held = asked.body_nbytes + (order.program.nbytes if order.program is not None else 0)
+        room = Room(
+            order.admitted.hold,
+            asyncio.get_running_loop(),
+            self._make_room,
+            partial(self._budget.check_fits, beside=held),
+        )
         first = order.groups[index].start
+        refs: list[SampleRef] = []
         run = code_run(asked, request.code, first) if request.code is not None else _run_of(order, index)
         if asked.dataset is not None:
-            names = tuple(ref.object for ref in asked.dataset.locate(run.ids))
+            refs = asked.dataset.locate(run.ids)
+            names = tuple(ref.object for ref in refs)
             chain = msgspec.json.encode(asked.dataset.chain.to_json())
             run = msgspec.structs.replace(run, object_names=names, chain=chain)
+        program, parts = order.program, list[memoryview]()
         if asked.batches:
             layout = lay_out(asked.batches[first].tensors)
             header = data_head(asked.batches[first], layout, "")[PREFIX_NBYTES:]
             run = msgspec.structs.replace(run, header=header, payload_nbytes=layout.nbytes)
-            return Job(run=run, program=order.program, parts=layout.parts, room=room, beside=room.beside)
-        if asked.dataset is None:
-            return Job(run=run, program=None, parts=(), room=room)
-        blobs = await self._read(asked, run.ids, clock)
-        return Job(run=run, program=order.program, parts=blobs, room=room, beside=room.beside)
+            parts = list(layout.parts)
+        elif asked.dataset is not None:
+            parts = await self._read(asked.dataset.store, refs, clock)
+        else:
+            program = None
+        owner = asked.tenant.name
+        return Job(run=run, program=program, parts=parts, owner=owner, room=room, beside=room.beside)
 
-    async def _read(self, asked: Asked, ids: Sequence[int], clock: Clock) -> list[memoryview]:
-        assert asked.dataset is not None
-        store, began = asked.dataset.store.name, time.perf_counter()
+    async def _read(self, store: Store, refs: Sequence[SampleRef], clock: Clock) -> list[memoryview]:
+        began = time.perf_counter()
         try:
             with clock.phase("read"):
-                blobs = await read_samples_async(asked.dataset, ids)
+                blobs = await read_samples_async(store, refs)
         except StoreError as error:
-            self._metrics.store_error(store, error.code)
+            self._metrics.store_error(store.name, error.code)
             raise
-        self._metrics.store_read(store, time.perf_counter() - began, sum(len(blob) for blob in blobs))
+        nbytes = sum(len(blob) for blob in blobs)
+        self._metrics.store_read(store.name, time.perf_counter() - began, nbytes)
         return blobs
 
     def _leave(self, tenant: Tenant) -> None:

@@ -22,6 +22,10 @@ LAST_WORDS_S = 1.0
 """After its deadline an answer may take so much longer to tell that it was that."""
 
 
+class Last(bytes):
+    """A buffer after which an answer ends: both go out in one piece."""
+
+
 class FrameStream(Response):
     """Streams buffers; closes ``stack`` when the last one is out, or when the client is gone.
 
@@ -93,6 +97,9 @@ class FrameStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for buffer in self._buffers:
+                if isinstance(buffer, Last):
+                    await self._send(send, buffer, more=False)
+                    return
                 for start in range(0, len(buffer), CHUNK_BYTES):
                     await self._send(send, buffer[start : start + CHUNK_BYTES])
                 del buffer
@@ -100,9 +107,9 @@ class FrameStream(Response):
         finally:
             await self._buffers.aclose()
 
-    async def _send(self, send: Send, chunk: bytes | memoryview) -> None:
+    async def _send(self, send: Send, chunk: bytes | memoryview, *, more: bool = True) -> None:
         async with asyncio.timeout(self._stall_timeout_s):
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
         self._on_sent(len(chunk))
         await asyncio.sleep(0)  # as long as the socket takes all, nothing else tells that the client has gone
 

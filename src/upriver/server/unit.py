@@ -21,7 +21,7 @@ from upriver.server.jobs import Hello, Setup
 from upriver.server.limits import on_cpu
 from upriver.server.line import Line
 from upriver.server.load import LoadMeter
-from upriver.server.memory import FREE_SLOTS, KEPT_BYTES
+from upriver.server.memory import KEPT_BYTES
 from upriver.server.metrics import Metrics
 from upriver.server.needs import DECODING_BYTES, GRAPH_FACTOR, WEIGHED_BYTES
 from upriver.server.pool import WorkerPool
@@ -171,7 +171,7 @@ class Unit:
         except ConfigError:  # whoever started this server is told
             return
         resident = 0 if self.pool.hello is None else self.pool.hello.resident_bytes
-        each = resident + FREE_SLOTS * KEPT_BYTES + GRAPH_FACTOR * WEIGHED_BYTES
+        each = resident + KEPT_BYTES + GRAPH_FACTOR * WEIGHED_BYTES
         if self._config.stores:
             each += DECODING_BYTES
         nbytes = min(each * self._config.workers, self.budget.free_bytes)

@@ -163,6 +163,11 @@ class Store:
         """Whether it is over a network."""
         return isinstance(self._backend, S3Store)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether its objects are files of this machine."""
+        return self._root is not None
+
     def site(self) -> str:
         """What is the same for all stores at the end of one way: a bucket's folders, or those of a disk.
 
