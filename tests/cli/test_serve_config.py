@@ -288,6 +288,10 @@ WRONG = {
         ["open.json", "644", "chmod"],
     ),
     "credentials that are no JSON": (S3 + 'credentials_file = "odd.json"\n', ["odd.json", "JSON"]),
+    "a token that others can read": (
+        'token_file = "open.json"\n' + STORES,
+        ["the token file", "open.json", "644", "chmod 600"],
+    ),
     "credentials of another form": (S3 + 'credentials_file = "other.json"\n', ["other.json", "key_id"]),
     "credentials given twice": (
         S3 + 'credentials_file = "good.json"\noptions.access_key_id = "x"\n',

@@ -241,8 +241,9 @@ DEFINED = '''
     Allowed: what is defined in here, and nothing that has come in.
     """
 
-import contextlib, functools
+import contextlib, dataclasses, functools
 
+import torch
 import shop.admin
 import shop.admin as admin
 from shop.diary import note
@@ -307,6 +308,24 @@ class Singleton(type):
 
 class Eagles(Birds, metaclass=Singleton):
     pass
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """Another class than the statement has made, under its name."""
+
+    count: int = 3
+
+    def __getitem__(self, index):
+        return index
+
+
+class Sea(torch.utils.data.Dataset[int]):
+    def __init__(self, count=3):
+        self.count = count
+
+    def __getitem__(self, index):
+        return index
 
 
 class Adopted(list):
@@ -381,7 +400,7 @@ def passing(function):
 LEGITIMATE = _words(
     """
     make Birds Birds.made Birds.load Birds.cached Birds.Small Birds.Small.made Owls Owls.made
-    Owls.load Eagles Eagles.made Adopted decorated kept instrumented nameless same_birds
+    Owls.load Eagles Eagles.made Adopted Slotted Sea decorated kept instrumented nameless same_birds
     same_birds.made same_made beneath_alias
     """
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import py_compile
 import sys
 import unicodedata
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,3 +173,61 @@ def test_a_name_that_python_would_take_for_another_one_is_none(shop: Shop) -> No
         assert unicodedata.normalize("NFKC", name) in LEGITIMATE
         with pytest.raises(UpriverError, match="matching regex"):
             shop.ask(name)
+
+
+MODULE = """
+class Data:
+    def __getitem__(self, index):
+        return index
+
+
+def make():
+    return Data()
+"""
+
+
+def run_of(name: str) -> RunCode:
+    return RunCode(name=name, arguments=b"{}", start=START, ids=(1,), slot=0)
+
+
+def test_a_module_in_an_archive_opens_what_it_defines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
+        archive.writestr("archived_data.py", f"from os import system\n{MODULE}")
+    monkeypatch.syspath_prepend(str(tmp_path / "code.zip"))
+    code = Code(["archived_data"])
+    assert [code.make(run_of(f"archived_data:{name}"), None) for name in ("Data", "make")] == [[1], [1]]
+    with pytest.raises(Forbidden, match="comes from posix"):
+        code.make(run_of("archived_data:system"), None)
+
+
+def test_a_module_without_source_opens_only_what_is_named_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "compiled_data.py"
+    source.write_text(MODULE)
+    py_compile.compile(str(source), str(tmp_path / "compiled_data.pyc"))
+    source.unlink()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("compiled_data:Data", "compiled_data:make"):
+        with pytest.raises(Forbidden, match=f"named in full: --allow {name}"):
+            Code(["compiled_data"]).make(run_of(name), None)
+        assert Code([name]).make(run_of(name), None) == [1]
+
+
+def test_an_object_in_place_of_a_module_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "standing_in.py").write_text(
+        "import os, sys\nclass Lazy:\n    def __getattr__(self, name):\n"
+        "        if not name.startswith('__'):\n            os.environ['ASKED'] = name\n"
+        "        raise AttributeError(name)\n"
+        "sys.modules[__name__] = Lazy()\n"
+    )
+    monkeypatch.setenv("ASKED", "nobody")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Forbidden, match="in place of its module"):
+        Code(["standing_in"]).make(run_of("standing_in:make"), None)
+    assert os.environ["ASKED"] == "nobody"
+    with pytest.raises(CodeFailed, match="there is no standing_in:make"):
+        Code(["standing_in:make"]).make(run_of("standing_in:make"), None)
+    assert os.environ["ASKED"] == "make"

@@ -116,9 +116,10 @@ def check_found(name: str, steps: Sequence[Any], allow: Sequence[str]) -> None:
     if len(steps) <= name.partition(":")[2].count("."):  # an object is on the way, or stands for the module
         foreign = [*foreign, *steps[-1:], None]
     if foreign:
+        origin = _origin(foreign[0]) if steps else "is looked for in an object in place of its module"
         raise Forbidden(
-            f"{name} {_origin(foreign[0])}: to allow a module opens the classes and functions its source "
-            f"defines; any other object is allowed only where it is named in full, --allow {name}"
+            f"{name} {origin}; an allowed module opens the classes and functions that its source defines, "
+            f"and anything else must be named in full: --allow {name}"
         )
 
 
@@ -159,7 +160,7 @@ def _namespace(owner: Any) -> Mapping[str, Any]:
 
 
 def qualname(kind: type) -> str:
-    """Return what a class is called, without asking its metaclass."""
+    """Return the qualified name of a class, without asking its metaclass."""
     return str(type.__dict__["__qualname__"].__get__(kind))
 
 
@@ -263,10 +264,7 @@ def _bodies(symbol: symtable.Symbol, kind: str) -> Iterator[symtable.SymbolTable
     for table in symbol.get_namespaces():
         if table.get_type() == kind:
             yield table
-        elif table.get_type() not in (
-            "class",
-            "function",
-        ):  # parameters of a generic one: a scope of their own
+        elif table.get_type() not in ("class", "function"):  # parameters of a generic one lie between
             yield from (inner for inner in table.get_children() if inner.get_type() == kind)
 
 
