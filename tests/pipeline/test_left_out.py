@@ -445,6 +445,14 @@ def test_class_names_as_editors_write_them_are_read(
     )
 
 
+@pytest.mark.parametrize("folder", ["", "train/"])
+def test_class_names_beside_the_one_shard_that_is_indexed_are_read(tmp_path: Path, folder: str) -> None:
+    uri = write(tmp_path, {f"{folder}a.tar": shard(sample("x")), f"{folder}classes.txt": b"cat\ndog\n"})
+    assert index(uri, f"{folder}a.tar", stages=STAGES).classes == ("cat", "dog")
+    (tmp_path / folder / "classes.txt").unlink()
+    assert index(uri, f"{folder}a.tar", stages=STAGES).classes == ("0",)
+
+
 @pytest.mark.parametrize("text", [b"cat\n\ndog\n", b"\ncat\ndog\n", b"\xef\xbb\xbf\r\ncat\r\ndog"])
 def test_class_names_with_a_blank_line_between_are_refused(tmp_path: Path, text: bytes) -> None:
     uri = write(tmp_path, {"a.tar": shard(sample("x")), "classes.txt": text})
@@ -496,6 +504,18 @@ def test_index_of_folder_markers_takes_none_for_a_sample(bucket: S3Server) -> No
     assert dataset.names([0, 1]) == ["b/1.jpg", "b/y.jpg/2.jpg"]
     assert (dataset.classes, len(dataset)) == (("a", "b"), 2)
     assert dataset.left_out == {"empty_class": LeftOut(count=1, examples=("a",))}
+
+
+def test_index_of_keys_that_differ_by_a_last_slash_holds_each_once(bucket: S3Server) -> None:
+    keys = {"s/a/1.jpg": JPEG, "s/a/1.jpg/": b"", "s/a/2.jpg": JPEG, "s/a/2.jpg/": OTHER, "t/a.tar/": b""}
+    bucket.objects = {f"photos/{key}": data for key, data in {**keys, "t/a.tar": shard(sample("x"))}.items()}
+    store = opened(bucket, "s3://photos")
+    dataset = index(store, "s", stages=STAGES, on_left_out="report")
+    refs = dataset.locate(range(len(dataset)))
+    data = [store.get_range(ref.object, ref.start, ref.stop, etag=ref.etag) for ref in refs]
+    assert (dataset.names([0, 1]), data) == (["a/1.jpg", "a/2.jpg"], [JPEG, JPEG])
+    assert dataset.left_out == {"name": LeftOut(count=1, examples=("s/a/2.jpg",))}
+    assert len(index(store, "t", stages=STAGES)) == 1
 
 
 def test_index_of_a_memory_store_names_what_it_leaves_out() -> None:

@@ -98,6 +98,13 @@ def test_class_behind_a_link_out_of_the_store_keeps_the_numbers_of_others(root: 
     assert (dataset.classes, dataset.targets.tolist()) == (("bird", "cat", "dog"), [1, 2])
 
 
+def test_class_of_links_and_texts_stays_a_class(root: Path) -> None:
+    write(root, {"cow/1.xml": b"a cow"})
+    link(root / "cow/1.jpg", "nothing")
+    assert left_out(root.as_uri()) == {"empty_class": (1, ("cow",)), "link": (1, ("cow/1.jpg",))}
+    assert index(root.as_uri(), stages=STAGES, on_left_out="report").classes == ("cat", "cow", "dog")
+
+
 def test_link_that_may_have_led_to_a_class_is_counted(root: Path) -> None:
     link(root / "bird", "/nothing/bird")
     assert left_out(root.as_uri()) == {"link": (1, ("bird",))}
@@ -121,6 +128,15 @@ def test_links_by_shards_are_counted_where_they_may_be_shards(tmp_path: Path) ->
     }
     explicit = index(root.as_uri(), stages=STAGES, layout="webdataset", on_left_out="report")
     assert explicit.left_out["link"].count == 5  # single samples are not looked at
+
+
+def test_class_names_behind_a_link_out_of_the_store_are_missed(tmp_path: Path) -> None:
+    write(tmp_path, {"classes.txt": b"cat\n", "root/a.tar": shard(sample("x"))})
+    link(tmp_path / "root/classes.txt", "../classes.txt")
+    uri = (tmp_path / "root").as_uri()
+    assert left_out(uri) == {"link": (1, ("classes.txt",))}
+    with pytest.raises(StoreError, match=r"'classes\.txt' is behind a symbolic link that leads out"):
+        index(uri, "a.tar", stages=STAGES)
 
 
 def test_links_of_a_store_that_is_opened_above_them_are_samples(root: Path) -> None:
@@ -242,6 +258,14 @@ def test_class_folder_whose_name_is_not_utf8_keeps_its_number(tmp_path: Path) ->
         (
             {"cow/1.tif": b"II*\0", "cow/1.xml": b"x"},
             {"empty_class": (1, ("cow",)), "format": (1, ("cow/1.tif",))},
+        ),
+        (
+            {"cow/.1.jpg": JPEG, "cow/1.xml": b"x"},
+            {"empty_class": (1, ("cow",)), "hidden": (1, ("cow/.1.jpg",))},
+        ),
+        (
+            {"cow/1\n.jpg": JPEG, "cow/1.xml": b"x"},
+            {"empty_class": (1, ("cow",)), "name": (1, ("cow/1\n.jpg",))},
         ),
         ({"cat/2.jpg#1": b"half"}, {"format": (1, ("cat/2.jpg#1",))}),
         ({"cat/notice.tif": b"II*\0"}, {"format": (1, ("cat/notice.tif",))}),

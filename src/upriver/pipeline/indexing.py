@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -111,14 +112,14 @@ def index(
     )
     tally = Tally()
     listed, unreachable = _listed(store, path, prefix)
-    found = _visible(listed, tally)
+    found, missing = _visible(listed, tally)
     kind = _layout_of(found, where) if layout == "auto" else layout
-    for name, entry in unreachable:
-        _tell_unreachable(name, entry, kind, layout, tally)
+    missing += [name for name, entry in unreachable if _is_missing(name, entry, kind, layout, tally)]
     if kind == "webdataset":
         rows, classes = _shards(store, found, path, tally, on_progress)
     else:
-        rows, classes = _folders(found, _class_folders(store, path, prefix), layout, tally, on_progress)
+        folders = _class_folders(store, path, prefix)
+        rows, classes = _folders(found, missing, folders, layout, tally, on_progress)
     rows = [row for row in rows if _is_small_enough(row, tally)]
     if on_left_out == "error":
         tally.check(where)
@@ -152,7 +153,11 @@ def _listed(store: Store, path: str, prefix: str) -> tuple[list[_Found], list[tu
     infos = [
         info for info in store.list(path, on_unreachable=unreachable.append) if not info.path.startswith(own)
     ]
-    empty = {info.path for info in infos if not info.size} if store.is_far else set()
+    empty = set[str]()
+    if store.is_far:
+        infos, slashed = _told_apart(store, infos)
+        unreachable += slashed
+        empty = {info.path for info in infos if not info.size}
     if empty:
         parents = {info.path[:at] for info in infos for at in _slashes(info.path)}
         empty = {name for name in empty if name in parents or not store.exists(name)}
@@ -165,13 +170,26 @@ def _listed(store: Store, path: str, prefix: str) -> tuple[list[_Found], list[tu
     return sorted(found, key=lambda each: each.info.path), others
 
 
+def _told_apart(store: Store, infos: Sequence[ObjectInfo]) -> tuple[list[ObjectInfo], list[Unreachable]]:
+    """Objects once each: of a key that ends with a slash a listing gives the name of the one without it."""
+    counts = Counter(info.path for info in infos)
+    single = [info for info in infos if counts[info.path] == 1]
+    twice = {path: store.head(path) for path, count in counts.items() if count > 1}
+    slashed = [
+        Unreachable(path=info.path, reason="name", why="has a twin whose key ends with a slash; rename it")
+        for info in infos
+        if info.size and info.path in twice and info != twice[info.path]
+    ]
+    return [*single, *twice.values()], slashed
+
+
 def _slashes(path: str) -> list[int]:
     return [at for at, char in enumerate(path) if char == "/"]
 
 
-def _visible(found: Sequence[_Found], tally: Tally) -> list[_Found]:
-    """What is neither clutter nor hidden, and has a name that an index can hold."""
-    visible = []
+def _visible(found: Sequence[_Found], tally: Tally) -> tuple[list[_Found], list[str]]:
+    """What is neither clutter nor hidden and has a name that an index can hold, and other samples' names."""
+    visible, missing = list[_Found](), list[str]()
     for each in found:
         name, info = each.name, each.info
         if left_out.is_clutter(name):
@@ -179,37 +197,41 @@ def _visible(found: Sequence[_Found], tally: Tally) -> list[_Found]:
         if left_out.is_hidden(name):
             if _is_sample(name) or _is_shard(name) or left_out.is_compressed_shard(name):
                 tally.add("hidden", info.path, f"object {info.path!r} is hidden by a dot")
+                missing.append(name)
             continue
         why_not = _why_not_named(info.path)
         if why_not and (_is_sample(name) or _is_shard(name) or _may_be_a_sample(each)):
             tally.add("name", info.path, f"object {info.path!r}: {why_not}; rename it")
+            missing.append(name)
         elif not why_not:
             visible.append(each)
-    return visible
+    return visible, missing
 
 
-def _tell_unreachable(name: str, entry: Unreachable, kind: str, layout: str, tally: Tally) -> None:
-    """Count an entry that the store cannot give, if a file or folder of its name may hold samples there.
+def _is_missing(name: str, entry: Unreachable, kind: str, layout: str, tally: Tally) -> bool:
+    """Whether an entry that the store cannot give may hold samples, by its name; then it is counted.
 
     A link that leads nowhere may have led to a folder if its name has no extension.
     """
     is_folder = entry.is_folder or (entry.is_folder is None and not _extension(name))
     is_packed = _is_shard(name) or left_out.is_compressed_shard(name)
-    if left_out.is_clutter(name) or (left_out.is_companion(name) and not entry.is_folder):
-        return
+    if left_out.is_clutter(name):
+        return False
     if left_out.is_hidden(name):
-        if entry.is_folder is False and (_is_sample(name) or is_packed):
-            tally.add("hidden", entry.path, f"{entry.path!r} is hidden by a dot")
-        return
-    if is_folder:
+        counts = entry.is_folder is False and (_is_sample(name) or is_packed)
+    elif left_out.is_companion(name) and not entry.is_folder:
+        counts = kind == "webdataset" and name == CLASSES_FILE
+    elif is_folder:
         counts = True
     elif kind == "folders":
         counts = layout == "auto" if is_packed else "/" in name or _is_sample(name)
     else:
         counts = is_packed or _may_be_packed(name) or (layout == "auto" and _is_sample(name))
     if counts:
-        reason = "format" if entry.reason == "upload" else entry.reason
+        known = "format" if entry.reason == "upload" else entry.reason
+        reason = "hidden" if left_out.is_hidden(name) else known
         tally.add(reason, entry.path, f"{entry.path!r} {entry.why}")
+    return counts
 
 
 def _why_not_named(path: str) -> str:
@@ -263,10 +285,16 @@ def _class_folders(store: Store, path: str, prefix: str) -> set[str]:
 
 
 def _folders(
-    found: Sequence[_Found], folders: set[str], layout: str, tally: Tally, on_progress: Progress | None
+    found: Sequence[_Found],
+    missing: Sequence[str],
+    folders: set[str],
+    layout: str,
+    tally: Tally,
+    on_progress: Progress | None,
 ) -> tuple[list[_Row], list[str]]:
     media: list[_Found] = []
-    classes: set[str] = set()
+    above = {name.split("/", 1)[0] for name in missing if "/" in name}
+    classes = {name for name in above if not left_out.is_hidden(name)}
     for each in found:
         if _is_in_a_class(each, layout, tally):
             classes.add(each.name.split("/", 1)[0])
@@ -343,8 +371,11 @@ def _shards(
     for _, part in parts:
         tally.merge(part)
     rows = [row for part, _ in parts for row in part]
-    beside = f"{path}/{CLASSES_FILE}" if path else CLASSES_FILE
-    listed = any(each.info.path == beside for each in found)
+    is_shard = shards[0].path == path
+    folder = path.rpartition("/")[0] if is_shard else path
+    beside = f"{folder}/{CLASSES_FILE}" if folder else CLASSES_FILE
+    infos = store.list(beside) if is_shard else (each.info for each in found)
+    listed = any(info.path == beside for info in infos)
     return rows, _class_names(store.get(beside) if listed else None, beside, rows) if rows else []
 
 
