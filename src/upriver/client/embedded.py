@@ -87,7 +87,7 @@ class EmbeddedServer:
         """Start an ``upriver worker`` and wait until it takes requests.
 
         Args:
-            allow: Whose code it may run.
+            allow: Names of what it may run, as ``--allow`` takes them.
             workers: Compute processes; its own default if None.
             cpu: As for `start`, as are the others.
 

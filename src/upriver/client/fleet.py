@@ -16,7 +16,7 @@ class Serves:
     """What workers are to serve: stages of datasets in stores, or a user's own code.
 
     Attributes:
-        allow: Whose code they may run.
+        allow: Names of what they may run, as an ``upriver worker`` is told.
         stores: Names to URIs.
     """
 

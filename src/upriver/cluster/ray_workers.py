@@ -243,7 +243,7 @@ class RayFleet(Fleet):
 
     Args:
         ray: Connected to the cluster.
-        allow: Whose code they may run.
+        allow: Names of what they may run, as an ``upriver worker`` is told.
         cpus: Of each, and its processes.
         start_timeout_s: How long starting may take.
     """
