@@ -13,12 +13,17 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from tests import forked
+
 # Proofs are not remembered from test to test: each makes its own. Processes that tests start inherit this.
 os.environ["UPRIVER_CACHE"] = os.devnull
 
 # Tests run side by side, and start processes by the dozen. OpenMP's threads that spin while they wait for the
 # next operator take the cores from all of these: tests of whole jobs took a quarter more processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Servers have it, and their workers must not.
+os.environ["SOME_SECRET"] = "known to the front alone"
 
 # Tests assert results, never seconds: a busy machine is no failure. A tree is asked the same questions every
 # time, so that it passes or fails for what it is; ``--hypothesis-profile=search`` asks more, others each run.
@@ -53,16 +58,19 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Ask for a ledger."""
+    """Ask for a ledger, and for servers that start sooner."""
     parser.addoption("--ledger", type=Path, help="write what each test costs into this file")
+    parser.addoption("--fork", action="store_true", help="fork servers from a process that imported upriver")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep a ledger, where one is asked for: a worker of xdist measures, and the process above it writes."""
+    worker, above = hasattr(config, "workerinput"), bool(config.getoption("numprocesses", None))
+    if config.getoption("fork") and (worker or not above):
+        forked.install()
     if path := config.getoption("ledger"):
         from tests.ledger import Ledger
 
-        worker, above = hasattr(config, "workerinput"), bool(config.getoption("numprocesses", None))
         config.pluginmanager.register(Ledger(path, runs_tests=worker or not above, reports=not worker))
 
 

@@ -53,7 +53,15 @@ def install(folder: Path) -> bool:
         if installed(folder):
             return False
         _marker(folder).unlink(missing_ok=True)
-        pip = ("-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--prefer-binary")
+        pip = (
+            "-m",
+            "pip",
+            "--quiet",
+            "--disable-pip-version-check",
+            "install",
+            "--prefer-binary",
+            "--no-compile",
+        )
         _run([sys.executable, "-m", "venv", "--clear", folder / "venv"])
         _run([python_of(folder), *pip, *REQUIREMENTS])
         _run([python_of(folder), "-I", "-c", IMPORTS])

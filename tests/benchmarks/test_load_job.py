@@ -76,7 +76,7 @@ def test_background_load_ends_when_nobody_gives_orders(background: subprocess.Po
     assert background.stdin is not None
     background.stdin.write(f"{share}\n" if share else "")
     background.stdin.close()
-    assert background.wait(timeout=30) == 0
+    assert background.wait(timeout=60) == 0
 
 
 def test_background_load_ends_by_itself() -> None:

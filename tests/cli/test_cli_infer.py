@@ -396,7 +396,7 @@ def test_a_server_that_is_sent_the_program_for_long_is_waited_for(
 
         def slowly(path: str) -> None:
             if "/programs/" in path:
-                noted.wait(5)
+                noted.wait(60)
 
         front.before = slowly
         arguments = ["--server", front.url, "--policy", "remote", "--weights", str(weights)]

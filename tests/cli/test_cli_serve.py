@@ -54,7 +54,7 @@ def serving(
 
 def get(url: object, path: str, token: str | None = None) -> tuple[int, bytes]:
     """Status and body of one GET."""
-    connection = http.client.HTTPConnection(urlsplit(str(url)).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(str(url)).netloc, timeout=60)
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
         answer = connection.getresponse()

@@ -261,7 +261,7 @@ def greedy(url: str, data: Dataset, *, at_once: int) -> Iterator[None]:
             thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_greedy_neighbour_is_noticed_and_forgotten_and_no_bit_shows_it(
     data: Dataset,
     plain: Reference,

@@ -52,7 +52,7 @@ def locally(ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
 def pool_of(*servers: ScriptedServer, **options: object) -> ServerPool:
     options = {"backoff": Backoff(base_s=0.001, cap_s=0.01), "quiet_s": 0.05} | options
     pool = ServerPool(servers, **options)
-    pool.wait_joined(10)
+    pool.wait_joined(60)
     return pool
 
 
@@ -378,7 +378,7 @@ def test_a_stuck_server_is_left_for_another():
             return self
 
         def __next__(self):
-            if not (stuck.aborted.wait(20) or self.closed.is_set()):
+            if not (stuck.aborted.wait(60) or self.closed.is_set()):
                 raise AssertionError("nobody noticed")
             raise ServerUnavailable("broken off")
 
@@ -602,7 +602,7 @@ def test_closing_breaks_off_what_a_server_is_still_at():
 
         def __next__(self):
             reading.set()
-            told = self.closed.wait(20)
+            told = self.closed.wait(60)
             raise AnswerClosed("closed") if told else AssertionError("nobody closed the answer")
 
         def close(self):
@@ -612,7 +612,7 @@ def test_closing_breaks_off_what_a_server_is_still_at():
     server.run = lambda request: Slow()  # type: ignore[method-assign]
     with pool_of(server) as pool:
         loader = Loader(micro_batches, local=locally, remote=remote(pool, micro_batches, connections=1))
-        assert reading.wait(20)
+        assert reading.wait(60)
         loader.close()
         delivered = loader._crew.table._slots[0].delivery
         assert delivered is not None and isinstance(delivered.error, AnswerClosed), "not by its own timeout"

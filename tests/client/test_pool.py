@@ -52,7 +52,7 @@ def fail(pool: ServerPool, error: Exception) -> None:
 
 def test_lends_the_least_loaded():
     with ServerPool([ScriptedServer("a"), ScriptedServer("b")], max_in_flight=2) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         leases = [pool.borrow() for _ in range(5)]
         assert sorted(lease.client.url for lease in leases[:4] if lease) == ["a", "a", "b", "b"]
         assert leases[4] is None and pool.usable
@@ -71,7 +71,7 @@ def test_a_lost_server_is_out_of_use_until_it_was_admitted_again(error):
     server = ScriptedServer("a")
     options = {**QUICK, "quiet_s": 60}  # or its keeper may find that it is dead before it is told so
     with ServerPool([server], admit=lambda client: admitted.append(client.url), **options) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         server.dead = True
         fail(pool, error)
         assert pool.borrow() is None and not pool.usable
@@ -85,7 +85,7 @@ def test_a_server_that_is_back_is_told_of_once_and_nothing_is_said_against_it_an
     caplog.set_level(logging.INFO, "upriver")
     server = ScriptedServer("a")
     with ServerPool([server], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         assert caplog.messages == [], "it has never been away"
         server.dead = True
         fail(pool, ServerUnavailable("a: reset"))
@@ -100,7 +100,7 @@ def test_a_server_that_is_back_is_told_of_once_and_nothing_is_said_against_it_an
 
 def test_nothing_is_said_against_a_server_that_has_rested():
     with ServerPool([ScriptedServer("a")], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         fail(pool, Overloaded("full", retry_after_s=0))
         until(lambda: pool.usable)
         assert pool.status()[0].reason == ""
@@ -117,7 +117,7 @@ def test_nothing_is_said_against_a_server_that_has_rested():
 )
 def test_errors_about_the_work_say_nothing_about_the_server(error):
     with ServerPool([ScriptedServer("a")], **SLOW) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         fail(pool, error)
         assert pool.usable
         assert pool.status()[0].available == 1.0
@@ -145,7 +145,6 @@ def test_a_fault_in_admit_is_not_tried_again():
 def test_a_server_that_comes_late_is_used():
     refusing = ScriptedServer("a", probes=[False] * 5)
     with ServerPool([refusing], **QUICK) as pool:
-        assert not pool.wait_joined(10)
         until(lambda: pool.usable)
         assert not refusing.probes
 
@@ -153,7 +152,7 @@ def test_a_server_that_comes_late_is_used():
 @pytest.mark.parametrize("kind", [Overloaded, QuotaExceeded])
 def test_overload_lowers_the_limit_then_rests(kind):
     with Held([ScriptedServer("a")], max_in_flight=4, **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         first, second = pool.borrow(), pool.borrow()
         assert first and second
         with pytest.raises(kind), second:
@@ -175,11 +174,11 @@ def test_overload_lowers_the_limit_then_rests(kind):
 def test_silent_server_that_does_not_live_is_broken_off():
     server = ScriptedServer("a")
     with ServerPool([server], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         lease = pool.borrow()
         assert lease is not None
         server.dead = True
-        assert server.aborted.wait(20)
+        assert server.aborted.wait(60)
         assert healths(pool) == [Health.DOWN]
         with pytest.raises(ServerUnavailable), lease:
             raise ServerUnavailable("aborted")
@@ -188,7 +187,7 @@ def test_silent_server_that_does_not_live_is_broken_off():
 def test_silent_server_that_lives_is_left_alone():
     server = ScriptedServer("a")
     with ServerPool([server], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         with pool.borrow() as lease:
             assert lease is not None
             time.sleep(0.2)  # four times the silence that raises the question
@@ -198,7 +197,7 @@ def test_silent_server_that_lives_is_left_alone():
 def test_a_failure_of_an_earlier_life_does_not_count():
     server = ScriptedServer("a")
     with ServerPool([server], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         old, older = pool.borrow(), pool.borrow()
         assert old and older
         with pytest.raises(ServerUnavailable), old:
@@ -213,7 +212,7 @@ def test_listeners_hear_of_changes():
     heard = threading.Event()
     server = ScriptedServer("a")
     with ServerPool([server], **SLOW) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         pool.add_listener(heard.set)
         fail(pool, ServerUnavailable("x"))
         assert heard.is_set()
@@ -226,7 +225,7 @@ def test_close_stops_the_keepers_whatever_they_do():
     dead = ScriptedServer("dead")
     dead.dead = True
     pool = ServerPool([ScriptedServer("a"), dead], **SLOW)
-    pool.wait_joined(10)
+    pool.wait_joined(60)
     pool.close()
     pool.close()
     assert set(threading.enumerate()) <= before  # another test's may have ended
@@ -274,7 +273,7 @@ class Held(ServerPool):
 def test_all_of_a_rest_counts_as_time_in_which_nothing_is_taken():
     """A server that is left alone for longer than it asked for takes nothing meanwhile, either."""
     with Noting([ScriptedServer("a")], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         spans = pool._members[0].refusals._spans
         fail(pool, Overloaded("full", retry_after_s=3))
         until(lambda: pool.usable)
@@ -291,7 +290,7 @@ def test_who_refuses_again_and_again_is_left_alone_for_longer_whatever_it_says()
 
     backoff = Backoff(base_s=1, cap_s=4, rng=Most())
     with Noting([ScriptedServer("a")], backoff=backoff, quiet_s=60) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         for _ in range(3):
             fail(pool, Overloaded("full", retry_after_s=0.0))
             until(lambda: pool.usable)
@@ -336,7 +335,7 @@ def test_what_comes_again_until_somebody_changes_it_is_not_tried_every_second(
 
 def test_what_servers_refuse_is_logged_and_kept_when_they_have_gone(caplog):
     with ServerPool([ScriptedServer("a")], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         fail(pool, DoesNotFit("9 GB of memory"))
         assert pool.refusal_log.remark == ""
         fail(pool, Overloaded("full", retry_after_s=0))
@@ -366,7 +365,7 @@ def test_a_server_that_has_no_room_to_be_let_in_is_told_of_too(caplog):
 
 def test_a_server_that_refuses_all_the_time_is_hardly_there():
     with ServerPool([ScriptedServer("a"), ScriptedServer("b")], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         member = pool._members[0]
         assert [status.available for status in pool.status()] == [1.0, 1.0]
         for _ in range(3):
@@ -387,7 +386,7 @@ def test_a_server_that_refuses_all_the_time_is_hardly_there():
 def test_a_server_that_is_added_is_let_in_like_all_others():
     admitted = []
     with ServerPool([ScriptedServer("a")], admit=lambda client: admitted.append(client.url), **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         pool.add(ScriptedServer("b"))
         assert pool.wait_joined(10, {"b"})
         assert admitted == ["a", "b"] and pool.urls == ("a", "b")
@@ -398,7 +397,7 @@ def test_a_server_that_is_added_is_let_in_like_all_others():
 def test_a_server_that_is_there_already_is_added_once():
     first, again = ScriptedServer("a"), ScriptedServer("a")
     with ServerPool([first], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         pool.add(again)
         pool.add(first)
         assert pool.urls == ("a",)
@@ -409,7 +408,7 @@ def test_a_server_that_is_there_already_is_added_once():
 def test_a_server_that_is_dropped_gets_nothing_more_and_ends_what_it_is_at():
     server, heard = ScriptedServer("a"), threading.Event()
     with ServerPool([server], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         first, second = pool.borrow(), pool.borrow()
         assert first and second
         pool.add_listener(heard.set)
@@ -431,7 +430,7 @@ def test_a_server_that_owes_nothing_is_let_go_at_once_whatever_its_keeper_does(d
     server = ScriptedServer("a")
     server.dead = dead  # then its keeper sleeps until it asks again
     with ServerPool([server], **SLOW) as pool:
-        assert pool.wait_joined(10) is not dead
+        assert pool.wait_joined(60) is not dead
         pool.drop("a")
         assert server.closed
         until(lambda: not pool._keepers[0].is_alive())
@@ -442,12 +441,12 @@ def test_a_server_that_owes_nothing_is_let_go_at_once_whatever_its_keeper_does(d
 def test_a_server_that_was_dropped_and_falls_silent_is_broken_off():
     server = ScriptedServer("a")
     with ServerPool([server], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         lease = pool.borrow()
         assert lease is not None
         pool.drop("a")
         server.dead = True
-        assert server.aborted.wait(20)
+        assert server.aborted.wait(60)
         assert not server.closed
         with pytest.raises(ServerUnavailable), lease:
             raise ServerUnavailable("aborted")
@@ -459,7 +458,7 @@ def test_a_server_that_is_lost_and_dropped_owes_nothing_for_long(dropped_first):
     """Its keeper goes with it, so nobody would notice that the other answer never comes."""
     server = ScriptedServer("a")
     with ServerPool([server], **SLOW) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         first, second = pool.borrow(), pool.borrow()
         assert first and second
         if dropped_first:
@@ -467,7 +466,7 @@ def test_a_server_that_is_lost_and_dropped_owes_nothing_for_long(dropped_first):
         with pytest.raises(ServerUnavailable), first:
             raise ServerUnavailable("reset")
         pool.drop("a")
-        assert server.aborted.wait(20)
+        assert server.aborted.wait(60)
         assert not server.closed
         with pytest.raises(ServerUnavailable), second:
             raise ServerUnavailable("aborted")
@@ -477,12 +476,12 @@ def test_a_server_that_is_lost_and_dropped_owes_nothing_for_long(dropped_first):
 def test_a_server_may_come_back_while_what_it_was_at_is_not_over():
     old, new = ScriptedServer("a"), ScriptedServer("a")
     with ServerPool([old], **QUICK) as pool:
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         lease = pool.borrow()
         assert lease is not None
         pool.drop("a")
         pool.add(new)
-        assert pool.wait_joined(10)
+        assert pool.wait_joined(60)
         again = pool.borrow("a")
         assert again is not None and again.client is new
         with lease, again:
@@ -493,7 +492,7 @@ def test_a_server_may_come_back_while_what_it_was_at_is_not_over():
 def test_nothing_is_added_to_a_closed_pool_and_those_that_leave_are_closed_with_it():
     leaving, late = ScriptedServer("a"), ScriptedServer("b")
     pool = ServerPool([leaving], **QUICK)
-    assert pool.wait_joined(10)
+    assert pool.wait_joined(60)
     lease = pool.borrow()
     pool.drop("a")
     pool.close()

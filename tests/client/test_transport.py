@@ -92,7 +92,7 @@ def test_batches_are_there_before_the_answer_is_complete():
         exchange.start_chunks()
         for part in [*encode(batch((0,))), *encode(TIMINGS)]:
             exchange.chunk(bytes(part))
-        release.wait(10)
+        release.wait(60)
         exchange.hang_up()
 
     with scripted(respond) as url, ServerClient(url) as client:
@@ -252,7 +252,7 @@ def test_stalled_answer():
     def respond(exchange: Exchange) -> None:
         exchange.start_chunks()
         exchange.chunk(bytes(encode(batch((0,)))[0])[:30])
-        release.wait(10)
+        release.wait(60)
 
     timeouts = Timeouts(read_s=0.2)
     with scripted(respond) as url, ServerClient(url, timeouts=timeouts) as client:
@@ -532,7 +532,7 @@ def test_closing_early_closes_the_connection():
     with scripted(respond) as url, ServerClient(url) as client:
         with client.run(request((0,), (0,), (0,))) as answer:
             next(answer)
-        assert gone.wait(10)
+        assert gone.wait(60)
         assert not client._connections.busy and not client._connections.idle
 
 
@@ -542,7 +542,7 @@ def test_close_wakes_a_reader_in_another_thread():
     def respond(exchange: Exchange) -> None:
         exchange.start_chunks()
         started.set()
-        release.wait(10)
+        release.wait(60)
 
     errors = []
     with scripted(respond) as url, ServerClient(url) as client:
@@ -556,10 +556,10 @@ def test_close_wakes_a_reader_in_another_thread():
 
         reader = threading.Thread(target=read)
         reader.start()
-        started.wait(10)
+        started.wait(60)
         time.sleep(0.02)
         answer.close()
-        reader.join(10)
+        reader.join(60)
         assert not reader.is_alive()
         release.set()
     assert [type(error) for error in errors] == [AnswerClosed]
@@ -574,7 +574,7 @@ class Frames:
     def __next__(self):
         self.calls.append("next")
         self.entered.set()
-        assert self.may_leave.wait(10)
+        assert self.may_leave.wait(60)
         self.calls.append("left")
         raise ServerUnavailable("broken off")
 
@@ -596,10 +596,10 @@ def test_an_answer_is_not_closed_under_the_thread_that_reads_it():
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert frames.entered.wait(10)
+        assert frames.entered.wait(60)
         answer.close()
         frames.may_leave.set()
-        reader.join(10)
+        reader.join(60)
     assert frames.calls == ["next", "left", "close"]
     assert [type(error) for error in errors] == [AnswerClosed]
 
@@ -621,7 +621,7 @@ def test_abort_breaks_answers_off_and_leaves_the_client_usable():
             return
         exchange.start_chunks()
         started.set()
-        release.wait(10)
+        release.wait(60)
 
     with scripted(respond) as url, ServerClient(url) as client:
         errors = []
@@ -634,9 +634,9 @@ def test_abort_breaks_answers_off_and_leaves_the_client_usable():
 
         reader = threading.Thread(target=read)
         reader.start()
-        started.wait(10)
+        started.wait(60)
         client.abort()
-        reader.join(10)
+        reader.join(60)
         assert len(errors) == 1
         assert client.alive()
         release.set()

@@ -35,7 +35,7 @@ def serving(store: Path, *, token: str | None = None, **more: object) -> Iterato
 
 
 def ask(url: str, path: str, token: str | None = None) -> int:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
         answer = connection.getresponse()

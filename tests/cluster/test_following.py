@@ -170,7 +170,7 @@ def test_a_directory_that_hangs_up_or_says_nothing() -> None:
     with answering(Exchange.hang_up) as url, pytest.raises(ServerUnavailable):
         Directory(url).listing()
     silent = threading.Event()
-    with answering(lambda exchange: silent.wait(20) and None) as url:
+    with answering(lambda exchange: silent.wait(60) and None) as url:
         try:
             with pytest.raises(ServerUnavailable):
                 Directory(url, timeouts=Timeouts(question_s=0.2)).listing()
@@ -191,7 +191,7 @@ def test_waiting_for_the_first_server(monkeypatch: pytest.MonkeyPatch) -> None:
         answers(exchange)
 
     with answering(later) as url:
-        assert [server.url for server in Directory(url).wait(20).servers] == ["http://a:1"]
+        assert [server.url for server in Directory(url).wait(60).servers] == ["http://a:1"]
         assert answers.asked == 5
         answers.urls = []
         with pytest.raises(ServerUnavailable, match="named no server"):

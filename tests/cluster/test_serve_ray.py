@@ -200,7 +200,7 @@ def test_it_may_be_stopped_from_another_thread() -> None:
     stop = Stop()
     thread = threading.Thread(target=stop.set)
     thread.start()
-    assert stop.wait(20)
+    assert stop.wait(60)
     thread.join()
 
 
@@ -228,7 +228,7 @@ def test_a_replica_that_fails_is_told_with_the_reason_that_ray_serve_keeps_for_i
         raise RuntimeError("Deploying application upriver failed: Failed to update the deployments")
 
     deploying = Deploying(fail)
-    assert deploying.done.wait(20)
+    assert deploying.done.wait(60)
     deployment = Deployment(
         document={},
         settings=ReplicaSettings(book="b", host="127.0.0.1", grace_s=1.0),

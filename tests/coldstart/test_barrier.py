@@ -267,7 +267,7 @@ def test_who_waits_under_autocast_keeps_nobody_else_waiting(
     first = Caller(lambda: ask(model))
     until_hurried(stream, first)
     second = Caller(lambda: ask(other))
-    second.join(10)
+    second.join(60)
     overtaken = bool(second.answers) and not first.answers
     release(stream, 2)
     first.join(60)

@@ -127,7 +127,7 @@ def test_nobody_waits_for_what_is_written_down_for_the_next_one(
 
     def put(path: str, data: bytes) -> None:
         begun.set()
-        may.wait(20)
+        may.wait(60)
         written.set()
 
     monkeypatch.setattr(store, "put", put)
@@ -154,7 +154,7 @@ def test_an_error_of_the_constructor_waits_for_no_store(
 
     def silent(*_: Any, **__: Any) -> None:
         begun.set()
-        may.wait(20)
+        may.wait(60)
         said.set()
         raise StoreError("too late")
 

@@ -387,7 +387,7 @@ def test_everybody_gets_the_same_error_and_a_second_load_works(
             caller.start()
         stream.lets.release(arrived + 1)
         for caller in callers:
-            caller.join(20)
+            caller.join(60)
         for what in waits:
             asks(what)
     assert [type(error) for error in raised] == [StoreError] * 6

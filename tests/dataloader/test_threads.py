@@ -85,6 +85,6 @@ def test_work_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> Non
     threads, done = Threads(1, "failing"), threading.Event()
     threads.submit(lambda: 1 / 0)
     threads.submit(done.set)
-    assert done.wait(30)
+    assert done.wait(60)
     threads.shutdown()
     assert "a thread of the loader failed" in caplog.text

@@ -572,7 +572,8 @@ def test_a_job_that_is_interrupted_ends_also_where_a_worker_hangs(where: str, nu
     processes = [int(each) for each in job.stdout.split()]
     assert len(processes) == num_workers
     wait_for(lambda: not any(map(psutil.pid_exists, processes)))
-    assert not [each for each in os.listdir("/dev/shm") if set(each.split("_")) & set(job.stdout.split())]
+    names = set(job.stdout.split())
+    wait_for(lambda: not [each for each in os.listdir("/dev/shm") if names & set(each.split("_"))])
 
 
 def kinds(numbers: list[int]) -> dict[str, Any]:

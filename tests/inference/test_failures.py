@@ -292,7 +292,7 @@ def test_who_is_first_wins(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> N
         run, ran, may_answer = program.run, [], threading.Event()
 
         def late(exchange: Exchange) -> None:
-            may_answer.wait(30)
+            may_answer.wait(60)
             between.forward(exchange)
 
         def slow(tensors: Any, start: int, stop: int, *, on_stage: Any = None) -> Any:

@@ -88,7 +88,7 @@ def test_a_let_in_probes_alone_and_is_waited_for_by_the_probes_of_others(
         )
         with uplink.in_use():
             letting_in.start()
-            began.wait(30)
+            began.wait(60)
             assert not wait_for_a_moment(lambda: "/v1/probe" in told), "a request is under way"
         letting_in.join(60)
     assert told["/v1/probe"] == [False] * 6

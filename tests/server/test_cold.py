@@ -296,7 +296,7 @@ def test_what_is_let_go_of_takes_no_memory(s3: GatedServer, what: str) -> None:
                 stop = 2 if what == "part" else program.num_stages
                 assert same(run(server, request(program, stop), sent(program)), here(program, stop))
             wait_for(lambda: held(server) == 0)
-            wait_for(lambda: memories(nbytes) <= before, seconds=10)
+            wait_for(lambda: memories(nbytes) <= before)
     finally:
         gc.enable()
 

@@ -148,7 +148,7 @@ def test_its_memory_goes_with_the_last_one_who_has_it(what: str) -> None:
     gc.disable()
     try:
         memory = asyncio.run(go())
-        wait_for(lambda: memory() is None, seconds=10)
+        wait_for(lambda: memory() is None)
     finally:
         gc.enable()
 
@@ -226,7 +226,7 @@ def test_what_is_asked_for_together_is_chosen_beside_the_loop(
 
     def slow(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return grouped(*arguments)
 
     async def go() -> None:

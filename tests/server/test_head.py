@@ -171,7 +171,7 @@ def test_empty_lines_are_no_requests(server):
                 return True
             return False
 
-        wait_for(closed, seconds=30)
+        wait_for(closed)
 
 
 def test_the_rest_of_a_refused_body_is_not_waited_for(server):

@@ -96,7 +96,7 @@ def test_a_server_of_many_workers_ends_while_they_are_starting(world, python):
             wait_for(lambda: python.starts == 16)
             started = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=60) == 0
             wait_for(lambda: not any(child.is_running() for child in started))
             assert process.stdout.read() == b""
             assert python.starts == 16
