@@ -22,7 +22,7 @@ from upriver.client.order import epoch_order
 from upriver.errors import ConfigError
 
 RANKS = 2
-LIMIT_S = 240
+LIMIT_S = 600
 
 Results = list[dict[str, dict[str, Any]]]
 
