@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import multiprocessing
 import os
 import selectors
 import socket
@@ -119,31 +120,28 @@ def asked(server: Server, body: bytes, connection: http.client.HTTPConnection | 
 
 @contextlib.contextmanager
 def strangers(address: str, *, says: bytes) -> Iterator[None]:
-    """So many connections at once; one that is lost comes back, once a second at most."""
-    host, port = address.split(":")
-    over = threading.Event()
-
-    def hold() -> None:
-        with selectors.DefaultSelector() as selector:
-            lost = STRANGERS
-            while not over.is_set():
-                for _ in range(lost):
-                    _stranger(selector, host, int(port))
-                lost = 0
-                until = time.monotonic() + 1.0
-                while time.monotonic() < until and not over.is_set():
-                    for key, _ in selector.select(0.1):
-                        lost += _heard(selector, key, says)
-            for key in list(selector.get_map().values()):
-                key.fileobj.close()  # type: ignore[union-attr]
-
-    thread = threading.Thread(target=hold)
-    thread.start()
+    """So many connections at once, of another process; one that is lost comes back, once a second at most."""
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(address, says), daemon=True)
+    process.start()
     try:
         yield
     finally:
-        over.set()
-        thread.join()
+        process.kill()
+        process.join()
+
+
+def _hold(address: str, says: bytes) -> None:
+    host, port = address.split(":")
+    with selectors.DefaultSelector() as selector:
+        lost = STRANGERS
+        while True:
+            for _ in range(lost):
+                _stranger(selector, host, int(port))
+            lost = 0
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                for key, _ in selector.select(0.1):
+                    lost += _heard(selector, key, says)
 
 
 def _stranger(selector: selectors.BaseSelector, host: str, port: int) -> None:

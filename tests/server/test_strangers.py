@@ -43,7 +43,8 @@ ASKING = b"GET /v1/info HTTP/1.1\r\nHost: server\r\n\r\n"
 def crowded(world, tmp_path_factory):
     """A server that may open few files, and its log, in which every import shows."""
     folder = tmp_path_factory.mktemp("crowded")
-    text = f'port = 0\nthreads = 1\n[stores.default]\nuri = "{world.store.uri}"\n'
+    text = 'port = 0\nthreads = 1\nmemory_budget_bytes = "700 MB"\n[caps]\nbody_bytes = "4 GB"\n'
+    text += f'[stores.default]\nuri = "{world.store.uri}"\n'
     (folder / "server.toml").write_text(text + tenant("alice", "token-a", default=[""]))
     command = [sys.executable, "-X", "importtime", "-m", "upriver", "serve", "--config", "server.toml"]
     limited = ["sh", "-c", f'ulimit -n {FILES} && exec "$@"', "sh", *command]
@@ -109,6 +110,21 @@ def test_refusing_strangers_imports_nothing(crowded):
                 stranger.sendall(sent)
                 stranger.recv(1 << 16)
     assert b"import time:" not in log.read_bytes()[started:]
+
+
+def test_a_body_that_never_fits_is_refused_before_it_comes(crowded):
+    server, _ = crowded
+    with ExitStack() as stack:
+        connection = connected(server, stack)
+        head = ["POST /v1/run HTTP/1.1", "Host: server", "Content-Length: 2000000000"]
+        head += [f"{name}: {value}" for name, value in bearer("token-a").items()]
+        connection.sendall("\r\n".join([*head, "", ""]).encode())
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        error = json.loads(response.read())["error"]
+        assert (response.status, error["code"]) == (413, "does_not_fit")
+        assert "takes 2 GB of memory, and the server has" in error["message"]
+        assert response.headers["Retry-After"] is None
 
 
 # --------------------------------------------------------------------------------------------- descriptors
@@ -178,11 +194,11 @@ class Asked:
         through: Who was answered, with the status, in order.
     """
 
-    def __init__(self, **status):
+    def __init__(self, *, looks=None, max_connections=512, **status):
         self.through = []
         self._status = status
-        config = ServerConfig(stores=STORE, tenants=TENANTS)
-        self._access = Access(self._answer, config, Audit(None))
+        config = ServerConfig(stores=STORE, tenants=TENANTS, max_connections=max_connections)
+        self._access = Access(self._answer, config, Audit(None), looks=looks)
 
     async def _answer(self, scope, receive, send):
         if scope["path"] == "/v1/run":
@@ -331,6 +347,25 @@ def test_strangers_beyond_those_who_wait_are_cut_off_without_an_answer():
     answered = asked.through.count(("stranger", 401))
     assert MAX_STRANGERS <= answered <= MAX_STRANGERS + 1
     assert len(cut) == MAX_STRANGERS + 20 - answered
+
+
+def test_a_tenant_beyond_its_places_is_turned_away_at_once_and_cut_off_where_that_takes_too_long():
+    cut = []
+
+    async def crowd():
+        looks = Looks()
+        asked = Asked(looks=looks, max_connections=1)
+        with looks.works():
+            working = asyncio.create_task(asked.ask("POST", "/v1/run", "alice"))
+            await asyncio.sleep(0)
+            await asked.ask("GET", "/metrics", "bob", lambda: cut.append(1))
+            looks.charge("bob", 10.0)
+            await asked.ask("GET", "/metrics", "bob", lambda: cut.append(1))
+            await working
+        return asked.through
+
+    assert asyncio.run(crowd()) == [("bob", 503), ("alice", 200)]
+    assert cut == [1]
 
 
 def test_memory_is_looked_at_once_however_many_ask():

@@ -90,7 +90,7 @@ class Access:
             return
         scope.setdefault("state", {}).get(KNOWN, _nothing)()
         if not self._places.take(tenant.name):
-            await self._too_many(tenant)(scope, receive, send)
+            await self._turn_away(tenant, scope, receive, send)
             return
         scope["state"][TENANT] = tenant
         try:
@@ -107,8 +107,7 @@ class Access:
         self._on_refused(error.code)
         self._audit.refused(None, path=scope["path"], status=401, code=error.code, client=_address_of(scope))
         if self._looks.strangers_waiting >= MAX_STRANGERS:
-            scope.get("state", {}).get(ABORT, _nothing)()
-            await asyncio.sleep(0)  # the connection is lost by then, and no answer is expected
+            await _cut_off(scope)
             return
         await self._looks.turn(STRANGERS)
         response = _refusal(error, scope["method"], Headers(scope=scope))
@@ -130,8 +129,15 @@ class Access:
 
             await metered(self._app(scope, receive, send_in_turn), spent.add)
 
+    async def _turn_away(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        """503, for the sake of other tenants; at once, for they lack a connection that waits."""
+        response = self._too_many(tenant)
+        if self._looks.behind:
+            await _cut_off(scope)
+        else:
+            await self._looks.look(tenant.name, response(scope, receive, send))
+
     def _too_many(self, tenant: Tenant) -> Response:
-        """503, for the sake of other tenants."""
         count = self._places.taken_by(tenant.name)
         error = Overloaded(
             f"{count} requests of {tenant.name} are here, and the other connections are for others"
@@ -174,6 +180,12 @@ class Access:
 def _works(scope: Scope) -> bool:
     """Whether a request stores, runs or measures something."""
     return scope["method"] not in READING and scope["path"] != "/v1/probe"
+
+
+async def _cut_off(scope: Scope) -> None:
+    """End a connection without an answer."""
+    scope.get("state", {}).get(ABORT, _nothing)()
+    await asyncio.sleep(0)  # it is lost by then, and no answer is expected
 
 
 def _nothing() -> None:

@@ -50,6 +50,11 @@ class Looks:
         """Strangers that wait for an answer."""
         return self._turns.waiting_of(STRANGERS)
 
+    @property
+    def behind(self) -> bool:
+        """Whether looking has taken its share of the next `RECENT_S` already."""
+        return self._anyone_works and self._next_at > self._now() + RECENT_S
+
     @contextmanager
     def works(self) -> Iterator[None]:
         """Hold looking to its share while the block runs, and for `RECENT_S` after it."""

@@ -57,7 +57,8 @@ NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 """What accepting a connection may fail with until others end."""
 
 QUEUED = 1024
-"""Connections that the kernel holds until they are accepted."""
+"""Connections that the kernel holds until they are accepted. One that finds no place there is dropped, and
+its client tries again after a second. With more places each waits longer while strangers come without end."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Those that end a server."""
