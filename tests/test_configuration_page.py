@@ -73,7 +73,7 @@ def test_every_key_of_a_server_is_there_with_its_default() -> None:
     ("section", "schema", "known"),
     [
         ("Stores of a server", StoreSection, {}),
-        ("Tenants of a server", TenantSection, {"stores": "every store"}),
+        ("Tenants of a server", TenantSection, {"stores": "every store", "stored_bytes": "the server's"}),
         ("TLS of a server", TlsSection, {}),
     ],
 )

@@ -62,6 +62,12 @@ class Damaged(StoreError):
     code = "damaged"
 
 
+class StorageFull(StoreError):
+    """A tenant has stored as much as it may, or a store's disk is full."""
+
+    code = "storage_full"
+
+
 class DatasetError(UpriverError):
     """A dataset cannot be indexed or used as asked."""
 

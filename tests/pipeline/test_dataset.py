@@ -221,6 +221,14 @@ def test_a_false_chain_json_is_refused_by_name(
         Dataset.open(dataset.store, forge(dataset, **changes))
 
 
+def test_a_chain_json_that_nests_too_deep_is_refused(dataset: Dataset) -> None:
+    chain = b'{"stages": [{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}"
+    digest = hashlib.sha256(chain).hexdigest()
+    dataset.store.put(f".upriver/datasets/{digest}/chain.json", chain)
+    with pytest.raises(DatasetError, match="maximum recursion depth"):
+        Dataset.open(dataset.store, digest)
+
+
 def test_bad_values_of_stages_are_refused_by_name(dataset: Dataset) -> None:
     stages = [*InputChain(imagenet_eval()).to_json()]
     stages[1] = Resize(8).to_json() | {"size": 10**9}

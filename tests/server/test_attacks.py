@@ -403,7 +403,7 @@ def images_that_would_fill_the_memory(target: Target) -> list[Reply]:
     return replies
 
 
-@attack(400)
+@attack(400, 413)
 def indexes_that_would_fill_the_memory(target: Target) -> list[Reply]:
     store, stages = target.stored.alice.store, target.stored.alice.chain.to_json()
     replies = []

@@ -11,7 +11,7 @@ import pytest
 
 from tests.pipeline.making import npy, write
 from tests.server.test_tenants import dataset_of
-from upriver.errors import DatasetError, Forbidden, ObjectNotFound, Overloaded
+from upriver.errors import DatasetError, DoesNotFit, Forbidden, ObjectNotFound, Overloaded
 from upriver.pipeline import Dataset, LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.budget import INDEXES, Budget
@@ -80,9 +80,7 @@ def test_opening_holds_what_it_takes_at_most_and_then_what_stays(published):
 def test_an_index_that_takes_more_than_one_may_is_refused_for_good(published):
     budget = Budget(1 << 20)
     datasets = kept(published, budget=budget, most_bytes=100)
-    with pytest.raises(
-        DatasetError, match=r"takes [\d.]+ \w+ of memory to open its index; at most 100 B are"
-    ):
+    with pytest.raises(DoesNotFit, match=r"takes [\d.]+ \w+ of memory to open its index; at most 100 B are"):
         get(datasets, published[0])
     assert budget.reserved_bytes == 0
 

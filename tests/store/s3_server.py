@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import time
+from datetime import UTC, datetime
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+NOT_PUT_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
 
 class S3Server(ThreadingHTTPServer):
@@ -16,6 +21,7 @@ class S3Server(ThreadingHTTPServer):
 
     Attributes:
         objects: Path (bucket included) to content.
+        modified: Path to when it was put, in seconds since 1970; others are of 1 January 2026.
         requests: Method, path and Range of every request; of a signed path what was signed.
         num_signed: Requests whose path is signed: those of connections of a reader's own.
         uploads: Objects that are on their way in parts, by their ids: path, and parts by their numbers.
@@ -28,6 +34,7 @@ class S3Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
+        self.modified: dict[str, float] = {}
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         self.requests: list[tuple[str, str, str]] = []
         self.num_signed = 0
@@ -37,6 +44,12 @@ class S3Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def put(self, path: str, body: bytes) -> None:
+        self.objects[path], self.modified[path] = body, time.time()
+
+    def date(self, path: str) -> datetime:
+        return datetime.fromtimestamp(self.modified.get(path, NOT_PUT_S), UTC)
 
     def __enter__(self) -> S3Server:
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -82,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(404)
             upload[1][int(query["partNumber"])] = body
         else:
-            self.server.objects[_path(self.path)] = body
+            self.server.put(_path(self.path), body)
         self._answer(200, headers={"ETag": _etag(body)})
 
     def do_POST(self) -> None:
@@ -98,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, _xml("InitiateMultipartUploadResult", UploadId=number))
         _, parts = self.server.uploads.pop(query["uploadId"])
         body = b"".join(parts[number] for number in sorted(parts))
-        self.server.objects[path] = body
+        self.server.put(path, body)
         self._answer(200, _xml("CompleteMultipartUploadResult", ETag=_etag(body)))
 
     def do_DELETE(self) -> None:
@@ -131,7 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(body, cut=fault == "cut")
 
     def _send(self, body: bytes, *, cut: bool) -> None:
-        headers = {"ETag": _etag(body), "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        date = format_datetime(self.server.date(_path(self.path)), usegmt=True)
+        headers = {"ETag": _etag(body), "Last-Modified": date}
         status, part = 200, body
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if asked:
@@ -159,9 +173,10 @@ class _Handler(BaseHTTPRequestHandler):
             if delimiter and delimiter in rest:
                 folders[prefix + rest[: rest.index(delimiter) + 1]] = True
                 continue
+            date = f"{self.server.date(f'{bucket}/{key}'):%Y-%m-%dT%H:%M:%S.000Z}"
             items += (
                 f"<Contents><Key>{escape(key)}</Key><Size>{len(body)}</Size>"
-                f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{escape(_etag(body))}</ETag>"
+                f"<LastModified>{date}</LastModified><ETag>{escape(_etag(body))}</ETag>"
                 "</Contents>"
             )
         items += "".join(

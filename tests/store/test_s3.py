@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from upriver.errors import ConfigError, StoreError
+from upriver.errors import ConfigError, StorageFull, StoreError
 from upriver.store import Store
 from upriver.store.s3 import TIMEOUT_S, _number, _retry_config
 
@@ -126,3 +126,16 @@ def test_credentials_in_a_uri_are_refused_and_not_repeated() -> None:
 def test_retrying_outlasts_one_attempt() -> None:
     numbers = {"timeout_s": TIMEOUT_S, "max_retries": _number("max_retries", "6")}
     assert _retry_config(numbers)["retry_timeout"].total_seconds() > TIMEOUT_S
+
+
+def test_a_store_without_room_is_told_as_such() -> None:
+    with S3Server() as server:
+        keys = {"access_key_id": "KEY", "secret_access_key": "SECRET", "max_retries": "0"}
+        store = Store.open("s3://bucket", options={"endpoint": server.url, **keys})
+        server.faults.append(507)
+        with pytest.raises(StorageFull, match=r"cannot write 'a' .* the store has no room left"):
+            store.put("a", b"1")
+        server.faults.append(500)
+        with pytest.raises(StoreError) as caught:
+            store.put("a", b"1")
+        assert not isinstance(caught.value, StorageFull)

@@ -24,6 +24,7 @@ from upriver.cli import (
     coldstart,
     cuts,
     demo,
+    gc,
     index,
     infer,
     plan,
@@ -57,6 +58,7 @@ app.command("plan")(plan.plan)
 app.command("infer")(infer.infer)
 app.command("coldstart")(coldstart.coldstart)
 app.command("serve")(serve.serve)
+app.command("gc")(gc.gc)
 app.command("token")(token.token)
 app.command("train")(train.train)
 app.command("worker")(worker.worker)

@@ -72,6 +72,7 @@ class TenantSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     max_waiting_bytes: Size | None = None
     memory_share: float = 1.0
     program_bytes: Size | None = None
+    stored_bytes: Size | None = None
 
 
 class CapsSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -122,6 +123,7 @@ class ServeFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     max_requests: int | None = None
     max_datasets: int | None = None
     program_budget_bytes: Size | None = None
+    stored_bytes: Size | None = None
     deadline_s: float | None = None
     job_timeout_s: float | None = None
     stall_timeout_s: float | None = None
@@ -350,7 +352,7 @@ def _tenant(name: str, found: TenantSection) -> Tenant:
         hashes.append(hash_token(read_token_file(Path(found.token_file))))
     sizes = {
         key: size(f"tenant {name!r}: {key}", value)
-        for key in ("max_waiting_bytes", "program_bytes")
+        for key in ("max_waiting_bytes", "program_bytes", "stored_bytes")
         if (value := getattr(found, key)) is not None
     }
     return Tenant(

@@ -40,6 +40,7 @@ from upriver.errors import (
     ProgramNotFound,
     ProtocolError,
     ServerUnavailable,
+    StorageFull,
     TooLarge,
     UpriverError,
 )
@@ -66,7 +67,7 @@ LOST = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, Forbid
 """Errors after which a server must be let in again: it died, restarted, lost the program or changed its
 version, or this job is not one that may ask it. `TooLarge`, which is said of one request, is none of them."""
 
-DECIDED = (DoesNotFit, TooLarge, Forbidden, NotAuthorized, ProgramError)
+DECIDED = (DoesNotFit, TooLarge, StorageFull, Forbidden, NotAuthorized, ProgramError)
 """Errors that come again however often a server is to be let in, until somebody changes something there."""
 
 DECIDED_REST_S = 30.0

@@ -25,6 +25,7 @@ import torch
 from upriver.coldstart import layout
 from upriver.coldstart.ahead import Ahead
 from upriver.coldstart.beside import Beside
+from upriver.coldstart.collect import check_staying, note_use
 from upriver.coldstart.flow import Link
 from upriver.coldstart.given import check_store, checked
 from upriver.coldstart.grouping import joins_s
@@ -83,10 +84,14 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX, rew
 
     Raises:
         StoreError: If the store refuses; a graph without its weights is never left behind.
+        Overloaded: If unused programs are being removed there, and these among them.
         UpriverError: If the program's own weights are still to come, and do not.
     """
     if (coming := arriving(program)) is not None:
         coming.wait()
+    digests = (program.weights_digest, program.digest)
+    note_use(store, prefix, digests)
+    check_staying(store, prefix, digests)
     path = weights_path(prefix, program.weights_digest)
     if rewrite or not _has_manifest(store, path):
         if _is_ours(program):

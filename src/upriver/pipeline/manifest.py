@@ -121,7 +121,8 @@ def decode_manifest(data: bytes, digest: str) -> Manifest:
         )
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.MsgspecError as exc:
+    # msgspec raises its own errors and, on some text, Python's.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise DatasetError(f"chain.json of dataset {digest}: {exc}") from None
     problem = _why_not(manifest)
     if problem:

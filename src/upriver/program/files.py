@@ -16,13 +16,18 @@ from upriver.store import DEFAULT_PREFIX, Store
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
+def is_digest(text: str) -> bool:
+    """Whether a text is the digest of a program or of weights, in form."""
+    return _DIGEST.fullmatch(text) is not None
+
+
 def check_digest(digest: str) -> str:
     """A digest is 64 hexadecimal characters, so that a name can never become a path.
 
     Raises:
         ProgramError: If it is anything else.
     """
-    if not _DIGEST.fullmatch(digest):
+    if not is_digest(digest):
         raise ProgramError(f"a digest is 64 hexadecimal characters, got {digest[:80]!r}")
     return digest
 

@@ -273,6 +273,7 @@ class Front:
             body_nbytes = content_length(request)
             if body_nbytes is None:
                 raise ProtocolError("a program is sent with a Content-Length")
+            await self._first.programs.check_room(tenant, digest, body_nbytes)
             limit_s = self._config.deadline_s + body_nbytes / LEAST_UPLOAD_RATE
             async with until(asyncio.get_running_loop().time() + limit_s):
                 await self._receive(self._body(request, came), tenant, digest, body_nbytes)

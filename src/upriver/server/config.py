@@ -37,6 +37,7 @@ _COUNTS = (
     "max_waiting_bytes",
     "min_batch",
     "program_budget_bytes",
+    "stored_bytes",
     "code_bytes",
 )
 _COUNTS_OR_NONE = ("threads", "memory_budget_bytes")
@@ -116,6 +117,8 @@ class ServerConfig:
         deadline_s: Most that a request may take, waiting included; a client may ask for less. 600 s: fifty
             micro-batches of the slowest network measured, on one core.
         program_budget_bytes: Programs kept loaded between requests. 4 GiB: six networks of the size of vgg19.
+        stored_bytes: Programs and weights that each tenant may have in a store, unless a number of its own is
+            given. 64 GiB: sixteen of the largest programs that are taken.
         max_requests: Run requests in any state; more are told to come back. 128: those that may wait and
             those that may compute, with room for some that are still being sent.
         max_datasets: Indexes kept between requests.
@@ -176,6 +179,7 @@ class ServerConfig:
     max_waiting_bytes: int = 8 << 30
     deadline_s: float = 600.0
     program_budget_bytes: int = 4 << 30
+    stored_bytes: int = 64 << 30
     max_requests: int = 128
     max_datasets: int = 16
     job_timeout_s: float = 300.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from upriver.errors import DatasetError, DoesNotFit, Forbidden, ObjectNotFound, Overloaded, ProtocolError
+from upriver.errors import DoesNotFit, Forbidden, ObjectNotFound, Overloaded, ProtocolError
 from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.budget import Hold
@@ -68,7 +68,8 @@ class Datasets:
         Raises:
             ObjectNotFound: If there is no store of that name that the tenant may see, or no such dataset.
             Forbidden: If its samples lie where the server keeps its own.
-            DatasetError: If it is damaged, or its index takes more memory than one may.
+            DatasetError: If it is damaged.
+            DoesNotFit: If opening its index takes more memory than that of one may.
             Overloaded: If there is no memory for its index now.
         """
         store = self._stores.get(ref.store)
@@ -89,7 +90,7 @@ class Datasets:
 
         def admit(nbytes: int) -> None:
             if nbytes > (most := self._most_bytes()):
-                raise DatasetError(
+                raise DoesNotFit(
                     f"dataset {ref.digest} takes {bytes_text(nbytes)} of memory to open its index; at most "
                     f"{bytes_text(most)} are taken for one here"
                 )
@@ -119,7 +120,7 @@ class Datasets:
         while missing > 0:
             try:
                 holds.append(self._hold(missing))
-            except Overloaded:
+            except (Overloaded, DoesNotFit):
                 if not self.drop_oldest():
                     raise
             else:

@@ -53,6 +53,7 @@ ERRORS: Mapping[int, str] = {
     502: "The object store cannot be read.",
     503: "No room, no worker, or about to stop; see Retry-After.",
     504: "It was not done by its deadline.",
+    507: "The tenant has stored as much as it may, or the store's disk is full.",
 }
 """Every status of an error, and what it says; the body has the code, which says more."""
 
@@ -183,7 +184,7 @@ def _programs() -> Json:
         name="putProgram",
         summary="Store a program",
         good=(201, _answer("Checked, loaded once, and stored.", stored)),
-        errors=_WORK,
+        errors=(*_WORK, 507),
         more={
             "parameters": [_traceparent()],
             "requestBody": _body(body, {"application/octet-stream": {"schema": _BINARY}}),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -17,6 +19,14 @@ import msgspec
 import torch
 
 from upriver.coldstart import layout
+from upriver.coldstart.collect import (
+    TOUCH_S,
+    begin_upload,
+    check_staying,
+    check_upload,
+    end_upload,
+    note_use,
+)
 from upriver.coldstart.layout import Manifest
 from upriver.coldstart.programs import Found, find
 from upriver.coldstart.stream import StreamLimits
@@ -26,10 +36,13 @@ from upriver.errors import (
     ObjectNotFound,
     ProgramError,
     ProgramNotFound,
+    StorageFull,
+    StoreError,
     TooLarge,
 )
 from upriver.program import graph_path, weights_digest_of, weights_path
-from upriver.protocol import Caps
+from upriver.program.fetch import get_at_most
+from upriver.protocol import MAX_GRAPH_BYTES, Caps
 from upriver.server.budget import Hold
 from upriver.server.builder import ProgramBuilder, fill
 from upriver.server.cold import ColdFile, kept_bytes
@@ -43,6 +56,7 @@ from upriver.server.needs import program_bytes
 from upriver.server.shelf import Shelf
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
+from upriver.text import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +81,9 @@ LOOKING = 4
 """Cold programs of one store that are looked up at once, each in a thread: a store that says nothing holds up
 its own alone."""
 
+MAX_NOTED = 4096
+"""Programs of which it is known when their use was noted last; of others it is noted again."""
+
 STEP_BYTES = 1 << 20
 """Memory for an upload is taken in steps of so much."""
 
@@ -88,6 +105,7 @@ class Known:
         nbytes: What it takes when it is loaded, in the front and in workers.
         graph: ``graph.json``, sealed.
         weights: Where its weights file lies.
+        weights_digest: Names them.
         weights_nbytes: What that has.
     """
 
@@ -96,6 +114,7 @@ class Known:
     nbytes: int
     graph: SealedFile
     weights: Place
+    weights_digest: str
     weights_nbytes: int
 
     def need(self, weighed: Weighed, *, workers: int) -> Program:
@@ -113,6 +132,7 @@ class Programs:
         stores: Searched in order; uploads go to the first that a tenant may see.
         prefix: The operator's, in every store.
         shelf: Keeps what was loaded.
+        stored_bytes: Programs and weights that a tenant may have in a store that has no number of its own.
         workers: That may load a program.
         copies: Of its weights; see `upriver.server.needs.program_bytes`.
         device: Where workers compute.
@@ -128,6 +148,7 @@ class Programs:
         shelf: Shelf,
         caps: Caps,
         most_bytes: int,
+        stored_bytes: int,
         workers: int,
         metrics: Metrics,
         copies: int = 1,
@@ -137,6 +158,9 @@ class Programs:
         self._stores, self._prefix = stores, prefix
         self._shelf, self._caps, self._most_bytes = shelf, caps, most_bytes
         self._workers, self._copies, self._metrics = workers, copies, metrics
+        self._stored_bytes = stored_bytes
+        self._noted: dict[str, float] = {}
+        self._noting: set[asyncio.Task[None]] = set()
         self._limits, self._device = limits, device
         self._forged: set[tuple[str, str, str]] = set()
         self._known: OrderedDict[str, Known] = OrderedDict()
@@ -166,24 +190,34 @@ class Programs:
         if key not in self._known:
             self._remember(await self._find(tenant, digest))
         self._known.move_to_end(key)
+        self._note_use(self._known[key])
         return self._known[key]
 
     async def load(self, tenant: Tenant, known: Known, weighed: Weighed) -> ProgramFiles:
         """The program, with what a stretch of it reads on its way; the shelf must be holding on to it.
 
         Raises:
+            ProgramNotFound: If it was removed since its graph was read.
             ProgramError: If it is damaged.
             StoreError: If it cannot be read.
         """
         self._metrics.program("kept" if self._shelf.files(known.key) is not None else "read", tenant.name)
-        files = await self._shelf.load(known.key, lambda: self._read(tenant, known))
+        try:
+            files = await self._shelf.load(known.key, lambda: self._read(tenant, known))
+        except ObjectNotFound:
+            self._known.pop(known.key, None)
+            raise ProgramNotFound(
+                f"the weights of program {known.digest} are gone; upload it again"
+            ) from None
         if (cold := files.cold) is not None:
             cold.ask(files.places(weighed.weights), to_end=weighed.to_end)
             self._shelf.come(known.key, files)
         return files
 
     async def close(self) -> None:
-        """Read nothing more."""
+        """Read and note nothing more."""
+        for task in self._noting:
+            task.cancel()
         files = list(self._cold)
         for file in files:
             file.cancel()
@@ -196,7 +230,56 @@ class Programs:
         """Let go of programs that nobody uses until so many bytes are free, if that can be."""
         return self._shelf.make_room(nbytes)
 
+    def _note_use(self, known: Known) -> None:
+        """Have the store say that a program is used, beside what is done with it, once an hour."""
+        now = time.monotonic()
+        if now - self._noted.get(known.key, -math.inf) < TOUCH_S:
+            return
+        while len(self._noted) >= MAX_NOTED:
+            self._noted.pop(next(iter(self._noted)))
+        self._noted[known.key] = now
+        place = known.weights
+
+        async def note() -> None:
+            digests = (known.weights_digest, known.digest)
+            try:
+                await self._looked(place.store, partial(note_use, place.store, place.prefix, digests))
+            except StoreError as error:
+                log.warning(
+                    "cannot note in the store that program %s is used, and upriver gc may remove it: %s",
+                    known.digest,
+                    error,
+                )
+
+        task = asyncio.create_task(note())
+        self._noting.add(task)
+        task.add_done_callback(self._noting.discard)
+
     # ------------------------------------------------------------------------------------- uploads
+
+    async def check_room(self, tenant: Tenant, digest: str, body_nbytes: int) -> None:
+        """Refuse an upload before it has come that is more than its tenant may store.
+
+        Raises:
+            Forbidden: If the tenant may use no store.
+            StorageFull: If it is more.
+            StoreError: If the store cannot be listed.
+        """
+        place = self._own(tenant)
+        if self._shelf.files(key_of(tenant, digest)) is None:
+            graph, check = graph_path(place.prefix, digest), partial(self._check_stored, tenant)
+            look = partial(check_upload, place.store, place.prefix, graph, body_nbytes, check=check)
+            await self._looked(place.store, look)
+
+    def _check_stored(self, tenant: Tenant, stored: int, coming: int, more: int) -> None:
+        most = self._stored_bytes if tenant.stored_bytes is None else tenant.stored_bytes
+        if more and stored + coming + more > most:
+            others = f", {bytes_text(coming)} more are on their way" if coming else ""
+            raise StorageFull(
+                f"tenant {tenant.name!r} may store {bytes_text(most)} (stored_bytes) and has stored "
+                f"{bytes_text(stored)}{others}; this program takes {bytes_text(more)} more: the operator can "
+                "remove what is unused (upriver gc), or raise stored_bytes"
+            )
 
     @contextmanager
     def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[tuple[Hold, Use]]:
@@ -266,23 +349,64 @@ class Programs:
 
         Args:
             manifest: To lie beside the weights, but for their ETag; empty where there is to be none.
+
+        Raises:
+            StorageFull: If it is more than the tenant may store.
+            Overloaded: If some of it is being removed.
+            StoreError: If the store cannot be listed or written.
         """
-        place = self._own(tenant)
-        weights = weights_path(place.prefix, weights_digest_of(program.graph.view()))
+        place, weights_digest = self._own(tenant), weights_digest_of(program.graph.view())
+        store, weights = place.store, weights_path(place.prefix, weights_digest)
+        graph = graph_path(place.prefix, program.digest)
         assert isinstance(program.weights, SealedFile)  # as it was received
-        described = layout.decode(manifest) if manifest else None
-        if described is None or not await self._looked(
-            place.store, partial(_is_stored, place.store, weights, described)
-        ):
-            await place.store.put_async(weights, program.weights.view())
-            if described is not None:
-                info = await place.store.head_async(weights)
-                sealed = msgspec.structs.replace(described, etag=info.etag)
-                await place.store.put_async(layout.manifest_path(weights), sealed.encode())
-        await place.store.put_async(graph_path(place.prefix, program.digest), program.graph.view())
+        objects = {
+            graph: program.graph.nbytes,
+            weights: program.weights.nbytes,
+            layout.manifest_path(weights): len(manifest),
+        }
+        async with self._room(tenant, place, objects, (weights_digest, program.digest)):
+            described = layout.decode(manifest) if manifest else None
+            if described is None or not await self._looked(
+                store, partial(_is_stored, store, weights, described)
+            ):
+                await store.put_async(weights, program.weights.view())
+                if described is not None:
+                    info = await store.head_async(weights)
+                    sealed = msgspec.structs.replace(described, etag=info.etag)
+                    await store.put_async(layout.manifest_path(weights), sealed.encode())
+            await store.put_async(graph, program.graph.view())
         self._shelf.put(program, hold)
-        self._weights[tenant.name, weights_digest_of(program.graph.view())] = program.weights
+        self._weights[tenant.name, weights_digest] = program.weights
         self._metrics.program("stored", tenant.name)
+
+    @asynccontextmanager
+    async def _room(
+        self, tenant: Tenant, place: Place, objects: Mapping[str, int], digests: Collection[str]
+    ) -> AsyncIterator[None]:
+        """Note in the store what the block writes, so that others count it and nobody removes it.
+
+        Raises:
+            StorageFull: If it is more than the tenant may store.
+            Overloaded: If some of it is being removed.
+            StoreError: If the store cannot be listed or written.
+        """
+        store, prefix = place.store, place.prefix
+
+        def begin() -> str:
+            note = begin_upload(store, prefix, objects, check=partial(self._check_stored, tenant))
+            try:
+                note_use(store, prefix, digests)
+                check_staying(store, prefix, digests)
+            except BaseException:
+                end_upload(store, note)
+                raise
+            return note
+
+        note = await self._looked(store, begin)
+        try:
+            yield
+        finally:
+            await asyncio.shield(self._looked(store, partial(end_upload, store, note)))
 
     # ------------------------------------------------------------------------------------- finding
 
@@ -316,7 +440,10 @@ class Programs:
     async def _find(self, tenant: Tenant, digest: str) -> Known:
         for place in self._places(tenant):
             try:
-                graph = await place.store.get_async(graph_path(place.prefix, digest))
+                path = graph_path(place.prefix, digest)
+                graph = await self._looked(
+                    place.store, partial(get_at_most, place.store, path, MAX_GRAPH_BYTES)
+                )
             except ObjectNotFound:
                 continue
             return await self._known_from(tenant, digest, place, graph)
@@ -325,7 +452,10 @@ class Programs:
     async def _known_from(self, tenant: Tenant, digest: str, place: Place, graph: bytes) -> Known:
         builder = ProgramBuilder(key_of(tenant, digest), digest)
         builder.add_graph(graph)
-        info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
+        try:
+            info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
+        except ObjectNotFound:
+            raise _gone(digest) from None
         self._check_size(tenant, len(graph) + info.size)
         nbytes = self._takes(len(graph) + info.size, len(graph))
         file = SealedFile()
@@ -337,6 +467,7 @@ class Programs:
             nbytes=nbytes,
             graph=file,
             weights=place,
+            weights_digest=builder.weights_digest,
             weights_nbytes=info.size,
         )
 
@@ -433,6 +564,10 @@ class Programs:
         most = min([self._caps.program_bytes, self._most_bytes, *quotas])
         if nbytes > most:
             raise TooLarge(f"a program has at most {most} bytes here, this one {nbytes}")
+
+
+def _gone(digest: str) -> ProgramNotFound:
+    return ProgramNotFound(f"the weights of program {digest} are not here any more; upload it again")
 
 
 def key_of(tenant: Tenant, digest: str) -> str:

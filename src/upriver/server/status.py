@@ -44,6 +44,7 @@ STATUS: tuple[tuple[type[UpriverError], int], ...] = (
     (errors.DoesNotFit, 413),
     (errors.DeadlineExceeded, 504),
     (errors.WorkerCrashed, 500),
+    (errors.StorageFull, 507),
     (errors.StoreError, 502),
     (errors.ConfigError, 400),
     (errors.DatasetError, 400),

@@ -52,6 +52,7 @@ class Tenant:
         max_waiting_bytes: Bytes its waiting requests may ask for together; None: as the server takes.
         memory_share: Most of the memory budget that its admitted requests may hold, in (0, 1].
         program_bytes: Programs kept for it between requests; None: as many as the server keeps.
+        stored_bytes: Programs and weights that it may have in a store; None: as the server allows.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Tenant:
     max_waiting_bytes: int | None = None
     memory_share: float = 1.0
     program_bytes: int | None = None
+    stored_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not valid_store_name(self.name):
@@ -81,7 +83,7 @@ class Tenant:
             raise ConfigError(
                 f"tenant {self.name!r}: memory_share is at most 1, all of the budget, got {self.memory_share}"
             )
-        for name in ("max_requests", "max_waiting_bytes", "program_bytes"):
+        for name in ("max_requests", "max_waiting_bytes", "program_bytes", "stored_bytes"):
             if getattr(self, name) is not None:
                 require_count(f"tenant {self.name!r}: {name}", getattr(self, name))
 

@@ -112,6 +112,7 @@ class Unit:
             shelf=self.shelf,
             caps=config.caps,
             most_bytes=config.program_budget_bytes,
+            stored_bytes=config.stored_bytes,
             workers=config.workers,
             copies=1 if on_cpu(device) else config.workers,
             device=torch.device(device),

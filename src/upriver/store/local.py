@@ -57,6 +57,11 @@ OnUnreachable = Callable[[Unreachable], None]
 """Called with each entry that a listing cannot give."""
 
 
+def is_staged(name: str) -> bool:
+    """Whether a name is one under which obstore writes before it renames."""
+    return _STAGED.search(name) is not None
+
+
 def inside(root: Path, path: str) -> Path:
     """The real path that a name leads to.
 
@@ -214,7 +219,7 @@ class _Walk:
             return
         if not stat.S_ISREG(status.st_mode):
             self._tell(Unreachable(path=name, reason="special", why="is neither file nor directory"))
-        elif _STAGED.search(name):
+        elif is_staged(name):
             why = "is what an upload left that was cut off"
             self._tell(Unreachable(path=name, reason="upload", why=why))
         elif self._tells and not _is_readable(entry, status):

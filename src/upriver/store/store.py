@@ -20,7 +20,15 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from upriver.errors import AccessDenied, ConfigError, ObjectChanged, ObjectNotFound, StoreError, UpriverError
+from upriver.errors import (
+    AccessDenied,
+    ConfigError,
+    ObjectChanged,
+    ObjectNotFound,
+    StorageFull,
+    StoreError,
+    UpriverError,
+)
 from upriver.store import local
 from upriver.store.direct import Direct
 from upriver.store.names import check_name, check_prefix
@@ -54,6 +62,10 @@ _NO_CREDENTIALS = re.compile(
 )
 """A request that did not go to the store: nobody gave credentials, so a cloud is asked for them."""
 
+_NO_SPACE = re.compile(r"\(os error (?:28|122)\)|No space left on device|Disk quota exceeded")
+_FULL = ("InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
+"""Codes of stores that are full: of Swift, Ceph and MinIO."""
+
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
@@ -69,11 +81,13 @@ class ObjectInfo:
         path: Its name, relative to the store.
         size: Bytes.
         etag: Changes whenever the object does; empty where the store has none.
+        modified_s: When it was written last, by the store's clock, in seconds since 1970.
     """
 
     path: str
     size: int
     etag: str
+    modified_s: float
 
 
 def _ignore(_: object) -> None:
@@ -617,13 +631,19 @@ class Store:
         return patient(self._backend, self._options) if isinstance(self._backend, S3Store) else self._backend
 
     def delete(self, path: str) -> None:
-        """Remove an object; no error where a store cannot tell whether it was there.
+        """Remove an object, or what an upload to a file store left that was cut off.
+
+        No error where a store cannot tell whether it was there.
 
         Raises:
             StoreError: If it could not be removed.
         """
         with self._errors("delete", path):
-            obstore.delete(self._backend, self._checked(path))
+            name = self._checked(path)
+            if self._root is not None and local.is_staged(name):  # which obstore does not touch
+                local.inside(self._root, name).unlink()
+            else:
+                obstore.delete(self._backend, name)
 
     # ------------------------------------------------------------------------------------ checking
 
@@ -695,10 +715,13 @@ class Store:
         if over_http and (isinstance(exc, _REFUSED) or status in ("401", "403")):
             # Stores repeat what was signed, the access key included: of their answer only its code is told.
             return AccessDenied(f"{what}: the store refuses these credentials{f' ({code})' if code else ''}")
+        is_full = verb == "write" and (status == "507" or code in _FULL or bool(_NO_SPACE.search(str(exc))))
         reason = (isinstance(exc, OSError) and exc.strerror) or _first_line(exc)
+        if is_full and over_http:
+            reason = f"the store has no room left{f' ({code})' if code else ''}"
         for secret in self._secrets:
             reason = reason.replace(secret, "***")
-        return StoreError(f"{what}: {reason}")
+        return (StorageFull if is_full else StoreError)(f"{what}: {reason}")
 
 
 def _check_process(store: Store) -> None:
@@ -755,11 +778,13 @@ def _info(path: str, meta: Mapping[str, Any]) -> ObjectInfo:
     etag = meta["e_tag"] or ""
     if etag and not etag.startswith(('"', "W/")):
         etag = f'"{etag}"'  # some servers leave the quotes out of listings, yet want them in If-Match
-    return ObjectInfo(path=path, size=meta["size"], etag=etag)
+    modified_s = meta["last_modified"].timestamp()
+    return ObjectInfo(path=path, size=meta["size"], etag=etag, modified_s=modified_s)
 
 
 def _file_info(path: str, status: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(path=path, size=status.st_size, etag=local.etag_of(status))
+    etag = local.etag_of(status)
+    return ObjectInfo(path=path, size=status.st_size, etag=etag, modified_s=status.st_mtime)
 
 
 def _said(exc: BaseException) -> tuple[str, str]:

@@ -1,0 +1,128 @@
+"""``upriver gc``: remove programs from a store that nobody has used for long."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from upriver.cli.common import DebugOption, JsonOption, emit, note, print_table, progress_bar
+from upriver.cli.options import StoreOption, store_options
+from upriver.errors import ConfigError
+from upriver.text import bytes_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from upriver.coldstart.collect import Removed
+
+_AGE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?([hdw])", re.ASCII)
+_HOURS = {"h": 1, "d": 24, "w": 7 * 24}
+
+
+def gc(
+    uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix.")],
+    older_than: Annotated[
+        str,
+        typer.Option(
+            metavar="AGE", help="Time since a program was used last, as 12h, 30d or 8w; 4h at least."
+        ),
+    ] = "30d",
+    digest: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIGEST", help="Only this program, or these weights with their programs; may be repeated."
+        ),
+    ] = None,
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only what this tenant uploaded; may be repeated."),
+    ] = None,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="Also what upriver push wrote, and servers without tenants; who loads it straight from the "
+            "store, as upriver coldstart does, leaves no note of its use.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would go, and remove nothing.")
+    ] = False,
+    prefix: Annotated[
+        str | None,
+        typer.Option(help="Folder of the store that programs are kept under; .upriver without it."),
+    ] = None,
+    option: StoreOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Remove programs and weights of tenants that no server has used for long.
+
+    Servers note in the store what they use, once an hour. Weights stay as long as a program that stays needs
+    them. Datasets are left alone. It may run while servers do; one at a time for a store.
+    """
+    from upriver.coldstart.collect import check_asked, collect, folders
+    from upriver.store import DEFAULT_PREFIX, Store, check_name
+
+    older_than_s, folder = _age_s(older_than), check_name(DEFAULT_PREFIX if prefix is None else prefix)
+    check_asked(older_than_s, digest or ())
+    store = Store.open(uri, options=store_options(option))
+    removed: list[Removed] = []
+    with progress_bar() as bar:
+        for place in folders(store, folder, tenants=tenant or (), shared=shared):
+            task = bar.add_task(place, total=None)
+            removed += collect(
+                store,
+                place,
+                older_than_s=older_than_s,
+                only=digest or (),
+                dry_run=dry_run,
+                on_progress=partial(_show, bar, task),
+            )
+    document = {
+        "uri": uri,
+        "prefix": folder,
+        "dry_run": dry_run,
+        "bytes": sum(each.nbytes for each in removed),
+        "removed": [
+            {"path": each.path, "digest": each.digest, "bytes": each.nbytes, "last_used": _date(each.used_s)}
+            for each in removed
+        ],
+    }
+    emit(document, as_json=as_json, text=lambda: _print(removed, dry_run=dry_run))
+
+
+def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
+    bar.update(task, completed=done, total=total)
+
+
+def _age_s(text: str) -> float:
+    """Seconds of an age such as ``30d``.
+
+    Raises:
+        ConfigError: If it is something else.
+    """
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"--older-than is a number with h, d or w as in 12h, 30d or 8w, got {text!r}")
+    return float(match[1]) * _HOURS[match[2]] * 3600
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _print(removed: list[Removed], *, dry_run: bool) -> None:
+    if removed:
+        rows = [
+            (each.path, bytes_text(each.nbytes), f"{(time.time() - each.used_s) / 86400:.1f}")
+            for each in removed
+        ]
+        print_table(("object", "size", "days unused"), rows, left=frozenset({0}))
+    total = bytes_text(sum(each.nbytes for each in removed))
+    note(f"{total} in {len(removed)} objects {'would be' if dry_run else 'were'} removed")
