@@ -372,7 +372,17 @@ def test_index_of_a_member_whose_name_is_not_utf8_leaves_it_out_by_name(tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "LICENSE", "classes.txt", "__meta__.json", "._x.jpg", ".DS_Store"]
+    "name",
+    [
+        "README.md",
+        "LICENSE",
+        "classes.txt",
+        "__meta__.json",
+        "__meta__",
+        "d/__x.json",
+        "._x.jpg",
+        ".DS_Store",
+    ],
 )
 def test_index_of_a_shard_with_what_is_no_sample_is_not_blocked(tmp_path: Path, name: str) -> None:
     uri = write(tmp_path, {"a.tar": shard([(name, b"no sample"), *sample("__x"), *sample("d/y")])})
@@ -415,7 +425,8 @@ def test_keys_that_differ_by_a_slash_are_samples_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["labels.csv", "captions.json", "pax_global_header", "in.tar", "img.001.jpg", "y.jpg "]
+    "name",
+    ["labels.csv", "captions.json", "pax_global_header", "in.tar", "img.001.jpg", "y.jpg ", "__y.tif", "__y"],
 )
 def test_member_with_a_key_of_its_own_is_counted(tmp_path: Path, name: str) -> None:
     uri = write(tmp_path, {"a.tar": shard([*sample("x"), (name, b"some")])})

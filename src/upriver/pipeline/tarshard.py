@@ -296,7 +296,8 @@ def _may_be_of_a_sample(entry: _Entry, info: ObjectInfo, tally: Tally) -> bool:
             why_not = f"shard {info.path!r}: member {entry.name!r} is hidden by a dot"
             tally.add("hidden", f"{info.path}: {entry.name}", why_not)
         return False
-    is_meta = name.rpartition("/")[2].startswith("__")
+    stem = name.rpartition("/")[2].partition(".")[0]
+    is_meta = stem.startswith("__") and (stem.endswith("__") or left_out.is_companion(name))
     return is_known or not (is_meta or left_out.is_description(name))
 
 
