@@ -16,13 +16,14 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 from torch.utils.data import DataLoader as TorchLoader
 
 from tests.dataloader.datasets import Broken, Buckets, Divided, Mute, Noisy, Plain, mute_rows, same
 from upriver.dataloader import DataLoader
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, DatasetError
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "by default": {},
@@ -267,6 +268,71 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         iter(loader)
     with pytest.raises(ValueError, match="num_workers"):
         DataLoader(Plain(), num_workers=-1)
+
+
+class Listed(Plain):
+    """Makes samples by lists of indices, and others by single ones."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [100 * index + torch.rand(2) for index in indices]
+
+
+class Rowed(Plain):
+    """Makes a whole batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return torch.tensor(indices), torch.tensor(indices)
+
+
+def as_it_is(rows: Any) -> Any:
+    return rows
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_dataset_that_is_asked_by_lists_gives_these_samples(num_workers: int) -> None:
+    for data, rows in ((Listed(7), range(7)), (Subset(Listed(9), [5, 2, 8]), [5, 2, 8])):
+        ours, again, torchs = (
+            list(loader)
+            for loader in (
+                DataLoader(data, 3, seed=2, num_workers=num_workers),
+                DataLoader(data, 3, seed=2),
+                TorchLoader(data, 3),
+            )
+        )
+        assert same(ours, again)
+        for found in (ours, torchs):
+            assert (torch.cat(found) // 100).tolist() == [[row, row] for row in rows]
+    single = [DataLoader(Listed(7), None), TorchLoader(Listed(7), None)]
+    assert same(*map(list, single))  # by single indices where there are no batches
+
+
+def test_dataset_that_makes_whole_batches_is_refused_by_name() -> None:
+    assert len(list(TorchLoader(Rowed(4), 2, collate_fn=as_it_is))) == 2
+    with pytest.raises(
+        DatasetError, match=r"Rowed\.__getitems__ must give a list with a sample for each index"
+    ):
+        list(DataLoader(Rowed(4), 2, collate_fn=as_it_is))
+
+
+class Own(DataLoader):
+    """Says itself what its batches are, as PyTorch's allows."""
+
+    @property
+    def _index_sampler(self) -> Any:
+        return [[0], [2, 1]]
+
+
+def test_loader_derived_from_ours_may_say_what_its_batches_are() -> None:
+    batches = iter(Own([10, 11, 12], batch_size=3))
+    assert len(batches) == 2  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in batches] == [[10], [12, 11]]
+
+
+def test_timeout_that_is_set_without_processes_is_refused() -> None:
+    loader = DataLoader([1, 2, 3])
+    loader.timeout = 5
+    with pytest.raises(ConfigError, match="timeout is how long loader processes may take"):
+        iter(loader)
 
 
 def test_loader_whose_collate_fn_is_set_afterwards_refuses_it() -> None:

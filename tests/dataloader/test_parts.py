@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, SequentialSampler, Subset, random_split
@@ -84,6 +85,53 @@ def test_part_of_an_indexed_dataset_is_made_by_servers(data: Dataset) -> None:
         loader = DataLoader(part, batch_size=2, seed=3, **more)
         assert same(list(loader), list(DataLoader(part, batch_size=2, seed=3)))
         assert loader.report.made == {server.url: 5}
+
+
+class Moved(Subset[Any]):
+    """Has samples of its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[self.indices[index]]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def test_part_with_samples_of_its_own_is_refused(data: Dataset) -> None:
+    for part in (Moved(data, [1]), Subset(Moved(data, [1]), [0])):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="Moved is a Subset with samples of its own"):
+            DataLoader(part)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_index_from_the_end_is_the_row_it_stands_for(data: Dataset, num_workers: int) -> None:
+    part = Subset(data, [5, -1, 3])  # type: ignore[arg-type, var-annotated]
+    for dataset_of, indices, rows in ((data, [-1, -12, 4], [11, 0, 4]), (part, [-2, -3, 1], [11, 5, 11])):
+        found = list(DataLoader(dataset_of, sampler=indices, seed=3, num_workers=num_workers))
+        assert same(found, list(DataLoader(data, sampler=rows, seed=3)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_index_that_a_part_lacks_takes_its_batchs_place_alone(data: Dataset, num_workers: int) -> None:
+    """Nor is a mask a list of indices, of which PyTorch's would be samples 0 and 1."""
+    part = Subset(data, [5, 8, 3])  # type: ignore[arg-type, var-annotated]
+    batches = iter(DataLoader(part, sampler=[0, 7, 2], seed=3, num_workers=num_workers))
+    first = next(batches)
+    with pytest.raises(IndexError, match="7 of a Subset of 3"):
+        next(batches)
+    assert same([first, *batches], list(DataLoader(data, sampler=[5, 3], seed=3)))
+    with pytest.raises(IndexError, match="0 of a Subset of 12"):
+        list(DataLoader(Subset(data, torch.ones(COUNT, dtype=torch.bool)), num_workers=num_workers))  # type: ignore[arg-type]
+
+
+def test_state_of_a_part_whose_indices_have_changed_says_so() -> None:
+    here = DataLoader(Subset(Plain(9), [1, 2, 3]), seed=3)
+    list(here)
+    here.dataset.indices[1] = 7
+    state = here.state_dict()
+    with pytest.raises(ConfigError, match="its dataset is Subset"):
+        DataLoader(Subset(Plain(9), [1, 2, 3]), seed=3).load_state_dict(state)
+    DataLoader(Subset(Plain(9), np.array([1, 7, 3])), seed=3).load_state_dict(state)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("other", ["another", "a list"])

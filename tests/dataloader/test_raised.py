@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 
 from upriver import errors
 from upriver.client.embedded import EmbeddedServer
@@ -225,6 +226,71 @@ def stop(number: int) -> None:
 def test_stop_iteration_of_worker_init_fn_is_no_end() -> None:
     found, error = raised(list(range(COUNT)), num_workers=1, worker_init_fn=stop)
     assert found == [] and isinstance(error, DatasetError)
+
+
+class Failing:
+    """A sampler that fails at its fourth index, and gives others after it."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.given += 1
+        if self.given == 4:
+            raise LookupError("no index")
+        if self.given > 7:
+            raise StopIteration
+        return self.given
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_error_of_a_sampler_takes_the_place_of_its_index(num_workers: int) -> None:
+    """PyTorch's loader, without processes, raises it there, too."""
+    for kind in (TorchLoader, DataLoader) if not num_workers else (DataLoader,):
+        batches, found = iter(kind(list(range(COUNT)), None, sampler=Failing(), num_workers=num_workers)), []
+        for _ in range(7):
+            try:
+                found.append(int(next(batches)))
+            except LookupError as error:
+                found.append(str(error))
+        assert found == [1, 2, 3, "no index", 5, 6, 7]
+        assert next(batches, None) is None
+
+
+class Unsendable:
+    """Sample 3 is something that no other process can be given."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> Any:
+        return (each for each in ()) if index == 3 else index
+
+
+def as_it_is(rows: list[Any]) -> list[Any]:
+    return rows
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batch_that_cannot_be_sent_is_an_error_in_its_place_alone(persistent: bool) -> None:
+    """PyTorch's loader waits for it for good."""
+    loader = DataLoader(
+        Unsendable(),
+        batch_size=2,
+        num_workers=1,
+        collate_fn=as_it_is,
+        timeout=20,
+        persistent_workers=persistent,
+    )
+    for _ in range(2):
+        batches = iter(loader)
+        assert next(batches) == [0, 1]
+        with pytest.raises(TypeError, match="cannot pickle 'generator' object"):
+            next(batches)
+        assert list(batches) == [[4, 5], [6, 7]]
 
 
 @pytest.fixture(scope="module")

@@ -181,6 +181,7 @@ class Epoch:
         self._timeout_s, self._quiet_s, self._overdue, self._told = timeout_s, 0.0, False, False
         self._failed = set[str]()
         self._all_planned = False
+        self._raised: Exception | None = None
         self.hold, self.waits, self._clock = hold, Waits(), clock
 
     def use(self, processes: Processes | Fed) -> None:
@@ -280,7 +281,7 @@ class Epoch:
         self._plan_to(count + most)
 
     def _plan_to(self, count: int) -> None:
-        while len(self._planned) < count and not self._all_planned:
+        while len(self._planned) < count and not self._all_planned and self._raised is None:
             while not self._arrivals.empty():  # whatever has come since is done
                 self._arrived(self._arrivals.get())
             number = self._planned[-1].number + 1 if self._planned else self._next_batch
@@ -292,9 +293,9 @@ class Epoch:
             self._draws = number
             try:
                 indices = next(self._batches, None)
-            except Exception:  # its own
-                self._draws = number - 1
-                raise
+            except Exception as error:  # its own: raised where its batch would be
+                self._draws, self._raised = number - 1, error
+                return
             if indices is None:
                 self._all_planned = True
             else:
@@ -411,7 +412,8 @@ class Epoch:
         """The next batch, in the sampler's order.
 
         Raises:
-            Exception: What the dataset raised for one of its samples; the next call goes on behind it.
+            Exception: What the dataset raised for one of its samples, or the sampler for the batch; the next
+                call goes on behind it.
             ProcessesEnded: If processes that were to make it have ended; the same.
             RuntimeError: If processes take longer than they may; the next call waits for the same batch.
         """
@@ -423,6 +425,9 @@ class Epoch:
         self.plan()
         if not self._planned and self.hold:
             self._plan_to(1)
+        if not self._planned and self._raised is not None:
+            error, self._raised = self._raised, None
+            raise self._leave(error)
         if not self._planned:
             if self._here is not None:
                 self._here.halt()

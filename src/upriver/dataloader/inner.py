@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable
+from multiprocessing import queues
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -171,6 +172,7 @@ def raised(failed: ExceptionWrapper) -> Exception:
 
 def begin(worker_init_fn: Callable[[int], object] | None, base_seed: int, number: int) -> None:
     """What a loader process does first: to the user's code it is one of PyTorch's."""
+    queues.Queue._on_queue_feeder_error = _not_sent  # type: ignore[attr-defined]
     if hasattr(os, "nice"):
         os.nice(MAKES_WAY)
     info = _info()
@@ -187,6 +189,21 @@ def begin(worker_init_fn: Callable[[int], object] | None, base_seed: int, number
         worker_init_fn(number)
     except Exception as error:
         tasks.begun_with = wrapped(error)
+
+
+def _not_sent(queue: Any, error: Exception, sent: Any) -> None:
+    """Send the error in place of what cannot be sent.
+
+    It is raised in the thread that sends. PyTorch's process prints it and goes on, and whoever waits for the
+    batch waits for good.
+    """
+    if isinstance(sent, tuple) and len(sent) == 2 and hasattr(sent[1], "failed"):
+        queue.put((sent[0], sent[1]._replace(value=None, failed=wrapped(error))))
+    else:  # of a queue of the user's own
+        _told_by_queue(error, sent)
+
+
+_told_by_queue = queues.Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
 
 def wrapped(error: Exception) -> ExceptionWrapper:

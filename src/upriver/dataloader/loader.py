@@ -173,10 +173,7 @@ class DataLoader(TorchLoader[Any]):
     ) -> None:
         if isinstance(dataset, IterableDataset):
             raise ConfigError("dataset must be map-style: an IterableDataset has no samples by index")
-        if timeout and not num_workers:
-            raise ConfigError(
-                f"timeout is how long loader processes may take, and num_workers is 0; got {timeout!r}"
-            )
+        _check_timeout(timeout, num_workers)
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -197,7 +194,7 @@ class DataLoader(TorchLoader[Any]):
             in_order=in_order,
         )
         self.epoch = 0
-        self._maker = Maker(_source(dataset, _seed(seed)), self._collate())
+        self._maker = Maker(_source(dataset, _seed(seed), self.batch_sampler is not None), self._collate())
         self._offload, self._policy = self._checked(offload), _policy(policy)
         self._hired = self._hire(dataset, workers, Access(token, ca, certificate, key))
         self._check_can()
@@ -210,7 +207,7 @@ class DataLoader(TorchLoader[Any]):
         self._place: Place | None = None
         self._goes_on: State | None = None
         self._given: list[bool] | None = None
-        self._onward, self._identity = Onward(), identity(dataset)
+        self._onward = Onward()
         self._began = False
         self._processes_resumed: ProcessesOfRun | None = None
 
@@ -223,6 +220,7 @@ class DataLoader(TorchLoader[Any]):
         """An epoch, from its first batch."""
         if type(self.epoch) is not int or not 0 <= self.epoch <= MOST_SEED:
             raise ConfigError(f"epoch must be a whole number in 0..{MOST_SEED}, got {self.epoch!r}")
+        _check_timeout(self.timeout, self.num_workers)  # both can be set
         number, self.epoch = self.epoch, self.epoch + 1
         base, place = self._begun(number)
         self._place = place
@@ -280,7 +278,8 @@ class DataLoader(TorchLoader[Any]):
 
             batches = begin(candidates) if self._growth is None else self._growth.batches(begin)
         self._began = True
-        return Counted(batches, place, lambda: epoch.handed_out)
+        sampler = self._index_sampler
+        return Counted(batches, place, lambda: epoch.handed_out, lambda: len(sampler))
 
     def _begun(self, number: int) -> tuple[int, Place]:
         """What PyTorch's loader draws for its processes, and where the epoch stands."""
@@ -380,7 +379,7 @@ class DataLoader(TorchLoader[Any]):
             own=said_by(self._generators),
             starts=self._starts,
             processes=self._processes_of_run,
-            dataset=self._identity,
+            dataset=identity(self.dataset),
             order_by=type(self._sampler).__qualname__,
             stood=self._onward.stands(),
         )
@@ -603,8 +602,7 @@ class DataLoader(TorchLoader[Any]):
     @property
     def _batches(self) -> Iterable[tuple[Any, ...]]:
         """Indices of each batch, from the sampler, which begins where somebody iterates, and not before."""
-        single = self.batch_sampler is None
-        batches = _Batches(cast(Any, self.sampler if single else self.batch_sampler), single=single)
+        batches = _Batches(self._index_sampler, single=self.batch_sampler is None)
         return Rows(self.dataset, batches) if isinstance(self._maker.source, Declared) else batches
 
     def _collate(self) -> Callable[[list[Any]], Any]:
@@ -660,13 +658,13 @@ class _OnlyOne:
         return self._convert(rows[0])
 
 
-def _source(dataset: Any, seed: int) -> Source:
+def _source(dataset: Any, seed: int, by_batch: bool) -> Source:
     match whole_of(dataset):
         case Dataset() as whole:
             return Declared(whole, seed)
         case NamedDataset():
-            return MapStyle(dataset.dataset, seed)
-    return MapStyle(dataset, seed)
+            dataset = dataset.dataset
+    return MapStyle(dataset, seed, by_batch)
 
 
 def _draws_at_once(batches: Any, sampler: Any) -> bool:
@@ -677,6 +675,18 @@ def _draws_at_once(batches: Any, sampler: Any) -> bool:
 
 def _whole(value: Any) -> int | None:
     return value if type(value) is int else None
+
+
+def _check_timeout(timeout: float, num_workers: int) -> None:
+    """Check that somebody is there whom a timeout concerns.
+
+    Raises:
+        ConfigError: If there are no loader processes.
+    """
+    if timeout and not num_workers:
+        raise ConfigError(
+            f"timeout is how long loader processes may take, and num_workers is 0; got {timeout!r}"
+        )
 
 
 def _policy(name: str) -> OffloadPolicy:

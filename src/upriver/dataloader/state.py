@@ -334,7 +334,8 @@ def identity(dataset: Any) -> str:
         case NamedDataset():
             return dataset.name
         case Subset():
-            rows = hashlib.blake2b(_said(tuple(dataset.indices)), digest_size=16).hexdigest()
+            rows = getattr(dataset.indices, "tolist", lambda: dataset.indices)()
+            rows = hashlib.blake2b(_said(tuple(rows)), digest_size=16).hexdigest()
             return f"Subset {rows} of {identity(dataset.dataset)}"
         case ConcatDataset():
             return f"ConcatDataset of {', '.join(map(identity, dataset.datasets))}"
@@ -383,10 +384,17 @@ class Counted(Iterator[Any]):
         batches: An epoch's.
         place: Told of it.
         handed_out: How many there were, with those before the first.
+        length: How many the whole epoch has.
     """
 
-    def __init__(self, batches: Iterator[Any], place: Place, handed_out: Callable[[], int]) -> None:
+    def __init__(
+        self, batches: Iterator[Any], place: Place, handed_out: Callable[[], int], length: Callable[[], int]
+    ) -> None:
         self._batches, self._place, self._handed_out = batches, place, handed_out
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length()
 
     def __next__(self) -> Any:
         try:

@@ -1,8 +1,9 @@
 """A user's own map-style dataset as a chain of two stages: what reads a sample, and what makes it.
 
-Wherever a sample is made in one place it is ``dataset[index]``, whatever else the dataset has. One that
-offers ``read(index)`` and ``transform(raw)`` can be read at one place and computed at another: the generators
-are set before the first of the two, and stand for the second as the first has left them, as in
+Wherever a sample is made in one place it is what PyTorch's loader asks for: ``dataset[index]``, or for
+batches ``dataset.__getitems__([index])`` of a dataset that has that, one sample at a time. One that offers
+``read(index)`` and ``transform(raw)`` instead can be read at one place and computed at another: the
+generators are set before the first of the two, and stand for the second as the first has left them, as in
 ``dataset[index]``.
 """
 
@@ -55,6 +56,7 @@ class MapStyle:
     Attributes:
         dataset: The user's.
         seed: The job's, 0 to 2**63 - 1.
+        by_batch: Whether PyTorch's loader would ask for batches, as it does unless ``batch_size`` is None.
         divided: Whether it has what could be read at one place and computed at another.
 
     Raises:
@@ -63,15 +65,19 @@ class MapStyle:
 
     dataset: Any
     seed: int = 0
+    by_batch: bool = True
     divided: bool = field(init=False, repr=False)
+    _many: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not hasattr(self.dataset, "__getitem__"):
             kind = type(self.dataset).__name__
             raise ConfigError(f"dataset must be map-style: {kind} has no samples by index (__getitem__)")
         # Once: to ask a protocol takes as long as to seed a generator does. A transform may be None.
-        divided = isinstance(self.dataset, Divided) and callable(self.dataset.read)
+        many = self.by_batch and callable(getattr(self.dataset, "__getitems__", None))
+        divided = isinstance(self.dataset, Divided) and callable(self.dataset.read) and not many
         object.__setattr__(self, "divided", divided and callable(self.dataset.transform))
+        object.__setattr__(self, "_many", many)
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -107,7 +113,9 @@ class MapStyle:
         try:
             if stop == RAW:
                 return _read(self.dataset, index)
-            return self.dataset[index] if start == START else _transformed(self.dataset, index)
+            if start == RAW:
+                return _transformed(self.dataset, index)
+            return _one_of(self.dataset, index) if self._many else self.dataset[index]
         except Exception as caught:
             error = not_the_end(caught)
             which = sample if start == RAW or whole_number(index) == sample else printable(repr(index), 80)
@@ -145,6 +153,21 @@ class MapStyle:
 
     def _seed(self, epoch: int, sample: int, stage: int) -> None:
         seed_generators(Draw(seed=self.seed, epoch=epoch, sample=sample, stage=stage))
+
+
+def _one_of(dataset: Any, index: Any) -> Any:
+    """Ask a dataset that makes lists of samples for one.
+
+    Raises:
+        DatasetError: If it gives anything but a list of one sample.
+    """
+    found = dataset.__getitems__([index])
+    if isinstance(found, list) and len(found) == 1:
+        return found[0]
+    raise DatasetError(
+        f"{type(dataset).__name__}.__getitems__ must give a list with a sample for each index, and is "
+        f"asked for one at a time; got {printable(repr(found), 60)} of type {type(found).__name__}"
+    )
 
 
 def collated(
