@@ -212,7 +212,7 @@ def test_numbers_of_any_type(data: Dataset, servers: list[EmbeddedServer]) -> No
         arguments = {"workers": [servers[0].url], "offload": "always"}
         loader = DataLoader(data, batch_size=7, seed=SEED, sampler=sampler, **arguments)
         assert same(list(loader), here) and "here" not in loader.report.made
-    for number in (COUNT, -1, 1.0, np.array([1]), "1"):
+    for number in (COUNT, -COUNT - 1, 1.0, np.array([1]), "1"):
         with pytest.raises(IndexError, match=f"samples have numbers in 0..{COUNT - 1}"):
             list(DataLoader(data, seed=SEED, sampler=[number]))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DistributedSampler,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -441,3 +442,129 @@ def test_nothing_is_set_where_no_state_was_loaded() -> None:
         torch.rand(1)
     assert not onward.apart and not torch.equal(torch.get_rng_state(), before)
     assert onward.stands() == Stood.of(Generators.now())
+
+
+class Hidden(Sampler[int]):
+    """Draws from a generator of its own, which is in no state."""
+
+    def __init__(self) -> None:
+        self.drawn_from = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.drawn_from.permutation(COUNT).tolist())
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+class Turning(Sampler[int]):
+    """Counts its epochs."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        return iter([(5 * each + self.begun) % COUNT for each in range(COUNT)])
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+def orders(loader: DataLoader) -> list[list[int]]:
+    """Of one epoch."""
+    return [batch.tolist() for batch in loader]
+
+
+class Backwards(BatchSampler):
+    """Batches from their ends."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[::-1] for batch in super().__iter__())
+
+
+@pytest.mark.parametrize("sampler", [Hidden, Turning, lambda: BatchSampler(Hidden(), 5, False)])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("after", [1, 2])
+def test_loader_resumed_between_epochs_goes_on_behind_what_its_sampler_hides(
+    caplog: pytest.LogCaptureFixture, sampler: Callable[[], Any], num_workers: int, after: int
+) -> None:
+    """Before the first batch nothing else tells: the first epoch's order came again, without a word."""
+
+    def loader() -> DataLoader:
+        made = sampler()
+        order = {"batch_sampler": made} if isinstance(made, BatchSampler) else {"sampler": made, **SIZED}
+        return DataLoader(list(range(COUNT)), seed=3, num_workers=num_workers, **order)
+
+    here = loader()
+    whole = [orders(here) for _ in range(3)]
+    here = loader()
+    epochs_of(here, after)
+    state = json.loads(json.dumps(here.state_dict()))
+    there = loader()
+    there.load_state_dict(state)
+    last = loader()
+    last.load_state_dict(there.state_dict())
+    for each in (there, last):
+        assert [orders(each) for _ in range(3 - after)] == whole[after:]
+    assert not caplog.records
+
+
+def batches_of(sampler: Any) -> dict[str, Any]:
+    return {"batch_sampler": sampler}
+
+
+OTHERWISE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]], str]] = {
+    "weights": (
+        lambda: {"sampler": WeightedRandomSampler([1.0] * COUNT, 9)},
+        lambda: {"sampler": WeightedRandomSampler([9.0] + [1.0] * (COUNT - 1), 9)},
+        "WeightedRandomSampler",
+    ),
+    "indices": (
+        lambda: {"sampler": SubsetRandomSampler([1, 2, 3])},
+        lambda: {"sampler": SubsetRandomSampler([1, 2, 4])},
+        "SubsetRandomSampler",
+    ),
+    "a list": (lambda: {"sampler": [1, 2, 3]}, lambda: {"sampler": [1, 2, 3, 4]}, "list"),
+    "a shorter list": (lambda: {"sampler": [1, 2, 3]}, lambda: {"sampler": [1, 2]}, "list"),
+    "sizes": (
+        lambda: batches_of([[0], [1, 2]]),
+        lambda: batches_of([[0, 1], [2]]),
+        "list",
+    ),
+    "a class of batches": (
+        lambda: batches_of(BatchSampler(RandomSampler(range(COUNT)), 4, False)),
+        lambda: batches_of(Backwards(RandomSampler(range(COUNT)), 4, False)),
+        "RandomSampler",
+    ),
+    "a seed": (
+        lambda: {"sampler": DistributedSampler(range(COUNT), 2, 0, seed=1)},
+        lambda: {"sampler": DistributedSampler(range(COUNT), 2, 0, seed=2)},
+        "DistributedSampler",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_loader_resumed_between_epochs_with_another_order_warns_by_name(
+    caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    mine, other, said = OTHERWISE[name]
+
+    def loader(order: dict[str, Any]) -> DataLoader:
+        torch.manual_seed(4)
+        return DataLoader(list(range(COUNT)), seed=3, **order)
+
+    here = loader(mine())
+    if hasattr(here.sampler, "set_epoch"):
+        here.sampler.set_epoch(6)
+    list(here)
+    state = here.state_dict()
+    there = loader(mine())
+    there.load_state_dict(state)
+    assert not caplog.records
+    assert orders(there) == orders(here)
+    loader(other()).load_state_dict(state)
+    assert [record.getMessage().partition(" than")[0] for record in caplog.records] == [
+        f"the sampler ({said}) gives another order for epoch 0"
+    ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +54,7 @@ from upriver.dataloader.state import (
     Counted,
     Drawn,
     Order,
+    Past,
     Place,
     ProcessesOfRun,
     State,
@@ -72,6 +75,8 @@ from upriver.policies import OFFLOAD_POLICIES, OffloadPolicy
 Word: TypeAlias = Literal["auto", "never", "always"]
 Offload: TypeAlias = Word | Offloading
 
+log = logging.getLogger("upriver")
+
 MOST_SEED = 2**63 - 1
 _AT_ONCE = (
     DistributedSampler,
@@ -80,6 +85,9 @@ _AT_ONCE = (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+
+MOST_BEGUN = 1000
+"""Epochs that a sampler is begun for again, to stand where it stood."""
 
 LEAST_AHEAD = 4
 """Batches that are planned beyond the next one, at least."""
@@ -294,7 +302,7 @@ class DataLoader(TorchLoader[Any]):
                     raise
                 base, order = self._behind(state, drawn)  # without the sampler's own state: that is used once
             self._onward.begin()
-            return base, Place(number, drawn, order, state.batches, sampler)
+            return base, Place(number, drawn, order, state.batches, sampler, self._sampler_epoch)
         processes, starts = self._processes_of_run, self._starts
         if state is not None and state.epoch == number and state.starts is not None:
             starts = state.starts  # by those of the loader that the state is of
@@ -303,7 +311,8 @@ class DataLoader(TorchLoader[Any]):
             base, begun = drawn.begin(self._batches, self._draw)
         if state is not None and state.sampler is not None:
             begun = begun_anew(begun, self._batches)
-        return base, Place(number, drawn, self._order(begun), sampler=sampler)
+        order = self._order(begun)
+        return base, Place(number, drawn, order, sampler=sampler, sampler_epoch=self._sampler_epoch)
 
     def _order(self, begun: Iterator[Any]) -> Order:
         return Order(begun, self._onward, late=not _draws_at_once(self.batch_sampler, self._sampler))
@@ -350,9 +359,15 @@ class DataLoader(TorchLoader[Any]):
                 pass
         if found.own is not None:
             set_own([torch.Generator() for _ in self._generators], found.own)
-            set_own(self._generators, found.own)
+        if found.past is not None:
+            with found.past.drawn.again([torch.Generator() for _ in self._generators]):
+                pass
+        if found.past is not None and found.sampler is None:
+            self._look_back(found.past, found.epoch)
         fresh = self._place is None and self._goes_on is None
         told = fresh and bool(getattr(self._sampler, "epoch", 0))
+        if found.own is not None:
+            set_own(self._generators, found.own)
         if found.sampler_epoch is not None and not (told and found.drawn is None):
             # Unless no epoch is under way and the user has told a new sampler already which one comes next.
             self._sampler.set_epoch(found.sampler_epoch)
@@ -361,9 +376,41 @@ class DataLoader(TorchLoader[Any]):
         self.epoch, self._goes_on, self._place, self._onward = found.epoch, found, None, onward
         self._processes_resumed = found.processes
 
+    def _look_back(self, past: Past, epochs: int) -> None:
+        """Have the sampler give the epoch before once more, and warn where that is another order.
+
+        Between two epochs nothing else tells whether the next one comes as it would have.
+        """
+
+        def begin(most: int) -> list[Any]:
+            with past.drawn.again(self._generators):
+                return list(itertools.islice(past.drawn.begin(self._batches, self._draw)[1], most))
+
+        told = self._sampler_epoch
+        if told is not None and past.sampler_epoch is not None:
+            self._sampler.set_epoch(past.sampler_epoch)
+        try:
+            same = past.comes_again(begin, max(1, min(epochs, MOST_BEGUN)))
+        except Exception:  # its own
+            same = False
+        if told is not None:
+            self._sampler.set_epoch(told)
+        if not same:
+            log.warning(
+                "the sampler (%s) gives another order for epoch %d than the run that the state is of had: it "
+                "draws from something that is in no state, or was set otherwise, so further epochs may come "
+                "in another order, too; give it state_dict and load_state_dict, or set_epoch",
+                type(self._sampler).__qualname__,
+                epochs - 1,
+            )
+
+    @property
+    def _sampler_epoch(self) -> int | None:
+        """What the sampler was told by ``set_epoch``; None where it has none."""
+        return getattr(self._sampler, "epoch", None) if hasattr(self._sampler, "set_epoch") else None
+
     def _state(self) -> State:
         place = self._place
-        sampler_epoch = getattr(self._sampler, "epoch", None) if hasattr(self._sampler, "set_epoch") else None
         state = State(
             epoch=self.epoch,
             batches=0,
@@ -371,7 +418,7 @@ class DataLoader(TorchLoader[Any]):
             samples=len(self.dataset) if hasattr(self.dataset, "__len__") else None,
             batch_size=self.batch_size,
             drop_last=self.drop_last,
-            sampler_epoch=sampler_epoch,
+            sampler_epoch=self._sampler_epoch,
             num_replicas=_whole(getattr(self._sampler, "num_replicas", None)),
             rank=_whole(getattr(self._sampler, "rank", None)),
             drawn=None,
@@ -382,6 +429,7 @@ class DataLoader(TorchLoader[Any]):
             dataset=identity(self.dataset),
             order_by=type(self._sampler).__qualname__,
             stood=self._onward.stands(),
+            past=None if place is None else place.past,
         )
         if place is not None and not place.over:
             more, ahead = place.order.ahead
@@ -407,6 +455,7 @@ class DataLoader(TorchLoader[Any]):
                 sampler=goes_on.sampler,
                 own=None if goes_on.own is None else state.own,
                 starts=goes_on.starts,
+                past=goes_on.past,
                 planned=goes_on.planned,
                 ahead=goes_on.ahead,
             )

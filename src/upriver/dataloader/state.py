@@ -151,6 +151,41 @@ def _damaged(error: Exception) -> ConfigError:
     return ConfigError(f"the state's generators are damaged: {error}")
 
 
+class Past(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The epoch that was over when a state was taken between two.
+
+    Attributes:
+        drawn: Generators as it found them.
+        batches: How many it had.
+        digest: Of their indices.
+        sampler_epoch: What the sampler had been told by ``set_epoch``; None where it has none.
+    """
+
+    drawn: Drawn
+    batches: Count
+    digest: str
+    sampler_epoch: int | None = None
+
+    def comes_again(self, begin: Callable[[int], list[tuple[Any, ...]]], most: int) -> bool:
+        """Begin the epoch until its order comes, as the run has, or the sampler stands still.
+
+        A sampler that draws from something of its own, or counts, stands behind it then as in the run.
+
+        Args:
+            begin: Has the sampler begin it, and give so many batches at most.
+            most: How often, at most.
+        """
+        found = before = ""
+        for _ in range(most):
+            digest = hashlib.blake2b(digest_size=16)
+            for indices in begin(self.batches + 1):
+                digest.update(_said(indices))
+            found, before = digest.hexdigest(), found
+            if found in (self.digest, before):
+                break
+        return found == self.digest
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `DataLoader.state_dict` gives.
 
@@ -175,6 +210,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         dataset: Says which one it is, as far as that is sure (`identity`); None in states that do not say.
         order_by: Type of the sampler, likewise.
         stood: The generators that everybody shares, when the state was taken, likewise.
+        past: The epoch before, where none is under way, likewise.
         planned: How many batches had been drawn from the sampler, likewise.
         ahead: Digest of their indices.
     """
@@ -198,6 +234,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dataset: str | None = None
     order_by: str | None = None
     stood: Stood | None = None
+    past: Past | None = None
     planned: Count | None = None
     ahead: str | None = None
 
@@ -343,7 +380,11 @@ def identity(dataset: Any) -> str:
 
 
 def _said(indices: tuple[Any, ...]) -> bytes:
-    """The same for the same indices in every process: numbers, or what JSON says of them."""
+    """Say the same of the same indices in every process: how many, and numbers or what JSON says of them."""
+    return len(indices).to_bytes(8, "little") + _numbers(indices)
+
+
+def _numbers(indices: tuple[Any, ...]) -> bytes:
     try:
         return array("q", indices).tobytes()
     except (TypeError, OverflowError):
@@ -360,6 +401,7 @@ class Place:
         order: What it hands out.
         batches: How many were handed out.
         sampler: What its own ``state_dict`` gave when the epoch began; None where it has none.
+        sampler_epoch: What it had been told by ``set_epoch``; None where it has none.
         over: Whether that was all.
     """
 
@@ -368,7 +410,20 @@ class Place:
     order: Order
     batches: int = 0
     sampler: Any = None
+    sampler_epoch: int | None = None
     over: bool = False
+
+    @property
+    def past(self) -> Past | None:
+        """The epoch, once it is over."""
+        if not self.over:
+            return None
+        return Past(
+            drawn=self.drawn,
+            batches=self.batches,
+            digest=self.order.digest,
+            sampler_epoch=self.sampler_epoch,
+        )
 
     def go_on(self, batches: int) -> None:
         """So many have been handed out by now."""
