@@ -562,8 +562,8 @@ def test_an_answer_may_take_more_than_was_thought(tmp_path):
 
 def test_an_answer_that_finds_no_room_is_refused_and_the_worker_goes_on():
     with working(memory_budget_bytes=520 << 20, code_bytes=1 << 20) as (server, client):
-        told = failure(client, asking("Large", (0, 1), arguments={"nbytes": 100 << 20}), Overloaded)
-        assert "no memory for an answer of" in told
+        told = failure(client, asking("Large", (0, 1), arguments={"nbytes": 100 << 20}), DoesNotFit)
+        assert "of memory, and the server has" in told
         assert made(client, asking("Odd", (9,))) == [[9]]
         assert server.metric("upriver_worker_restarts_total") == 0
 
