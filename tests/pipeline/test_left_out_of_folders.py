@@ -194,6 +194,9 @@ def of_another_user() -> Iterator[Path]:
         os.seteuid(65534)
     yield place
     os.seteuid(me)
+    for folder, below, _ in os.walk(place):
+        for name in below:
+            os.chmod(os.path.join(folder, name), 0o700)
     shutil.rmtree(place)
 
 
