@@ -171,7 +171,7 @@ def test_it_goes_on_where_it_was_interrupted(folder: Path, capsys: pytest.Captur
         said = iter(process.stderr.readline, "")
         assert any(line.startswith("epoch 2:") for line in said)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert out == ""
     assert "Traceback" not in err

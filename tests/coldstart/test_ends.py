@@ -171,9 +171,9 @@ def test_an_error_of_the_constructor_waits_for_no_store(
 
 
 def a_process(body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What comes of a script, which has a minute; it is ended then, and the test fails."""
+    """What comes of a script, which has five minutes; it is ended then, and the test fails."""
     command = [sys.executable, "-c", SCRIPT + textwrap.dedent(body), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 SCRIPT = """

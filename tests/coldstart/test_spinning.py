@@ -64,7 +64,7 @@ def found(num_threads: int, *, cores: int) -> list[str]:
         env={**spinning, "OMP_NUM_THREADS": str(num_threads)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

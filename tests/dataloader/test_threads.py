@@ -29,7 +29,7 @@ begun.wait()
 
 def printed(script: str) -> str:
     """By a process that ends by itself, and well."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout
 

@@ -564,7 +564,7 @@ def test_a_job_that_is_interrupted_ends_also_where_a_worker_hangs(where: str, nu
     worker = EmbeddedServer.start_worker(ALLOW, workers=1)
     try:
         command = [sys.executable, "-c", INTERRUPTED, worker.url, str(worker.pid), where, str(num_workers)]
-        job = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        job = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     finally:
         os.kill(worker.pid, signal.SIGCONT)
         worker.close()

@@ -75,7 +75,7 @@ class Running:
 
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=180)
 
 
 def free_port():
@@ -162,7 +162,7 @@ def _family(server):
 
 
 def connect(server):
-    return http.client.HTTPConnection(server.address, timeout=60)
+    return http.client.HTTPConnection(server.address, timeout=180)
 
 
 def ask(server, method, path, body=None, headers=None):

@@ -45,7 +45,7 @@ OVER_HTTP = CASES or 500
 CAPS = Caps(header_bytes=1 << 17, payload_bytes=1 << 20, body_bytes=1 << 20, samples=4096)
 """As small as the bodies are, so that what goes beyond them shows."""
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """For one answer; the slowest takes some milliseconds."""
 
 CLIENTS_FAULT = {kind.code for kind, status in STATUS if status < 500} | {DeadlineExceeded.code}

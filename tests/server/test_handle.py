@@ -421,5 +421,5 @@ serve(ServerConfig(stores={"default": "memory://early"}, port=0, threads=1, sand
 
 @pytest.mark.slow
 def test_a_server_that_is_told_to_stop_before_it_listens_ends():
-    done = subprocess.run([sys.executable, "-c", TOLD_EARLY], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", TOLD_EARLY], timeout=300, check=False)
     assert done.returncode == 0

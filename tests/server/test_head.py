@@ -26,7 +26,7 @@ def server(world):
 def raw(server):
     """A bare connection."""
     host, _, port = server.address.partition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         yield connection
 
 

@@ -273,7 +273,7 @@ def test_a_fork_may_be_the_first_to_use_stores(tmp_path: Path) -> None:
             assert os.waitpid(child, 0)[1] == 0
         assert store.get("a") == b"abc"
     """
-    subprocess.run([sys.executable, "-c", code, tmp_path.as_uri()], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, tmp_path.as_uri()], check=True, timeout=300)
 
 
 def test_deleting(store: Store) -> None:
