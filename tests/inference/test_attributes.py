@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
+import collections
+import ctypes
 import dataclasses
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +59,16 @@ class Aliases:
         return super().__getattribute__({"exponent": "power"}.get(name, name))
 
 
+class Scaling:
+    """Is called through a method, a partial or a reference."""
+
+    def __init__(self) -> None:
+        self.by = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
 def positive(x: torch.Tensor, *, least: float = 0.0) -> torch.Tensor:
     return x.clamp_min(least)
 
@@ -78,6 +92,12 @@ class Odd(nn.Module):
         self.partial = functools.partial(positive, least=0.0)
         self.hidden = [nn.Linear(8, 8)]
         self.cache: torch.Tensor | None = None
+        self.method, self.bound = Scaling().__call__, functools.partial(Scaling().__call__)
+        self.kept = Scaling()
+        self.link = weakref.ref(self.kept)
+        self.ring, self.maps = collections.deque([1.0]), collections.ChainMap({"by": 1.0})
+        self.numbers: list[Any] = [bytearray(b"\1"), array.array("d", [1.0]), ctypes.c_double(1.0)]
+        self.numbers.append(memoryview(bytearray(b"\1")))
         self.unread = 1
 
     @property
@@ -97,6 +117,8 @@ class Odd(nn.Module):
         x = (self.act(x), x)[self.order[0]] * self.weights["a"]["b"] * len(self.chosen)
         x = x * torch.from_numpy(self.array) + self.constant * self.table
         x = self.partial(self.hidden[0](self.shape(x))) * self.rate + getattr(self, "extra", 0.0)
+        x = self.method(self.bound(x)) * self.link().by * self.ring[0] * self.maps["by"]  # type: ignore[union-attr]
+        x = x * self.numbers[0][0] * self.numbers[1][0] * self.numbers[2].value * self.numbers[3][0]
         answer: torch.Tensor = self.last(x.abs() ** self.aliases.exponent)  # type: ignore[attr-defined]
         return answer
 
@@ -108,7 +130,7 @@ Change = Callable[[Odd], Callable[[], object]]
 def setting(path: str, value: Any) -> Change:
     def change(model: Odd) -> Callable[[], object]:
         *owners, name = path.split(".")
-        owner = functools.reduce(getattr, owners, model)
+        owner = reached(model, owners)
         if name not in getattr(owner, "__dict__", {}) and name not in getattr(owner, "__slots__", ()):
             setattr(owner, name, value)
             return lambda: delattr(owner, name)
@@ -117,6 +139,21 @@ def setting(path: str, value: Any) -> Change:
         return lambda: setattr(owner, name, before)
 
     return change
+
+
+def item(path: str, key: Any, new: Any, old: Any) -> Change:
+    def change(model: Odd) -> Callable[[], object]:
+        owner = reached(model, path.split("."))
+        owner[key] = new
+        return lambda: owner.__setitem__(key, old)
+
+    return change
+
+
+def reached(owner: Any, path: list[str]) -> Any:
+    for name in path:
+        owner = owner[int(name)] if name.isdigit() else getattr(owner, name)
+    return owner
 
 
 def calling(do: Callable[[Odd], object], undo: Callable[[Odd], object]) -> Change:
@@ -189,6 +226,21 @@ CHANGES: dict[str, tuple[Change, str]] = {
         ),
         "'partial' of the model",
     ),
+    "behind a method": (setting("method.__self__.by", 2.0), "'by' of class Scaling in 'method' of the model"),
+    "behind a partial": (
+        setting("bound.func.__self__.by", 2.0),
+        "'by' of class Scaling in 'bound' of the model",
+    ),
+    "behind a weak reference": (setting("kept.by", 2.0), "'by' of class Scaling in 'link' of the model"),
+    "a deque": (item("ring", 0, 2.0, 1.0), "'ring' of the model"),
+    "a chain of mappings": (item("maps", "by", 2.0, 1.0), "'maps' of the model"),
+    "bytes": (item("numbers.0", 0, 2, 1), "'numbers' of the model"),
+    "numbers of the standard library": (item("numbers.1", 0, 2.0, 1.0), "'numbers' of the model"),
+    "a number of C": (
+        calling(lambda m: setattr(m.numbers[2], "value", 2.0), lambda m: setattr(m.numbers[2], "value", 1.0)),
+        "'numbers' of the model",
+    ),
+    "a view of memory": (item("numbers.3", 0, 2, 1), "'numbers' of the model"),
     "a module in a list": (swapped, "'hidden' of the model"),
     "a method": (setting("shape", lambda x: x + 1), "'shape' of the model"),
     "a forward": (setting("norm.forward", lambda x: x + 1), "'forward' of module 'norm'"),

@@ -272,6 +272,43 @@ def test_guard_a_parameter_or_buffer_that_comes_counts_where_it_is_read(change: 
         guard.check_versions()
 
 
+class Hiding(nn.Module):
+    """Reads what no walk through submodules and buffers finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hidden = nn.Linear(8, 8), [nn.Linear(8, 8).requires_grad_(False)]
+        self.scale = torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.hidden[0](self.inner(x)) * self.scale * self.__dict__.get("late", 1.0)
+        return answer
+
+
+HIDDEN: dict[str, tuple[Callable[[Any], object], str]] = {
+    "one that was not there": (lambda m: setattr(m, "late", 2.0), r"'late' .* \(was absent, is 2.0\)"),
+    "a weight of a hidden module": (
+        lambda m: m.hidden[0].weight.data.mul_(2),
+        "'weight' of a Linear that is no submodule",
+    ),
+    "a tensor without a word": (lambda m: m.scale.data.mul_(2), "'scale' of module '0'"),
+}
+
+
+@pytest.mark.parametrize("change", HIDDEN)
+def test_guard_what_is_written_without_a_word_is_found_with_the_values_of_an_epoch(change: str) -> None:
+    apply, named = HIDDEN[change]
+    model = nn.Sequential(Hiding(), nn.Linear(8, 3)).train()
+    freeze_to(model, "0")
+    parts = split(model, torch.randn(4, 8))
+    assert parts.boundary == "0"
+    guard = guarded(model, parts)
+    guard.check_values()
+    apply(model[0])
+    with pytest.raises(FrozenChanged, match=named):
+        guard.check_values()
+
+
 class Settings:
     """Absent ones stand for their defaults."""
 

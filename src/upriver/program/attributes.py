@@ -8,11 +8,16 @@ change.
 from __future__ import annotations
 
 import argparse
+import array
+import ctypes
 import enum
 import functools
 import itertools
+import mmap
 import operator
 import types
+import weakref
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeAlias
 
@@ -22,7 +27,7 @@ import xxhash
 from torch import nn
 
 from upriver.program.freeze import fold
-from upriver.program.reads import ALL, Reads
+from upriver.program.reads import ALL, Reads, is_machinery
 
 Form: TypeAlias = "tuple[Any, ...]"
 """A value by what it is; equal forms are equal values."""
@@ -42,6 +47,10 @@ _UNUSED_IN_EVAL: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.modules.batchnorm._NormBase, "momentum"),
 )
 """Attributes of torch's modules that are read in eval, and change nothing there; schedules set them."""
+
+_BUFFERS: tuple[type, ...] = (bytearray, array.array, memoryview, mmap.mmap)
+_BUFFERS = (*_BUFFERS, ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
+"""Objects whose bytes may change in place."""
 
 _BY_CONTENT = (types.SimpleNamespace, argparse.Namespace)
 """Of the standard library, where all that an object holds counts."""
@@ -67,14 +76,15 @@ class Attributes:
         """The first that has another value now, in words; empty if there is none."""
         return self.changed_for(lambda _what: None)
 
-    def changed_for(self, again: Callable[[str], Attributes | None]) -> str:
+    def changed_for(self, again: Callable[[str], Attributes | None], *, values: bool = False) -> str:
         """Likewise, but for values that come to the same.
 
         Args:
+            values: Whether to look at the numbers of tensors that nobody says were written to.
             again: Gives what the forward reads with the values that are there, if they come to the same. It
                 is told what changed, and asked once for all values that are there together.
         """
-        if self._seen.lasts:
+        if self._seen.lasts and not values:
             return ""
         now = _Look(self._modules, self._kinds)
         found = self._first.differs_in_words(now)
@@ -147,26 +157,32 @@ def attributes_of(
             place = _where(owner, paths.get(identity))
             written = {name for where, name in reads.written if where == place}
             written |= {name for kind, name in _UNUSED_IN_EVAL if isinstance(owner, kind)}
-            modules.append((owner, place, _less(names, written, owner)))
+            modules.append((owner, place, _less(names, written)))
         else:
             what = _what(kind := type(owner))
             written = {
                 name for where, name in reads.written if where == what or where.startswith(f"{what} in ")
             }
-            kinds[kind] = kinds.get(kind, frozenset()) | _less(names, written, owner)
+            kinds[kind] = kinds.get(kind, frozenset()) | _less(names, written)
     return Attributes(modules, kinds)
 
 
-def _less(names: frozenset[str], written: Collection[str], owner: Any) -> frozenset[str]:
-    if written and ALL in names:
-        names = names.union(vars(owner)) - {ALL}
-    return names.difference(written)
+_BUT = "!"
+"""Before the name of an attribute that does not count where all others do."""
+
+
+def _less(names: frozenset[str], written: Collection[str]) -> frozenset[str]:
+    but = {_BUT + name for name in written} if ALL in names else set()
+    return names.difference(written) | but
+
+
+_HIDDEN = "that is no submodule"
 
 
 def _where(module: nn.Module, path: str | None) -> str:
     """What messages call a module."""
     if path is None:
-        return f"a {type(module).__name__} that is no submodule"
+        return f"a {type(module).__name__} {_HIDDEN}"
     return f"module {path!r}" if path else "the model"
 
 
@@ -259,9 +275,11 @@ class _Look:
         self._objects.append(owner)
         self.entries.append((place, "__class__", ("is", id(kind))))
         if ALL in names:
-            names = names.union(state) - {ALL}
+            machinery = filter(is_machinery, state) if isinstance(owner, nn.Module) else ()
+            but = {name.removeprefix(_BUT) for name in names if name.startswith(_BUT)}.union(machinery)
+            names = names.union(state).difference(but, {ALL}, (_BUT + name for name in but))
             self._sized.append(state)
-            self.entries.append((place, "__dict__", tuple(state)))
+            self.entries.append((place, "__dict__", tuple(name for name in state if name not in but)))
         members = isinstance(owner, nn.Module) and state.keys() >= {*_MEMBERS}
         if members:
             self._held += [state[name].keys() for name in _MEMBERS]
@@ -286,7 +304,7 @@ class _Look:
             else:
                 form = self._form_in_class(owner, place, name)
                 if members and form == _ABSENT:
-                    form = self._form_as_member(state, name)
+                    form = self._form_as_member(state, name, hidden=place.endswith(_HIDDEN))
                 self.entries.append((place, name, form))
             self._look_at_class(kind, name)
         if isinstance(owner, nn.Module):
@@ -313,15 +331,20 @@ class _Look:
         """The form that a value of the object's own would have, were it what the object's class holds."""
         where, value = _of_class(type(owner), name)
         if isinstance(value, types.FunctionType):
-            return "method", id(value), id(owner)
+            return "method", id(value), self._form(owner, place, name)
         return _ABSENT if where is None or hasattr(value, "__get__") else self._form(value, place, name)
 
-    def _form_as_member(self, state: Mapping[str, Any], name: str) -> Form:
-        """Whether a module has a parameter or buffer of that name; others look at the values of those."""
+    def _form_as_member(self, state: Mapping[str, Any], name: str, *, hidden: bool) -> Form:
+        """Whether a module has a parameter or buffer of that name.
+
+        Args:
+            hidden: Whether nobody else looks at its values.
+        """
         for member in _MEMBERS:
             if name in state[member]:
                 self._getters.append((_getter([name]), state[member]))
-                return ("none",) if state[member][name] is None else ("tensor",)
+                tensor = state[member][name]
+                return ("none",) if tensor is None else self._tensor(tensor) if hidden else ("tensor",)
         return _ABSENT
 
     def _form(self, value: Any, place: str, name: str) -> Form:
@@ -353,21 +376,30 @@ class _Look:
         if isinstance(value, dict):
             self._held += [value.keys(), value.values()]
             return kind, inside(value.keys()), inside(value.values())
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | deque):
             self._held.append(value)
             return kind, inside(value)
+        if isinstance(value, ChainMap):
+            self._held.append(value.maps)
+            return kind, inside(value.maps)
+        if isinstance(value, weakref.ref):
+            self._getters.append((_referent, value))
+            return kind, inside(_referent(value))
         if isinstance(value, set | frozenset):
             self._sets.append((value, frozenset(value)))
             return kind, frozenset(inside(value))
         if isinstance(value, functools.partial):
             return kind, *inside((value.func, value.args, value.keywords))
         if isinstance(value, types.MethodType):
-            return "method", id(value.__func__), id(value.__self__)
+            return "method", id(value.__func__), self._form(value.__self__, place, name)
         if isinstance(value, complex | slice | range | torch.Size | torch.device):
             return kind, repr(value)
         if kind in self._kinds or kind in _BY_CONTENT:
             names = self._kinds.get(kind, frozenset((ALL,)))
             return self._look_at(value, f"{_what(kind)} in {name!r} of {place}", names)
+        if isinstance(value, _BUFFERS):
+            self._arrays.append(value)
+            return kind, id(value), _digest(value)
         return "is", id(value)
 
     def _tensor(self, value: torch.Tensor) -> Form:
@@ -412,5 +444,13 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
     return operator.itemgetter(*names, names[0])
 
 
-def _digest(array: Any) -> Any:
-    return tuple(map(id, array.flat)) if array.dtype.hasobject else xxhash.xxh3_64_intdigest(array.tobytes())
+def _referent(reference: weakref.ref[Any]) -> tuple[Any, ...]:
+    return (reference(),)
+
+
+def _digest(values: Any) -> Any:
+    if not isinstance(values, np.ndarray):
+        return xxhash.xxh3_64_intdigest(memoryview(values).tobytes())
+    return (
+        tuple(map(id, values.flat)) if values.dtype.hasobject else xxhash.xxh3_64_intdigest(values.tobytes())
+    )

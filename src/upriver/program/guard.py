@@ -101,10 +101,13 @@ class FrozenGuard:
             [tensor.requires_grad for tensor in self._watched],
         )
 
-    def check_versions(self) -> None:
+    def check_versions(self, *, values: bool = False) -> None:
         """Raise :class:`FrozenChanged` if something frozen is not as it was.
 
         Loading a checkpoint writes the same values again; that is no change.
+
+        Args:
+            values: Whether to look at values of attributes that are tensors, too.
         """
         now = self._held()
         alike = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
@@ -113,7 +116,7 @@ class FrozenGuard:
             self._look()
         changed = self._modules.changed or self._asks_otherwise()
         if not changed and self._attributes is not None:
-            changed = self._attributes.changed_for(self._read_again)
+            changed = self._attributes.changed_for(self._read_again, values=values)
         if changed:
             raise _changed(f"{changed}, which the frozen part reads,")
 
@@ -146,7 +149,7 @@ class FrozenGuard:
 
     def check_values(self) -> None:
         """Raise :class:`FrozenChanged` if the values of a frozen tensor are others than at the start."""
-        self.check_versions()
+        self.check_versions(values=True)
         now = self._read_digest()
         for name in self._digest:
             if now.get(name) != self._digest[name]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import itertools
 import sys
 import threading
 import types
+import weakref
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -116,8 +119,10 @@ class Reads:
 
     def _reach(self, value: Any, depth: int = 4) -> None:
         """Have reads of what lies in an attribute noted as well."""
-        if depth and isinstance(value, dict | list | tuple | set | frozenset):
-            inside: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        if not depth:
+            return
+        inside = parts(value)
+        if inside is not None:
             for each in itertools.islice(inside, _MOST):
                 self._reach(each, depth - 1)
         elif has_settings(value):
@@ -139,6 +144,21 @@ class Reads:
                 _PATCHED[kind] = _Patch(wrapper, current, "__getattribute__" in vars(kind))
             _PATCHED[holder].readers += 1
         self._patched.append(holder)
+
+
+def parts(value: Any) -> Iterable[Any] | None:
+    """What a container holds, a method or a partial is made of, or a reference leads to; else None."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if isinstance(value, ChainMap):
+        return value.maps
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    return (value(),) if isinstance(value, weakref.ref) else None
 
 
 def has_settings(value: Any) -> bool:
