@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,12 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from tests.dataloader.datasets import Broken, Buckets, Noisy, same
+from tests.dataloader.datasets import Broken, Buckets, Noisy, Plain, same
 from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
@@ -537,3 +538,33 @@ def test_states_that_say_less_are_read() -> None:
     other = loader_of("shuffled")
     other.load_state_dict(state)
     assert same(found + list(other), found + list(iterator))
+
+
+class Transform:
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.drawn_from = generator
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.Generator(), lambda: np.random.default_rng(1), lambda: random.Random(1), lambda: None],
+)
+def test_generator_of_the_datasets_own_is_named_where_a_loader_goes_on(
+    caplog: pytest.LogCaptureFixture, make: Callable[[], Any]
+) -> None:
+    def loader() -> DataLoader:
+        data = Plain(4)
+        data.transforms = [len, Transform(make())]  # type: ignore[attr-defined]
+        data.itself = data  # type: ignore[attr-defined]
+        return DataLoader(Subset(data, [0, 1, 2]), seed=3)
+
+    here = loader()
+    loader().load_state_dict(here.state_dict())
+    assert not caplog.records
+    list(here)
+    loader().load_state_dict(here.state_dict())
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (make() is not None)
+    assert all("(dataset.transforms.1.drawn_from)" in each for each in told)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,11 @@ Digests: TypeAlias = Mapping[str, str]
 
 WHOLE = "its items"
 """Stands for what a list or mapping holds, which has no name."""
+
+MOST_LOOKED_AT, MOST_DEEP = 100, 20
+"""Items of a list of transforms, and not of one of samples; attributes of attributes."""
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 _SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _VALUES = (*_SHARED, np.ndarray, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
@@ -99,6 +105,26 @@ def _walk(value: Any, path: str, found: dict[str, str], seen: set[int]) -> None:
     for name in sorted(slots - {"__dict__", "__weakref__"}):
         if hasattr(value, name):
             _walk(getattr(value, name), f"{path}.{name}" if path else name, found, seen)
+
+
+def generators_in(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[str]:
+    """Name the generators of its own that a dataset holds, by their paths from it.
+
+    Attributes are looked at, `MOST_DEEP` steps from it, and containers of at most `MOST_LOOKED_AT` items.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen or path.count(".") >= MOST_DEEP:
+        return
+    seen.add(id(value))
+    if isinstance(value, _GENERATORS):
+        yield path
+        return
+    held = getattr(value, "__dict__", None)
+    parts = list(held.items()) if isinstance(held, dict) and not isinstance(value, _VALUES) else []
+    if isinstance(value, list | tuple | dict) and len(value) <= MOST_LOOKED_AT:
+        parts += list(value.items() if isinstance(value, dict) else enumerate(value))
+    for name, each in parts:
+        yield from generators_in(each, f"{path}.{name}" if path else str(name), seen)
 
 
 def _names(slots: Any) -> Sequence[str]:

@@ -36,7 +36,7 @@ from upriver.dataloader.asked import Asked, ByName, InStore
 from upriver.dataloader.auto import Auto, Measured
 from upriver.dataloader.beside import provider_of
 from upriver.dataloader.closing import closed_with
-from upriver.dataloader.contents import Contents
+from upriver.dataloader.contents import Contents, generators_in
 from upriver.dataloader.cycles import CpuSeconds
 from upriver.dataloader.declared import Declared
 from upriver.dataloader.divided import check_divided
@@ -375,6 +375,15 @@ class DataLoader(TorchLoader[Any]):
             stateful_of(self.batch_sampler, self._sampler).load_state_dict(found.sampler)
         self.epoch, self._goes_on, self._place, self._onward = found.epoch, found, None, onward
         self._processes_resumed = found.processes
+        own = list(generators_in(self.dataset)) if found.epoch or found.batches else []
+        if own:
+            log.warning(
+                "the dataset (%s) holds generators that are in no state (%s): samples that draw from them "
+                "are others than in the run that the state is of; draw from those of torch, numpy and "
+                "random, which are set for each sample",
+                type(self.dataset).__qualname__,
+                ", ".join(own),
+            )
 
     def _look_back(self, past: Past, epochs: int) -> None:
         """Have the sampler give the epoch before once more, and warn where that is another order.
