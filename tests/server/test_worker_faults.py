@@ -127,6 +127,23 @@ def test_a_job_that_takes_two_workers_with_it_is_refused_with_its_reason(busy):
         assert server.metric("upriver_worker_restarts_total") == 2
 
 
+def test_a_server_without_a_worker_refuses_what_would_wait_for_one_that_may_die_soon(busy):
+    """Its clients go on elsewhere, or by themselves."""
+    uri, request = busy
+    request = changed(request, micro_batches=((0,) * 2,))
+    with running(uri) as server:
+        undisturbed = run(server, request)
+        for number in range(1, 3):
+            os.kill(worker_of(server), signal.SIGKILL)
+            wait_for(lambda: server.metric("upriver_worker_restarts_total") == number)  # noqa: B023
+        with pytest.raises(
+            Overloaded, match=r"no worker is here to do this .*was ended by SIGKILL"
+        ) as refusal:
+            run(server, request)
+        assert refusal.value.retry_after_s > 0
+        equal(run(server.wait_ready(), request), undisturbed)
+
+
 @pytest.mark.full
 def test_a_worker_that_hangs_is_ended_and_its_job_done_again(busy):
     """A new worker has to be there within the time of a job: hence a long one."""
