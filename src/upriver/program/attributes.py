@@ -282,7 +282,10 @@ class _Look:
             self.entries.append((place, "__dict__", tuple(name for name in state if name not in but)))
         members = isinstance(owner, nn.Module) and state.keys() >= {*_MEMBERS}
         if members:
-            self._held += [state[name].keys() for name in _MEMBERS]
+            for member in (state[name] for name in _MEMBERS):
+                self._held.append(member.keys())
+                if read := [name for name in member if name in names]:
+                    self._getters.append((_getter(read), member))
             listed = [name for name in _MEMBERS if name in names]
             self.entries += [(place, name, ("names", *state[name])) for name in listed]
             names = names.difference(_MEMBERS)
@@ -342,7 +345,6 @@ class _Look:
         """
         for member in _MEMBERS:
             if name in state[member]:
-                self._getters.append((_getter([name]), state[member]))
                 tensor = state[member][name]
                 return ("none",) if tensor is None else self._tensor(tensor) if hidden else ("tensor",)
         return _ABSENT
