@@ -478,3 +478,101 @@ def test_a_model_that_draws_in_eval_too_is_not_split_behind_it(draw: str) -> Non
     parts = same_training(lambda: Noisy(DRAWS[draw], late=False, always=True), torch.randn(4, 6))
     assert parts.boundary == "first"
     assert "random numbers" in parts.note or "from one call for the next" in parts.note
+
+
+class Leaving(nn.Module):
+    """Sets something on itself between two frozen layers, or within the second one."""
+
+    def __init__(self, does: Callable[[nn.Module, torch.Tensor], Any], *, within: bool = False) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.second: nn.Module = Within(does) if within else nn.Linear(6, 6)
+        freeze(self.first)
+        freeze(self.second)
+        self.register_buffer("mean", torch.zeros(6))
+        self.box, self.boxes = SimpleNamespace(mean=torch.zeros(6)), {"mean": torch.zeros(6)}
+        self.does = (lambda *_: None) if within else does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.does(self, x)
+        return self.head(self.second(torch.relu(x)))
+
+
+class Within(nn.Linear):
+    """A layer that does so."""
+
+    def __init__(self, does: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.does = does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.does(self, x)
+        return super().forward(x)
+
+
+def _averages(model: Any, x: torch.Tensor) -> None:
+    model.mean = 0.9 * model.mean + 0.1 * x.detach().mean(0)
+
+
+LEFT: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "a buffer that is replaced": _averages,
+    "a buffer by its dictionary": lambda m, x: m._buffers.update(mean=x.detach().mean(0)),
+    "an attribute": lambda m, x: setattr(m, "kept", x.detach()),
+    "an attribute with its graph": lambda m, x: setattr(m, "kept", x),
+    "a view": lambda m, x: setattr(m, "kept", x.detach()[:, 2:4].t()),
+    "a list": lambda m, x: setattr(m, "kept", [x.detach(), (x.detach() * 2).sum()]),
+    "a dictionary": lambda m, x: m.__dict__.setdefault("boxes", {}).update(mean=x.detach().mean(0)),
+    "an object": lambda m, x: setattr(m, "box", SimpleNamespace(mean=x.detach().mean(0))),
+    "a number": lambda m, x: setattr(m, "kept", float(x.detach().sum())),
+}
+
+
+def left_on(model: nn.Module) -> list[Any]:
+    """All tensors and numbers that are attributes, with their names."""
+    found: list[Any] = []
+    todo = [(name, value) for module in model.modules() for name, value in vars(module).items()]
+    while todo:
+        name, value = todo.pop()
+        match value:
+            case torch.Tensor():
+                found.append((name, value.tolist()))
+            case float():
+                found.append((name, value))
+            case list():
+                todo += [(name, item) for item in value]
+            case dict() if name in ("_buffers", "boxes"):
+                todo += value.items()
+            case SimpleNamespace():
+                todo += vars(value).items()
+    return sorted(found, key=repr)
+
+
+@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("within", [False, True])
+def test_a_split_leaves_on_the_model_what_the_whole_one_does(left: str, within: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    whole = Leaving(LEFT[left], within=within)
+    before = left_on(whole)
+    ours = copy.deepcopy(whole)
+    parts = split(ours, x)
+    assert parts.program is not None, parts.why_not
+    assert left_on(ours) == before
+    for _ in range(2):
+        features = parts.program.run((x,), 0, parts.freeze)
+        assert torch.equal(parts.tail(parts.tail.values.one_or_all(features)), whole(x))
+        assert left_on(ours) == left_on(whole) != before
+
+
+def test_a_mask_that_a_frozen_layer_keeps_does_not_end_the_prefix() -> None:
+    parts = split(Leaving(lambda m, x: setattr(m, "mask", torch.ones(6)), within=True), torch.randn(4, 6))
+    assert parts.boundary == "second"
+
+
+def test_what_a_step_leaves_behind_is_part_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("upriver.program.passes.Pass.depends_on_input", lambda *_: False)
+    parts = split(Leaving(_averages), torch.randn(4, 6))
+    assert isinstance(parts.tail, Whole)
+    assert "leaves another value in 'mean'" in parts.why_not

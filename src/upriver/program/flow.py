@@ -70,6 +70,7 @@ class Flow:
         origins: Number of a tensor to where it comes from, for those that no operation made.
         overwritten: Those of them whose memory an operator writes into.
         changed: Names of the parameters, buffers and other tensors of the model that the pass has changed.
+        left: Tensors that the pass has set as attributes, and the path of the module that holds each.
     """
 
     operations: tuple[Operation, ...]
@@ -77,6 +78,7 @@ class Flow:
     origins: Mapping[int, Origin]
     overwritten: frozenset[int] = frozenset()
     changed: frozenset[str] = frozenset()
+    left: tuple[tuple[str, Value], ...] = ()
 
     def inputs(self) -> dict[int, int]:
         """Index of each input that the model was seen with to its number."""
@@ -133,12 +135,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for index, tensor in enumerate(inputs):
             self._originate(tensor, Origin(kind="input", name=str(index)))
 
-    def flow(self, *, changed: Collection[str] = ()) -> Flow:
+    def flow(self, *, changed: Collection[str] = (), left: Sequence[HeldTensor] = ()) -> Flow:
         """What was recorded.
 
         Args:
             changed: Names of what was found to have changed, if not by an operator that was seen.
+            left: What hangs on the model now and did not before.
         """
+        # First, as some of them may be new here.
+        values = tuple((each.name.rpartition(".")[0], self.value(each.tensor)) for each in left)
         written = frozenset(n for n in self._origins if _storage(self._tensors[n]) in self._writers)
         return Flow(
             operations=tuple(self._operations),
@@ -146,6 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origins=self._origins,
             overwritten=written,
             changed=frozenset(changed) | {self._origins[number].name for number in written},
+            left=values,
         )
 
     def enter_compiled(self) -> bool:

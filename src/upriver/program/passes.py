@@ -48,6 +48,15 @@ class Pass:
                 reached.add(index)
         return reached
 
+    def depends_on_input(self, value: Value, reached: Collection[int]) -> bool:
+        """Tell whether a value is an input, or one of some operations made it.
+
+        Args:
+            reached: See :meth:`reached_from_inputs`.
+        """
+        maker = self.maker(value)
+        return maker in reached if maker >= 0 else self.flow.origins[value.tensor].kind == "input"
+
     def closure(self, start: Collection[int]) -> set[int]:
         """These operations and all that they depend on."""
         found: set[int] = set()
@@ -104,12 +113,16 @@ class Needs:
 
 
 def needs(run: Pass, skipped: Collection[int]) -> Needs:
-    """Walk back from the answer, and from what else the rest of the model does, to what is skipped."""
+    """Walk back from the answer, and from what else the rest of the model does, to what is skipped.
+
+    A tensor of the data that the pass leaves on a module may be read later, so that module has to run.
+    """
     inside = run.inside(skipped)
     returned = {value for index in skipped for value in run.calls[index].values}
     data = run.reached_from_inputs()
     found = Needs()
-    todo = list(run.whole.values)
+    left = [(path, value) for path, value in run.flow.left if run.depends_on_input(value, data)]
+    todo = [*run.whole.values, *(value for _, value in left)]
     for index, operation in enumerate(run.operations):
         if inside[index] < 0 and (operation.observes or operation.trouble):
             todo += operation.reads
@@ -131,6 +144,10 @@ def needs(run: Pass, skipped: Collection[int]) -> Needs:
             found.values.add(value)
             if maker not in data:
                 found.constants |= {index for index in skipped if value in run.calls[index].values}
+    for index in skipped:
+        around = run.calls[index].path
+        if any(f"{path}.".startswith(f"{around}.") for path, _ in left):
+            found.strays.add(index)
     makers = {index: [run.maker(value) for value in run.calls[index].values] for index in found.constants}
     # A call that also gives something that depends on the data is skipped as a whole.
     found.constants = {index for index, made in makers.items() if not any(maker in data for maker in made)}

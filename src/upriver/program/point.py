@@ -186,7 +186,7 @@ class _Search:
             values, strays, constants = values | again[0], strays | again[1], constants | again[2]
         for index in strays:
             path = self.seen.calls[index].path
-            self.notes.append(f"module {path!r} keeps a value that is read after the cut")
+            self.notes.append(f"module {path!r} keeps a value of the data, which may be read after the cut")
         # What is the same whatever the data is cheaper made where it is needed than shipped.
         return values, dict.fromkeys(constants, False) | dict.fromkeys(strays, True)
 

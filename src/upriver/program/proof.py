@@ -30,7 +30,7 @@ from upriver.program.layouts import dense_parts, same_bits
 from upriver.program.point import EvalPlan, Ship
 from upriver.program.precision import autocasting
 from upriver.program.program import Program
-from upriver.program.state import state_kept, unattended
+from upriver.program.state import Kept, state_kept, unattended
 from upriver.program.tail import Tail
 from upriver.program.trace import calls_in_eval, no_fast_path
 
@@ -43,11 +43,13 @@ class Taken:
         answers: The tensors of the answer.
         gradients: Name of each parameter, frozen ones too, to what ``backward()`` left in it.
         crossing: Which of the tensors that cross the freeze point were to have a gradient.
+        left: What it wrote to the model's tensors, and those that it set as attributes, by name.
     """
 
     answers: list[torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
     crossing: tuple[bool, ...]
+    left: dict[str, list[torch.Tensor]]
 
 
 class Proof:
@@ -207,6 +209,10 @@ def _same_answers(
             )
         if gradient is not None and not same_bits(gradient, other):
             raise CaptureError(f"{cut} gives another gradient of {name!r}")
+    for name, tensors in split.left.items():
+        others = whole.left.get(name, [])
+        if len(tensors) != len(others) or not all(map(same_bits, others, tensors)):
+            raise CaptureError(f"{cut} leaves another value in {name!r}")
     if not all(same_bits(a, b) for a, b in zip(kept, values, strict=True)):
         raise CaptureError(f"{cut} writes into what it was given")
 
@@ -233,7 +239,7 @@ class _Step:
         """
         model = self._model
         device = next(p for p in model.parameters() if p.requires_grad).device
-        with state_kept(model), no_fast_path(), torch.enable_grad():
+        with state_kept(model) as kept, no_fast_path(), torch.enable_grad():
             for training in (True, self._training):  # some modules drop what they kept in eval then
                 switch(model, training=training)
             keep_in_eval(model, list(in_eval.modules))
@@ -249,8 +255,12 @@ class _Step:
                 answers = [part for tensor in returned for part in dense_parts(tensor)]
                 self._loss(answers, whole=run is model).backward()
                 gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+            left = _left(kept)
         return Taken(
-            answers=[t.detach() for t in answers], gradients=gradients, crossing=crossing.with_gradient()
+            answers=[t.detach() for t in answers],
+            gradients=gradients,
+            crossing=crossing.with_gradient(),
+            left=left,
         )
 
     def _loss(self, answers: Sequence[torch.Tensor], *, whole: bool) -> Any:
@@ -264,6 +274,14 @@ class _Step:
                 f"the model cut after {self._tail.boundary!r} gives an answer without a gradient"
             )
         return torch.stack(terms).sum()
+
+
+def _left(kept: Kept) -> dict[str, list[torch.Tensor]]:
+    found: dict[str, list[torch.Tensor]] = {}
+    written = kept.written()
+    for each in (*(each for each in kept.tensors if each.name in written), *kept.left()):
+        found.setdefault(each.name, []).append(each.tensor.detach().clone())
+    return found
 
 
 class _Crossing(contextlib.ExitStack):

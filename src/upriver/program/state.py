@@ -160,6 +160,13 @@ class Kept:
             if known.moved() or id(each.tensor) in gone or storage_key(each.tensor) in values
         )
 
+    def left(self) -> list[HeldTensor]:
+        """Return the tensors that hang on the model by now, and did not before."""
+        if self._held.as_now() is not None:
+            return []
+        known = {id(each.tensor) for each in self.tensors}
+        return [each for each in Held(self._held.model).tensors if id(each.tensor) not in known]
+
     def counted(self) -> dict[str, str]:
         """Path of each module that counts (changes numbers, grows a list, draws) to the attribute that does.
 

@@ -306,7 +306,7 @@ def _watch(
     run = _Pass(model, example, given, kept)
     with contextlib.nullcontext() if reads is None else reads.noting(run.where):
         run.run()
-    return run.calls, run.recorder.flow(changed=kept.written())
+    return run.calls, run.recorder.flow(changed=kept.written(), left=kept.left())
 
 
 class _Pass:
