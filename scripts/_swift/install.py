@@ -53,15 +53,7 @@ def install(folder: Path) -> bool:
         if installed(folder):
             return False
         _marker(folder).unlink(missing_ok=True)
-        pip = (
-            "-m",
-            "pip",
-            "--quiet",
-            "--disable-pip-version-check",
-            "install",
-            "--prefer-binary",
-            "--no-compile",
-        )
+        pip = ("-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--prefer-binary")
         _run([sys.executable, "-m", "venv", "--clear", folder / "venv"])
         _run([python_of(folder), *pip, *REQUIREMENTS])
         _run([python_of(folder), "-I", "-c", IMPORTS])
