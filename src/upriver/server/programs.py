@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -406,7 +406,8 @@ class Programs:
         try:
             yield
         finally:
-            await asyncio.shield(self._looked(store, partial(end_upload, store, note)))
+            with suppress(RuntimeError):  # the server has been closed meanwhile; the note ends by itself
+                await asyncio.shield(self._looked(store, partial(end_upload, store, note)))
 
     # ------------------------------------------------------------------------------------- finding
 
