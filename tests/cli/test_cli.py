@@ -80,6 +80,7 @@ class Interrupts:
         if name == "upriver.cli.push":
             signal.raise_signal(signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs behind it
 sys.meta_path.insert(0, Interrupts())
 sys.exit(upriver.cli.main(["--version"]))
 """
