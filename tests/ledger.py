@@ -110,6 +110,11 @@ class Ledger:
         self._before = self._meter.read() if self._meter else Cost()
         self._tests: defaultdict[str, Cost] = defaultdict(Cost)
 
+    def pytest_collection_finish(self) -> None:
+        """Count from here on: what imports took, and a process that one of them started, is no test's."""
+        if self._meter:
+            self._before = self._meter.read()
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[None]:
         """Write on each part's report what was taken since the last: a test has three."""
