@@ -202,3 +202,21 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -
     assert len(os.listdir(tmp_path)) == len(kept) + 1
     files.remove_unfinished(path)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+@pytest.mark.parametrize("status", ["Name:\tpython\nUmask:\t0027\n", "Name:\tpython\n", None])
+def test_permissions_are_less_the_mask_also_where_the_kernel_does_not_tell_it(
+    status: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "status"
+    if status is not None:
+        told.write_text(status)
+    monkeypatch.setattr(files, "STATUS", told)
+    before = os.umask(0o027)
+    try:
+        with files.replacing(tmp_path / "made") as new:
+            new.write_bytes(b"made")
+        assert (tmp_path / "made").stat().st_mode & 0o777 == 0o640
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)

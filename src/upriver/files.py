@@ -10,6 +10,7 @@ import errno
 import fcntl
 import glob
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,10 @@ NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """How file systems answer that have no locks (``flock(2)``)."""
+
+
+STATUS = Path("/proc/self/status")
+"""Tells the user's mask for new files, which umask(2) tells only by changing it."""
 
 
 def cache_folder() -> Path:
@@ -85,9 +90,17 @@ def _mode_for(path: Path, mode: int) -> int:
     """Give the permissions of a file that is there, else those of a new one, which temporary files lack."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_mode & 0o777
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    mask = int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)  # asking umask(2) would change it
-    return mode & ~mask
+    return mode & ~_umask()
+
+
+def _umask() -> int:
+    with contextlib.suppress(OSError):
+        status = STATUS.read_text(encoding="ascii", errors="replace")
+        if found := re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE):
+            return int(found[1], 8)
+    mask = os.umask(0o077)  # some sandboxes do not tell; for a moment, other threads make private files
+    os.umask(mask)
+    return mask
 
 
 def sync(path: Path) -> None:
