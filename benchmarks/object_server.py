@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import time
+from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,11 +32,14 @@ from upriver.store.local import etag_of, inside
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _LISTED = "<Contents><Key>{}</Key><Size>{}</Size><LastModified>{}</LastModified><ETag>{}</ETag></Contents>"
-_LONG_AGO = "2026-01-01T00:00:00.000Z"
-"""Listings must hold a time; nothing reads it."""
+_DATE = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 PART_S = 0.005
 """A connection that is held to a rate sends at once what it may in so many seconds."""
+
+
+def _date(modified_s: float) -> str:
+    return datetime.fromtimestamp(modified_s, UTC).strftime(_DATE)
 
 
 class ObjectServer(ThreadingHTTPServer):
@@ -164,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         """All keys that begin with a prefix, in one page."""
         folder = prefix.rpartition("/")[0]
         items = "".join(
-            _LISTED.format(escape(info.path), info.size, _LONG_AGO, escape(info.etag))
+            _LISTED.format(escape(info.path), info.size, _date(info.modified_s), escape(info.etag))
             for info in self.server.store.list(folder)
             if info.path.startswith(prefix)
         )

@@ -280,7 +280,7 @@ class _Look:
             names = names.union(state).difference(but, {ALL}, (_BUT + name for name in but))
             self._sized.append(state)
             self.entries.append((place, "__dict__", tuple(name for name in state if name not in but)))
-        members = isinstance(owner, nn.Module) and state.keys() >= {*_MEMBERS}
+        members = isinstance(owner, nn.Module) and all(isinstance(state.get(n), dict) for n in _MEMBERS)
         if members:
             for member in (state[name] for name in _MEMBERS):
                 self._held.append(member.keys())
