@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -477,3 +479,179 @@ def test_tail_a_skipped_module_whose_class_wraps_forwards_of_subclasses_is_skipp
     assert parts.program is not None and parts.boundary == "0", parts.attempts
     features = parts.program.run((x,), 0, parts.freeze)[0]
     assert torch.equal(parts.tail(features), model(x))
+
+
+# ----------------------------------------------------------------------------------- global variables
+
+GAIN, STEEP, CALLS, BEHIND, UNREAD = 1.0, False, 0, 1.0, 1.0
+FLAGS, SETTINGS, SEEN, STATS = {"twice": False, "sizes": [1]}, Config(), list[int](), SimpleNamespace(calls=0)
+
+
+def squashed(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x * 4) if STEEP else torch.tanh(x)
+
+
+class Namespace:
+    """Nobody makes one."""
+
+    scale = 1.0
+    sizes: ClassVar = {"a": 1}
+    unread = 1.0
+
+
+class Inherited(Namespace):
+    """See above."""
+
+
+def closing(power: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    count, seen = 0, []
+
+    def closed(x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        seen.append(count)
+        return x**power
+
+    return closed
+
+
+CLOSED = closing(2.0)
+
+
+class ByGlobals(nn.Linear):
+    gain, unread = 1.0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global CALLS
+        CALLS += 1
+        SEEN.append(CALLS)
+        STATS.calls += 1
+        x = CLOSED(squashed(super().forward(x)) * GAIN * SETTINGS.slope * type(self).gain)
+        x = x * Namespace.scale * Inherited.sizes["a"]
+        return x * 2 if FLAGS["twice"] else x
+
+
+class Behind(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * BEHIND
+
+
+@pytest.fixture
+def by_globals() -> tuple[nn.Module, Split]:
+    torch.manual_seed(0)
+    model = nn.Sequential(ByGlobals(8, 8), Behind(8, 3)).train()
+    freeze_to(model, "0")
+    parts = split(model, torch.randn(4, 8))
+    assert parts.boundary == "0", parts.attempts
+    return model, parts
+
+
+HERE = "Python's module 'tests.program.test_guard'"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("GAIN", 2.0, f"'GAIN' of {HERE} (was 1.0, is 2.0)"),
+        ("STEEP", True, f"'STEEP' of {HERE} (was False, is True)"),
+        ("FLAGS", {"twice": True}, f"'FLAGS' of {HERE}"),
+        ("SETTINGS", Config(slope=3.0), "'slope' of class Config"),
+        ("squashed", torch.relu, f"'squashed' of {HERE}"),
+        ("CLOSED", closing(3.0), f"'CLOSED' of {HERE}"),
+    ],
+)
+def test_a_global_variable_of_the_frozen_part_that_changes_is_an_error(
+    by_globals: tuple[nn.Module, Split], monkeypatch: pytest.MonkeyPatch, name: str, value: Any, message: str
+) -> None:
+    guard = guarded(*by_globals)
+    guard.check_versions()
+    with monkeypatch.context() as changed:
+        changed.setitem(globals(), name, value)
+        with pytest.raises(FrozenChanged, match=re.escape(message)):
+            guard.check_versions()
+    guard.check_versions()
+
+
+def close_over_another(_model: nn.Module) -> None:
+    CLOSED.__closure__[1].cell_contents = 3.0  # type: ignore[attr-defined]
+
+
+IN_PLACE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object], str]] = {
+    "a dict": (
+        lambda m: FLAGS.update(twice=True),
+        lambda m: FLAGS.update(twice=False),
+        "'FLAGS' of Python's",
+    ),
+    "an object": (
+        lambda m: setattr(SETTINGS, "slope", 9.0),
+        lambda m: setattr(SETTINGS, "slope", 0.1),
+        "'slope' of class Config",
+    ),
+    "a class": (
+        lambda m: setattr(Namespace, "scale", 2.0),
+        lambda m: setattr(Namespace, "scale", 1.0),
+        "'scale' of class Namespace itself (was 1.0, is 2.0)",
+    ),
+    "a dict of a class's base": (
+        lambda m: Namespace.sizes.update(a=2),
+        lambda m: Namespace.sizes.update(a=1),
+        "'sizes' of class Namespace itself",
+    ),
+    "the module's own class": (
+        lambda m: setattr(ByGlobals, "gain", 2.0),
+        lambda m: setattr(ByGlobals, "gain", 1.0),
+        "'gain' of class ByGlobals",
+    ),
+    "what a function closes over": (
+        close_over_another,
+        lambda m: setattr(CLOSED.__closure__[1], "cell_contents", 2.0),  # type: ignore[attr-defined]
+        "'CLOSED' of Python's",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_what_global_variables_hold_that_changes_is_an_error(
+    by_globals: tuple[nn.Module, Split], change: str
+) -> None:
+    guard, (apply, undo, message) = guarded(*by_globals), IN_PLACE[change]
+    guard.check_versions()
+    apply(by_globals[0])
+    try:
+        with pytest.raises(FrozenChanged, match=re.escape(message)):
+            guard.check_versions()
+    finally:
+        undo(by_globals[0])
+    guard.check_versions()
+
+
+FREE_GLOBALS: dict[str, Callable[[], object]] = {
+    "a list that the forward fills": lambda: SEEN.append(9),
+    "a count that it keeps": lambda: setattr(STATS, "calls", 99),
+    "what its closure collects": lambda: CLOSED(torch.ones(1)),
+    "an attribute of a class that it does not read": lambda: setattr(Namespace, "unread", 2.0),
+    "one of its own class": lambda: setattr(ByGlobals, "unread", 2.0),
+    "an item that is equal": lambda: FLAGS.update(sizes=[1]),
+}
+
+
+@pytest.mark.parametrize("change", FREE_GLOBALS)
+def test_what_the_frozen_part_does_not_read_of_them_may_change(
+    by_globals: tuple[nn.Module, Split], change: str
+) -> None:
+    asked: list[bool] = []
+    guard = guarded(*by_globals, asked=asked)
+    FREE_GLOBALS[change]()
+    guard.check_versions()
+    assert not asked
+
+
+@pytest.mark.parametrize(("name", "value"), [("CALLS", 99), ("BEHIND", 2.0), ("UNREAD", 2.0), ("GAIN", 1.0)])
+def test_other_global_variables_may_change(
+    by_globals: tuple[nn.Module, Split], monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    asked: list[bool] = []
+    guard = guarded(*by_globals, asked=asked)
+    monkeypatch.setitem(globals(), name, value)
+    guard.check_versions()
+    assert not asked

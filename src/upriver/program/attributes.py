@@ -7,9 +7,10 @@ change.
 
 from __future__ import annotations
 
-import argparse
 import array
+import contextlib
 import ctypes
+import dis
 import enum
 import functools
 import itertools
@@ -27,7 +28,7 @@ import xxhash
 from torch import nn
 
 from upriver.program.freeze import fold
-from upriver.program.reads import ALL, Reads, is_machinery
+from upriver.program.reads import ALL, BY_CONTENT, Reads, is_machinery
 
 Form: TypeAlias = "tuple[Any, ...]"
 """A value by what it is; equal forms are equal values."""
@@ -52,20 +53,20 @@ _BUFFERS: tuple[type, ...] = (bytearray, array.array, memoryview, mmap.mmap)
 _BUFFERS = (*_BUFFERS, ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 """Objects whose bytes may change in place."""
 
-_BY_CONTENT = (types.SimpleNamespace, argparse.Namespace)
-"""Of the standard library, where all that an object holds counts."""
+_KNOWN_BY_VALUE = (bool, int, float, str, bytes, torch.Tensor, types.FunctionType)
+"""What counts of what a function closes over; lists there are where hooks collect what they see."""
 
 
 class Attributes:
     """Attributes of some objects, as they were when this was made.
 
     Args:
-        modules: Each module with what messages call it and the names that were read.
+        modules: Each module, those of Python too, with what messages call it and the names that were read.
         kinds: Names that were read of other objects, by class.
     """
 
     def __init__(
-        self, modules: Sequence[tuple[nn.Module, str, frozenset[str]]], kinds: Mapping[type, frozenset[str]]
+        self, modules: Sequence[tuple[Any, str, frozenset[str]]], kinds: Mapping[type, frozenset[str]]
     ) -> None:
         self._modules, self._kinds = modules, kinds
         self._first = self._seen = _Look(modules, kinds)
@@ -146,7 +147,7 @@ def attributes_of(
     """
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
     left = set() if among is None else paths.keys() - set(map(id, among))
-    modules: list[tuple[nn.Module, str, frozenset[str]]] = []
+    modules: list[tuple[Any, str, frozenset[str]]] = []
     kinds: dict[type, frozenset[str]] = {}
     for identity, owner in reads.owners.items():
         places = reads.names[identity]
@@ -158,6 +159,10 @@ def attributes_of(
             written = {name for where, name in reads.written if where == place}
             written |= {name for kind, name in _UNUSED_IN_EVAL if isinstance(owner, kind)}
             modules.append((owner, place, _less(names, written)))
+        elif isinstance(owner, types.ModuleType):
+            modules.append((owner, f"Python's module {owner.__name__!r}", names))
+        elif isinstance(owner, type):
+            modules.append((owner, f"{_what(owner)} itself", names))
         else:
             what = _what(kind := type(owner))
             written = {
@@ -194,7 +199,7 @@ class _Look:
     """
 
     def __init__(
-        self, modules: Sequence[tuple[nn.Module, str, frozenset[str]]], kinds: Mapping[type, frozenset[str]]
+        self, modules: Sequence[tuple[Any, str, frozenset[str]]], kinds: Mapping[type, frozenset[str]]
     ) -> None:
         self.entries: list[Entry] = []
         self._kinds = kinds
@@ -392,11 +397,15 @@ class _Look:
             return kind, frozenset(inside(value))
         if isinstance(value, functools.partial):
             return kind, *inside((value.func, value.args, value.keywords))
+        if isinstance(value, types.FunctionType) and value.__closure__:
+            self._getters.append((_closed_over, value))
+            held = (each for each in _closed_over(value) if isinstance(each, _KNOWN_BY_VALUE))
+            return "is", id(value), *inside(held)
         if isinstance(value, types.MethodType):
             return "method", id(value.__func__), self._form(value.__self__, place, name)
         if isinstance(value, complex | slice | range | torch.Size | torch.device):
             return kind, repr(value)
-        if kind in self._kinds or kind in _BY_CONTENT:
+        if kind in self._kinds or kind in BY_CONTENT:
             names = self._kinds.get(kind, frozenset((ALL,)))
             return self._look_at(value, f"{_what(kind)} in {name!r} of {place}", names)
         if isinstance(value, _BUFFERS):
@@ -448,6 +457,22 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 
 def _referent(reference: weakref.ref[Any]) -> tuple[Any, ...]:
     return (reference(),)
+
+
+def _closed_over(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a function closes over and does not set itself."""
+    found: list[Any] = []
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it holds nothing yet
+            found.append(None if name in _set_by(function.__code__) else cell.cell_contents)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1000)
+def _set_by(code: types.CodeType) -> frozenset[str]:
+    """Names outside of a function that it sets."""
+    return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF")
 
 
 def _digest(values: Any) -> Any:

@@ -2,12 +2,15 @@
 
 While a pass runs, reading an attribute goes through a wrapper of ``__getattribute__``: that of `nn.Module`,
 and those of the classes of objects that are found in attributes, such as configurations. Types stay what they
-are, so a forward that looks at them does what it always does.
+are, so a forward that looks at them does what it always does. Global variables are found by the code of each
+function that is called.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dis
 import enum
 import functools
 import itertools
@@ -16,7 +19,7 @@ import threading
 import types
 import weakref
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +45,12 @@ _OPAQUE = ("_dynamo", "_inductor", "fx", "jit", "cuda", "autograd", "utils", "di
 _MACHINERY = ("_modules", "training", "_call_impl", "_compiled_call_impl")
 """The last: compiling a module changes where it computes, not what."""
 
+_NO_SETTINGS = frozenset({"torch", "numpy", "upriver"}) | (sys.stdlib_module_names - {"__main__"})
+"""Packages whose global variables are no settings of a model."""
+
+BY_CONTENT = (types.SimpleNamespace, argparse.Namespace)
+"""Of the standard library, where all that an object holds counts."""
+
 _MOST = 1000
 """Elements of a container that are looked into."""
 
@@ -55,7 +64,7 @@ class Reads:
     """What a pass has read.
 
     Attributes:
-        owners: The objects, by identity; among them modules.
+        owners: The objects, by identity; among them modules, those of Python, too, and classes.
         names: For each of them the attributes, and where each was read.
         written: Whose attributes, and which, the pass writes itself, as messages name them.
     """
@@ -66,6 +75,8 @@ class Reads:
         self.names: dict[int, dict[str, list[Place]]] = {}
         self.written: frozenset[tuple[str, str]] = frozenset()
         self._where: Callable[[], Place] = lambda: (0, 0)
+        self._codes: dict[tuple[types.CodeType, type], list[list[Place]]] = {}
+        self._before: list[tuple[Any, str, Any, dict[Any, int]]] = []
 
     @contextlib.contextmanager
     def noting(self, where: Callable[[], Place] | None = None) -> Iterator[None]:
@@ -76,15 +87,18 @@ class Reads:
         """
         if where is not None:
             self._where = where
-        thread, self._patched = threading.get_ident(), list[type]()
+        thread, self._patched, profiler = threading.get_ident(), list[type](), sys.getprofile()
         try:
             self._patch(nn.Module)
             with uncompiled():
                 _ACTIVE[thread] = self
+                sys.setprofile(self._note_call)
                 try:
                     yield
                 finally:
+                    sys.setprofile(profiler)
                     del _ACTIVE[thread]
+                    self._forget_changed()
         finally:
             for each in self._patched:
                 _unpatch(each)
@@ -116,6 +130,43 @@ class Reads:
         place = self._where()
         if not mine[name] or mine[name][-1][0] != place[0]:
             mine[name].append(place)
+
+    def _note_call(self, frame: types.FrameType, event: str, _argument: Any) -> None:
+        if event != "call":
+            return
+        first = frame.f_locals.get(*frame.f_code.co_varnames[:1]) if frame.f_code.co_argcount else None
+        kind = type(first) if isinstance(first, nn.Module) else type(None)
+        if (read := self._codes.get((frame.f_code, kind))) is None:
+            read = self._codes[frame.f_code, kind] = [
+                self._place_of(*each) for each in _settings_of(frame, kind, _state(first))
+            ]
+        for places in read:
+            place = self._where()
+            if not places or places[-1][0] != place[0]:
+                places.append(place)
+
+    def _place_of(self, owner: Any, name: str, value: Any) -> list[Place]:
+        mine = self.names.setdefault(id(owner), {})
+        self.owners[id(owner)] = owner
+        if name not in mine:
+            mine[name] = []
+            self._reach(value)
+            self._before.append((owner, name, value, _items(value)))
+        return mine[name]
+
+    def _forget_changed(self) -> None:
+        """Leave out what the pass itself sets, such as counts and what somebody collects."""
+        for owner, name, value, before in self._before:
+            if vars(owner).get(name, self) is not value:
+                self.names[id(owner)].pop(name, None)
+            elif (now := _items(value)) != before and has_settings(value):
+                for changed in [
+                    key for key in {**before, **now} if before.get(key, self) != now.get(key, self)
+                ]:
+                    self.names.get(id(value), {}).pop(changed, None)
+            elif now != before:
+                self.names[id(owner)].pop(name, None)
+        self._before.clear()
 
     def _reach(self, value: Any, depth: int = 4) -> None:
         """Have reads of what lies in an attribute noted as well."""
@@ -172,6 +223,54 @@ def has_settings(value: Any) -> bool:
     if root == "torch":
         return rest.partition(".")[0] not in _OPAQUE and not rest.startswith("_")
     return root not in sys.stdlib_module_names or root == "__main__"
+
+
+def _settings_of(
+    frame: types.FrameType, kind: type, own: Mapping[str, Any]
+) -> Iterator[tuple[Any, str, Any]]:
+    """Give the global variables, and what classes hold, that a function names: owner, name, value.
+
+    Args:
+        kind: The class of the module whose method it is.
+        own: What that module itself holds.
+    """
+    name = frame.f_globals.get("__name__", "")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is None or vars(module) is not frame.f_globals or _root(name) in _NO_SETTINGS:
+        return
+    named: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set(), "LOAD_ATTR": set()}
+    for code in dis.get_instructions(frame.f_code):
+        named.setdefault(code.opname, set()).add(code.argval)
+    kinds = [kind]
+    for variable in sorted(named["LOAD_GLOBAL"] - named["STORE_GLOBAL"]):
+        value = frame.f_globals.get(variable)
+        if variable in frame.f_globals and not isinstance(value, types.ModuleType):
+            yield module, variable, value
+        if isinstance(value, type):
+            kinds.append(value)
+    for each in kinds:
+        for attribute in sorted(named["LOAD_ATTR"] - (own.keys() if each is kind else set())):
+            holder = next((base for base in each.__mro__[:-1] if attribute in vars(base)), None)
+            if holder is None or _root(holder.__module__) in _NO_SETTINGS:
+                continue
+            value = vars(holder)[attribute]
+            if not callable(value) and not hasattr(value, "__get__"):
+                yield holder, attribute, value
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _items(value: Any) -> dict[Any, int]:
+    """What lies in an object that may change in place: each item's identity, by its key."""
+    if isinstance(value, dict):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | set | deque):
+        items = enumerate(value)
+    else:
+        items = _state(value).items() if has_settings(value) or isinstance(value, BY_CONTENT) else ()
+    return {key: id(item) for key, item in itertools.islice(items, _MOST)}
 
 
 def _state(owner: Any) -> dict[str, Any]:
