@@ -74,9 +74,9 @@ class Meter:
         )
 
     def _watch(self) -> None:
-        while True:
+        never = threading.Event()
+        while not never.wait(LOOK_S):  # tests count who calls time.sleep
             self._look()
-            time.sleep(LOOK_S)
 
     def _look(self) -> None:
         """Ask the kernel: a process that is killed with its parent is waited for by nobody here."""

@@ -50,7 +50,7 @@ def is_up(job: FinetuneJob, urls: Sequence[str]) -> bool:
 @pytest.mark.parametrize(
     ("kills", "epochs", "seed"),
     [
-        (2, 3, 1),  # a front, and a worker of the other server
+        pytest.param(2, 3, 1, marks=pytest.mark.full),  # a front, and a worker of the other server
         pytest.param(6, 8, 0, marks=pytest.mark.full),
     ],
 )

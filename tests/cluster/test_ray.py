@@ -202,6 +202,7 @@ def test_no_cluster_where_one_should_be(tmp_path: Path, address: str) -> None:
 # ------------------------------------------------------------------------------------------------ work
 
 
+@pytest.mark.full
 def test_both_replicas_serve_a_real_job_bit_for_bit(two: Cluster, data: Dataset) -> None:
     assert two.url.startswith("ray+http://127.0.0.1:")
     plain = run(upriver.connect(), data, policy="nosplit")

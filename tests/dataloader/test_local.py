@@ -266,7 +266,7 @@ def opened(number: int) -> None:
     info.dataset.file = (f"file {number}", info.seed, *drawn)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_what_a_process_begins_with_is_the_users_dataset_and_pytorchs_seeds(context: str) -> None:
     def found(kind: Any, dataset: Any) -> Any:
         torch.manual_seed(5)

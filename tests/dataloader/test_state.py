@@ -131,7 +131,16 @@ def test_an_epoch_that_is_over_is_not_begun_again() -> None:
 @pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
-@pytest.mark.parametrize("kind", ["in order", "shuffled", "shuffled by its own", "by weight", "one by one"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("in order", marks=pytest.mark.full),
+        "shuffled",
+        "shuffled by its own",
+        pytest.param("by weight", marks=pytest.mark.full),
+        pytest.param("one by one", marks=pytest.mark.full),
+    ],
+)
 def test_the_state_at_the_end_of_an_epoch_goes_on_with_the_next(
     kind: str, num_workers: int, persistent: bool, before: int, over: bool
 ) -> None:

@@ -39,8 +39,8 @@ def run(*arguments: str, timeout: float = 840) -> subprocess.CompletedProcess[st
     )
 
 
-QUICK = ("torchvision:resnet18", "transformers:electra", "own_models:early_exit", "own_models:centred")
-"""One of a library and one of another, one with two ways out, and one that must be refused."""
+QUICK = ("torchvision:resnet18", "own_models:early_exit", "own_models:centred")
+"""One of a library, one with two ways out, and one that must be refused."""
 
 
 @pytest.mark.parametrize("only", [("--only", *QUICK), pytest.param((), marks=pytest.mark.full)])
