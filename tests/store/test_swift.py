@@ -127,7 +127,6 @@ def test_an_object_put_in_parts_is_one_object(store: Store, monkeypatch: pytest.
         store.get_range("large", 0, 10, etag=info.etag)
 
 
-@pytest.mark.full
 def test_more_objects_than_one_listing_holds(store: Store) -> None:
     names = {f"many/{number:04}" for number in range(1050)}
     with ThreadPoolExecutor(16) as pool:
