@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import functools
 import re
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -517,6 +518,10 @@ def closing(power: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 CLOSED = closing(2.0)
 
+ELSEWHERE: Any = ModuleType("settings_of_a_test")
+sys.modules[ELSEWHERE.__name__] = ELSEWHERE
+ELSEWHERE.scale, ELSEWHERE.unread, ELSEWHERE.bound = 1.0, 1.0, None
+
 
 class ByGlobals(nn.Linear):
     gain, unread = 1.0, 1.0
@@ -527,7 +532,8 @@ class ByGlobals(nn.Linear):
         SEEN.append(CALLS)
         STATS.calls += 1
         x = CLOSED(squashed(super().forward(x)) * GAIN * SETTINGS.slope * type(self).gain)
-        x = x * Namespace.scale * Inherited.sizes["a"]
+        x = x * Namespace.scale * Inherited.sizes["a"] * ELSEWHERE.scale
+        x = x if ELSEWHERE.bound is None else x.clamp(max=ELSEWHERE.bound)
         return x * 2 if FLAGS["twice"] else x
 
 
@@ -587,6 +593,16 @@ IN_PLACE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object], str]
         lambda m: setattr(SETTINGS, "slope", 0.1),
         "'slope' of class Config",
     ),
+    "another module": (
+        lambda m: setattr(ELSEWHERE, "scale", 2.0),
+        lambda m: setattr(ELSEWHERE, "scale", 1.0),
+        "'scale' of Python's module 'settings_of_a_test' (was 1.0, is 2.0)",
+    ),
+    "what was None": (
+        lambda m: setattr(ELSEWHERE, "bound", 0.5),
+        lambda m: setattr(ELSEWHERE, "bound", None),
+        "'bound' of Python's module 'settings_of_a_test' (was None, is 0.5)",
+    ),
     "a class": (
         lambda m: setattr(Namespace, "scale", 2.0),
         lambda m: setattr(Namespace, "scale", 1.0),
@@ -630,6 +646,7 @@ FREE_GLOBALS: dict[str, Callable[[], object]] = {
     "a count that it keeps": lambda: setattr(STATS, "calls", 99),
     "what its closure collects": lambda: CLOSED(torch.ones(1)),
     "an attribute of a class that it does not read": lambda: setattr(Namespace, "unread", 2.0),
+    "a variable of another module": lambda: setattr(ELSEWHERE, "unread", 2.0),
     "one of its own class": lambda: setattr(ByGlobals, "unread", 2.0),
     "an item that is equal": lambda: FLAGS.update(sizes=[1]),
 }

@@ -240,16 +240,19 @@ def _settings_of(
         return
     named: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set(), "LOAD_ATTR": set()}
     for code in dis.get_instructions(frame.f_code):
-        named.setdefault(code.opname, set()).add(code.argval)
-    kinds = [kind]
-    for variable in sorted(named["LOAD_GLOBAL"] - named["STORE_GLOBAL"]):
-        value = frame.f_globals.get(variable)
-        if variable in frame.f_globals and not isinstance(value, types.ModuleType):
+        named.setdefault(code.opname.replace("METHOD", "ATTR"), set()).add(code.argval)
+    kinds, attributes = [kind], sorted(named["LOAD_ATTR"])
+    for variable in sorted((named["LOAD_GLOBAL"] - named["STORE_GLOBAL"]) & frame.f_globals.keys()):
+        value = frame.f_globals[variable]
+        if not isinstance(value, types.ModuleType):
             yield module, variable, value
+        elif _root(value.__name__) not in _NO_SETTINGS:
+            there = {name: vars(value)[name] for name in attributes if name in vars(value)}
+            yield from ((value, *each) for each in there.items() if not isinstance(each[1], types.ModuleType))
         if isinstance(value, type):
             kinds.append(value)
     for each in kinds:
-        for attribute in sorted(named["LOAD_ATTR"] - (own.keys() if each is kind else set())):
+        for attribute in (name for name in attributes if each is not kind or name not in own):
             holder = next((base for base in each.__mro__[:-1] if attribute in vars(base)), None)
             if holder is None or _root(holder.__module__) in _NO_SETTINGS:
                 continue
