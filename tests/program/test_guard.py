@@ -496,12 +496,17 @@ class Namespace:
     """Nobody makes one."""
 
     scale = 1.0
+    offset = staticmethod(lambda: 0.0)
     sizes: ClassVar = {"a": 1}
     unread = 1.0
 
 
 class Inherited(Namespace):
     """See above."""
+
+
+def shifted(x: torch.Tensor, by: float = 0.0, *, times: float = 1.0) -> torch.Tensor:
+    return (x + by) * times
 
 
 def closing(power: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -516,10 +521,12 @@ def closing(power: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return closed
 
 
-CLOSED = closing(2.0)
+CLOSED, OFFSET = closing(2.0), vars(Namespace)["offset"]
 
 ELSEWHERE: Any = ModuleType("settings_of_a_test")
 sys.modules[ELSEWHERE.__name__] = ELSEWHERE
+ELSEWHERE.within = ModuleType("settings_of_a_test.within")
+ELSEWHERE.within.gain = 1.0
 ELSEWHERE.scale, ELSEWHERE.unread, ELSEWHERE.bound = 1.0, 1.0, None
 
 
@@ -533,6 +540,7 @@ class ByGlobals(nn.Linear):
         STATS.calls += 1
         x = CLOSED(squashed(super().forward(x)) * GAIN * SETTINGS.slope * type(self).gain)
         x = x * Namespace.scale * Inherited.sizes["a"] * ELSEWHERE.scale
+        x = shifted(x * ELSEWHERE.within.gain + Namespace.offset())
         x = x if ELSEWHERE.bound is None else x.clamp(max=ELSEWHERE.bound)
         return x * 2 if FLAGS["twice"] else x
 
@@ -597,6 +605,26 @@ IN_PLACE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object], str]
         lambda m: setattr(ELSEWHERE, "scale", 2.0),
         lambda m: setattr(ELSEWHERE, "scale", 1.0),
         "'scale' of Python's module 'settings_of_a_test' (was 1.0, is 2.0)",
+    ),
+    "a module in another one": (
+        lambda m: setattr(ELSEWHERE.within, "gain", 2.0),
+        lambda m: setattr(ELSEWHERE.within, "gain", 1.0),
+        "'gain' of Python's module 'settings_of_a_test.within' (was 1.0, is 2.0)",
+    ),
+    "a function's default": (
+        lambda m: setattr(shifted, "__defaults__", (1.0,)),
+        lambda m: setattr(shifted, "__defaults__", (0.0,)),
+        "'shifted' of Python's",
+    ),
+    "a default by keyword": (
+        lambda m: setattr(shifted, "__kwdefaults__", {"times": 2.0}),
+        lambda m: setattr(shifted, "__kwdefaults__", {"times": 1.0}),
+        "'shifted' of Python's",
+    ),
+    "a static method of a class": (
+        lambda m: setattr(Namespace, "offset", staticmethod(lambda: 1.0)),
+        lambda m: setattr(Namespace, "offset", OFFSET),
+        "'offset' of class Namespace itself",
     ),
     "what was None": (
         lambda m: setattr(ELSEWHERE, "bound", 0.5),

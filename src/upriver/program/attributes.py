@@ -54,7 +54,7 @@ _BUFFERS = (*_BUFFERS, ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctyp
 """Objects whose bytes may change in place."""
 
 _KNOWN_BY_VALUE = (bool, int, float, str, bytes, torch.Tensor, types.FunctionType)
-"""What counts of what a function closes over; lists there are where hooks collect what they see."""
+"""What counts of what a function holds; lists there are where hooks collect what they see."""
 
 
 class Attributes:
@@ -397,9 +397,9 @@ class _Look:
             return kind, frozenset(inside(value))
         if isinstance(value, functools.partial):
             return kind, *inside((value.func, value.args, value.keywords))
-        if isinstance(value, types.FunctionType) and value.__closure__:
-            self._getters.append((_closed_over, value))
-            held = (each for each in _closed_over(value) if isinstance(each, _KNOWN_BY_VALUE))
+        if isinstance(value, types.FunctionType):
+            self._getters.append((_held_by, value))
+            held = (each for each in _held_by(value) if isinstance(each, _KNOWN_BY_VALUE))
             return "is", id(value), *inside(held)
         if isinstance(value, types.MethodType):
             return "method", id(value.__func__), self._form(value.__self__, place, name)
@@ -459,9 +459,9 @@ def _referent(reference: weakref.ref[Any]) -> tuple[Any, ...]:
     return (reference(),)
 
 
-def _closed_over(function: types.FunctionType) -> tuple[Any, ...]:
-    """What a function closes over and does not set itself."""
-    found: list[Any] = []
+def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a function has as defaults, and what it closes over and does not set itself."""
+    found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it holds nothing yet

@@ -19,7 +19,7 @@ import threading
 import types
 import weakref
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -244,11 +244,10 @@ def _settings_of(
     kinds, attributes = [kind], sorted(named["LOAD_ATTR"])
     for variable in sorted((named["LOAD_GLOBAL"] - named["STORE_GLOBAL"]) & frame.f_globals.keys()):
         value = frame.f_globals[variable]
-        if not isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType):
+            yield from _settings_in(value, attributes)
+        else:
             yield module, variable, value
-        elif _root(value.__name__) not in _NO_SETTINGS:
-            there = {name: vars(value)[name] for name in attributes if name in vars(value)}
-            yield from ((value, *each) for each in there.items() if not isinstance(each[1], types.ModuleType))
         if isinstance(value, type):
             kinds.append(value)
     for each in kinds:
@@ -257,8 +256,24 @@ def _settings_of(
             if holder is None or _root(holder.__module__) in _NO_SETTINGS:
                 continue
             value = vars(holder)[attribute]
-            if not callable(value) and not hasattr(value, "__get__"):
+            if each is not kind or not (callable(value) or hasattr(value, "__get__")):
                 yield holder, attribute, value
+
+
+def _settings_in(module: types.ModuleType, attributes: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
+    """Give what a function names of a module of Python, and of modules that it reaches through this one."""
+    todo, seen = [module], set[int]()
+    while todo:
+        module = todo.pop()
+        if id(module) in seen or _root(module.__name__) in _NO_SETTINGS:
+            continue
+        seen.add(id(module))
+        for name in attributes:
+            value = vars(module).get(name)
+            if isinstance(value, types.ModuleType):
+                todo.append(value)
+            elif name in vars(module):
+                yield module, name, value
 
 
 def _root(name: str) -> str:
