@@ -160,10 +160,7 @@ class _Walk:
         """
         *before, folder = way
         if any(passed.is_relative_to(folder) for passed in before):
-            if self._tells and self._start != folder and self._start.is_relative_to(folder):
-                why = "is a symbolic link to a folder above the one that is listed, which is not followed"
-                self._tell(Unreachable(path=prefix, reason="link", why=why, is_folder=True))
-            return
+            return  # what lies there has its own name, or lies above what is listed
         circle = self._circle(folder)
         if circle != self._circle(before[-1]):
             seen = set()
