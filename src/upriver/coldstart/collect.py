@@ -1,4 +1,4 @@
-"""Which stored programs are in use, and removal of those that are not.
+"""Tell which stored programs are in use, and remove those that are not.
 
 Under each folder of programs stand small objects that say what goes on:
 
@@ -47,7 +47,7 @@ _RENEW_S = FRESH_S / 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removed:
-    """What was removed, or would be.
+    """Describe a program, or weights, that went or would go.
 
     Attributes:
         path: Of the graph, or the weights file.
@@ -64,7 +64,7 @@ class Removed:
 
 @dataclass(kw_only=True, slots=True)
 class Place:
-    """What lies under one folder of programs.
+    """List what lies under one folder of programs.
 
     Attributes:
         programs: By digest, the objects of each.

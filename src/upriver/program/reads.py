@@ -76,6 +76,7 @@ class Reads:
         self.written: frozenset[tuple[str, str]] = frozenset()
         self._where: Callable[[], Place] = lambda: (0, 0)
         self._codes: dict[tuple[types.CodeType, type], list[list[Place]]] = {}
+        self._without_settings: set[types.CodeType] = set()
         self._before: list[tuple[Any, str, Any, dict[Any, int]]] = []
 
     @contextlib.contextmanager
@@ -127,23 +128,26 @@ class Reads:
             if value is not None and name not in state and not hasattr(type(owner), name):
                 # Under another name, perhaps, as configurations of transformers translate some.
                 mine |= {each: mine.get(each, mine[name]) for each, held in state.items() if held is value}
+        self._mark(mine[name])
+
+    def _mark(self, places: list[Place]) -> None:
         place = self._where()
-        if not mine[name] or mine[name][-1][0] != place[0]:
-            mine[name].append(place)
+        if not places or places[-1][0] != place[0]:
+            places.append(place)
 
     def _note_call(self, frame: types.FrameType, event: str, _argument: Any) -> None:
-        if event != "call":
+        if event != "call" or frame.f_code in self._without_settings:
             return
         first = frame.f_locals.get(*frame.f_code.co_varnames[:1]) if frame.f_code.co_argcount else None
         kind = type(first) if isinstance(first, nn.Module) else type(None)
         if (read := self._codes.get((frame.f_code, kind))) is None:
-            read = self._codes[frame.f_code, kind] = [
-                self._place_of(*each) for each in _settings_of(frame, kind, _state(first))
-            ]
+            if (module := _module_of(frame)) is None:
+                self._without_settings.add(frame.f_code)
+                return
+            found = _settings_of(frame.f_code, module, kind, _state(first))
+            read = self._codes[frame.f_code, kind] = [self._place_of(*each) for each in found]
         for places in read:
-            place = self._where()
-            if not places or places[-1][0] != place[0]:
-                places.append(place)
+            self._mark(places)
 
     def _place_of(self, owner: Any, name: str, value: Any) -> list[Place]:
         mine = self.names.setdefault(id(owner), {})
@@ -225,25 +229,31 @@ def has_settings(value: Any) -> bool:
     return root not in sys.stdlib_module_names or root == "__main__"
 
 
+def _module_of(frame: types.FrameType) -> types.ModuleType | None:
+    """Return the module of Python that a function is of; None where its global variables are no settings."""
+    name = frame.f_globals.get("__name__", "")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is None or vars(module) is not frame.f_globals or _root(name) in _NO_SETTINGS:
+        return None
+    return module
+
+
 def _settings_of(
-    frame: types.FrameType, kind: type, own: Mapping[str, Any]
+    function: types.CodeType, module: types.ModuleType, kind: type, own: Mapping[str, Any]
 ) -> Iterator[tuple[Any, str, Any]]:
     """Give the global variables, and what classes hold, that a function names: owner, name, value.
 
     Args:
-        kind: The class of the module whose method it is.
-        own: What that module itself holds.
+        module: In which the function is defined.
+        kind: The class of the `nn.Module` whose method it is.
+        own: What that one itself holds.
     """
-    name = frame.f_globals.get("__name__", "")
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    if module is None or vars(module) is not frame.f_globals or _root(name) in _NO_SETTINGS:
-        return
     named: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set(), "LOAD_ATTR": set()}
-    for code in dis.get_instructions(frame.f_code):
+    for code in dis.get_instructions(function):
         named.setdefault(code.opname.replace("METHOD", "ATTR"), set()).add(code.argval)
     kinds, attributes = [kind], sorted(named["LOAD_ATTR"])
-    for variable in sorted((named["LOAD_GLOBAL"] - named["STORE_GLOBAL"]) & frame.f_globals.keys()):
-        value = frame.f_globals[variable]
+    for variable in sorted((named["LOAD_GLOBAL"] - named["STORE_GLOBAL"]) & vars(module).keys()):
+        value = vars(module)[variable]
         if isinstance(value, types.ModuleType):
             yield from _settings_in(value, attributes)
         else:
