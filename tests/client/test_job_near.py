@@ -251,7 +251,7 @@ def test_a_bad_sample_on_the_server_is_the_error_of_the_plain_way(data: Dataset,
 
 
 def test_skipping_on_the_server_is_skipping_on_the_plain_way(data: Dataset, near: upriver.Near) -> None:
-    broken = photos(root_of(data), 40, folder="two-bad", bad={33: png(3)[:150], 2: b""})
+    broken = photos(root_of(data), 40, folder="two-bad", bad={33: png(3)[:150], 2: b"."})
     runs = [
         run(near, broken, policy=policy, on_bad_sample="skip", epochs=1) for policy in ("nosplit", "freeze")
     ]

@@ -171,8 +171,11 @@ def test_a_state_of_another_job_is_refused_by_name(tmp_path: Path) -> None:
             job.load_state_dict(state)
         with pytest.raises(ConfigError, match="step"):
             job.load_state_dict({**state, "seed": 1, "step": 99})
-        with pytest.raises(ConfigError, match="fields"):
-            job.load_state_dict({"step": 1})
+        fields = ", ".join(sorted(state.keys() - {"num_ranks", "autocast", "subset"}))
+        with pytest.raises(ConfigError, match=rf"not the state of a fine-tuning job: it has no {fields}$"):
+            job.load_state_dict({})
+        with pytest.raises(ConfigError, match=r"it has no seed; it has 3, steps$"):
+            job.load_state_dict({key: state[key] for key in state if key != "seed"} | {"steps": 1, 3: 4})  # type: ignore[dict-item]
 
 
 TRUNCATED = png(3)[:200]
@@ -194,7 +197,7 @@ def test_a_bad_sample_is_an_error_that_names_object_and_sample(tmp_path: Path) -
 
 def test_skipping_counts_bad_samples_and_changes_no_other_row(tmp_path: Path) -> None:
     good = photos(tmp_path / "a", 30)
-    data = photos(tmp_path / "b", 30, bad={17: TRUNCATED, 4: b""})
+    data = photos(tmp_path / "b", 30, bad={17: TRUNCATED, 4: b"."})
     options = {"batch_size": 10, "micro_batch": 4, "policy": "nosplit", "shuffle": False}
     with upriver.connect().finetune(frozen_small(), good, **options) as job:
         wanted = torch.cat([features for features, _ in job])
@@ -387,6 +390,50 @@ def test_connecting_checks_what_it_is_given_at_once(
     with pytest.raises(ConfigError, match=named) as caught:
         upriver.connect(*arguments, **options)
     assert "a\nb" not in str(caught.value)
+
+
+class Computing:
+    """A metric that counts by itself, and gives a value in the end."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        pass
+
+    def compute(self) -> Any:
+        return self.value
+
+
+def test_evaluate_with_a_metric_that_gives_no_number_names_it_and_what_it_gave(tmp_path: Path) -> None:
+    data = photos(tmp_path, 16)
+    with upriver.connect().finetune(
+        frozen_small(), data, batch_size=8, micro_batch=MICRO, policy="nosplit"
+    ) as job:
+        for value, shown in (
+            (None, "NoneType None"),
+            ("0.5", "str '0.5'"),
+            ({"accuracy": 0.5}, "dict {'accuracy': 0.5}"),
+            (1j, "complex 1j"),
+            (torch.ones(2, 3), "a tensor of shape (2, 3)"),
+        ):
+
+            def accuracy(outputs: torch.Tensor, targets: torch.Tensor, value: Any = value) -> Any:
+                return value
+
+            for metric, name in ((accuracy, "accuracy"), (Computing(value), "Computing")):
+                with pytest.raises(ConfigError) as caught:
+                    job.evaluate(data, metric)
+                assert str(caught.value) == f"metric {name} must give one number, got {shown}"
+        for number in (1, 0.5, torch.tensor(0.5), torch.ones(1, 1), True, float("nan")):
+            given = job.evaluate(data, Computing(number))
+            assert given == float(number) or given != given
+
+        def wrong(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+            raise ValueError("of the metric's own")
+
+        with pytest.raises(ValueError, match="of the metric's own"):
+            job.evaluate(data, wrong)
 
 
 @pytest.mark.parametrize("rate", ["a", True, float("nan"), -1])

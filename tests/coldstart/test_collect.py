@@ -405,3 +405,89 @@ def test_the_command_over_s3_goes_through_all_tenants_or_one(capsys: pytest.Capt
         assert [path for path in s3.objects if "/programs/" in path] == [
             f"bucket/{graph_path(PREFIX, digest(0))}"
         ]
+
+
+@pytest.fixture
+def shared_store(tmp_path: Path) -> Store:
+    """A file store with an old program of a tenant, and an old one with newer weights that was pushed."""
+    store = Store.open(tmp_path.as_uri())
+    for place, program in ((f"{PREFIX}/tenants/alice", Q), (PREFIX, P)):
+        store.put(graph_path(place, program), graph(W))
+        os.utime(tmp_path / graph_path(place, program), (1e9, 1e9))
+        store.put(weights_path(place, W), b"w" * 100)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--digest", V], f"no program and no weights under '.upriver' in store 'default' have digest {V}"),
+        (["--digest", P], f"{P} lies under '.upriver', which was not looked at; add --shared"),
+        (["--shared", "--digest", W], f"{W} under '.upriver/tenants/alice' stays: it was used 0.0 h ago"),
+    ],
+)
+def test_gc_of_a_digest_that_stays_says_why(
+    shared_store: Store, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["gc", shared_store.uri, *arguments]) == 0
+    captured = capsys.readouterr().err
+    assert ("0 B in 0 objects were removed" in captured) == (W not in arguments)
+    assert said in captured
+
+
+def test_gc_of_a_digest_of_another_tenant_names_that(
+    shared_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared_store.put(graph_path(f"{PREFIX}/tenants/bob", V), graph(W))
+    assert main(["gc", shared_store.uri, "--json", "--tenant", "bob", "--digest", Q]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["removed"] == []
+    assert (
+        captured.err
+        == f"{Q} lies under '.upriver/tenants/alice', which was not looked at; add --tenant alice\n"
+    )
+
+
+def test_gc_of_weights_that_a_program_needs_says_so(
+    shared_store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"{PREFIX}/tenants/alice"
+    os.utime(tmp_path / weights_path(place, W), (1e9, 1e9))
+    shared_store.put(f"{place}/used/{Q}", b"used")
+    assert main(["gc", shared_store.uri, "--digest", W]) == 0
+    assert f"{W} under {place!r} stays: a program that was used since needs" in capsys.readouterr().err
+
+
+def test_gc_of_a_digest_that_goes_says_no_more(
+    shared_store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gc", shared_store.uri, "--digest", Q]) == 0
+    said = capsys.readouterr().err
+    assert "in 1 objects were removed" in said and "stays" not in said and "looked at" not in said
+
+
+def test_gc_without_tenants_points_to_shared_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gc", tmp_path.as_uri()]) == 0
+    assert "no tenant has stored anything under '.upriver'; --shared looks at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("age", ["99999999d", "1000000h", "9" * 400 + "w", "1e3d", "3", "-1d"])
+def test_gc_of_an_age_beyond_the_limit_names_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], age: str
+) -> None:
+    assert main(["gc", tmp_path.as_uri(), f"--older-than={age}"]) == 2
+    said = capsys.readouterr().err
+    assert "--older-than is a number below 1000000 with h, d or w as in 12h" in said and len(said) < 300
+    assert main(["gc", tmp_path.as_uri(), "--older-than=999999.5w"]) == 0
+
+
+@pytest.mark.parametrize("name", ["", "../x", ".", "a/b", "a" * 65, "-a", "a\n"])
+def test_gc_of_what_is_no_tenants_name_says_what_is_allowed(
+    shared_store: Store, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["gc", shared_store.uri, f"--tenant={name}"]) == 2
+    assert "a tenant's name has 1 to 64 letters, digits" in capsys.readouterr().err
+    assert main(["gc", shared_store.uri, "--tenant=carol"]) == 2
+    assert "tenant 'carol' has stored nothing" in capsys.readouterr().err

@@ -354,13 +354,13 @@ def test_one_long_name_for_many_rows_stays_small(dataset: Dataset) -> None:
 def of_classes(root: Path, names: dict[str, int], *, layout: str, listed: Sequence[str] = ()) -> Dataset:
     """A dataset with so many samples of each class; in shards numbers stand for ``names``."""
     if layout == "folders":
-        jpegs = {f"{name}/{n}.jpg": b"" for name, count in names.items() for n in range(count)}
+        jpegs = {f"{name}/{n}.jpg": b"." for name, count in names.items() for n in range(count)}
         return index(write(root, jpegs), stages=imagenet_eval(8))
     members = [
         member
         for name, count in names.items()
         for n in range(count)
-        for member in ((f"{name}-{n}.jpg", b""), (f"{name}-{n}.cls", name.encode()))
+        for member in ((f"{name}-{n}.jpg", b"."), (f"{name}-{n}.cls", name.encode()))
     ]
     text = {"classes.txt": "\n".join(listed).encode()} if listed else {}
     return index(write(root, {"a.tar": shard(members), **text}), stages=imagenet_eval(8))

@@ -130,14 +130,25 @@ def test_index_of_a_class_folder_without_samples_keeps_the_numbers_of_others(tmp
         },
     )
     (tmp_path / "s/a").mkdir()
-    assert left_out(uri, "s") == {"format": (1, ("s/c/1.tif",)), "empty_class": (3, ("a", "ab", "c"))}
+    assert left_out(uri, "s") == {"format": (1, ("s/c/1.tif",)), "empty_class": (3, ("s/a", "s/ab", "s/c"))}
     dataset = index(uri, "s", stages=STAGES, on_left_out="report")
     assert (dataset.classes, dataset.targets.tolist()) == (("a", "ab", "b", "c", "d"), [2, 4])
 
 
-def test_index_of_empty_files_holds_media_as_samples(tmp_path: Path) -> None:
-    uri = write(tmp_path, {"cat/1.jpg": b"", "cat/2.jpg": JPEG, "cat/marker": b""})
-    assert [blob for *_, blob in stored(uri)] == [b"", JPEG]
+def test_index_of_empty_files_leaves_media_out_and_lets_others_be(tmp_path: Path) -> None:
+    uri = write(tmp_path, {"cat/1.jpg": b"", "cat/2.jpg": JPEG, "cat/marker": b"", "dog/1.jpg": b""})
+    assert left_out(uri) == {"empty": (2, ("cat/1.jpg", "dog/1.jpg"))}
+    with pytest.raises(DatasetError, match=r"sample 'cat/1\.jpg' in 'cat/1\.jpg' is empty\. In all 2"):
+        index(uri, stages=STAGES)
+    dataset = index(uri, stages=STAGES, on_left_out="report")
+    assert (dataset.names([0]), dataset.classes) == (["cat/2.jpg"], ("cat", "dog"))
+
+
+def test_index_of_shards_with_an_empty_member_leaves_its_key_out(tmp_path: Path) -> None:
+    members = [("1.jpg", b""), ("1.cls", b"0"), ("2.jpg", JPEG), ("2.cls", b"0")]
+    uri = write(tmp_path, {"a.tar": shard(members)})
+    assert left_out(uri) == {"empty": (1, ("a.tar: 1",))}
+    assert stored(uri, on_left_out="report") == [("2", 0, JPEG)]
 
 
 @pytest.mark.parametrize("path", [".cache/birds", "__data", "a/.b/c", "x.jpg"])
@@ -514,7 +525,7 @@ def test_index_of_folder_markers_takes_none_for_a_sample(bucket: S3Server) -> No
     dataset = index(store, "s", stages=STAGES, on_left_out="report")
     assert dataset.names([0, 1]) == ["b/1.jpg", "b/y.jpg/2.jpg"]
     assert (dataset.classes, len(dataset)) == (("a", "b"), 2)
-    assert dataset.left_out == {"empty_class": LeftOut(count=1, examples=("a",))}
+    assert dataset.left_out == {"empty_class": LeftOut(count=1, examples=("s/a",))}
 
 
 def test_index_of_keys_that_differ_by_a_last_slash_holds_each_once(bucket: S3Server) -> None:

@@ -116,6 +116,67 @@ def test_link_to_a_folder_above_is_no_class_and_no_error(root: Path) -> None:
     assert index(root.as_uri(), "train", stages=STAGES).classes == ("cat",)
 
 
+def warned(caplog: pytest.LogCaptureFixture, root: Path, path: str = "", **options: Any) -> list[str]:
+    """What an index warns of."""
+    caplog.clear()
+    index(root.as_uri(), path, stages=STAGES, **options)
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("place", "target", "said"),
+    [
+        ("dog/loop", "../cat", "'dog/loop' ('dog/loop/1.jpg' is 'cat/1.jpg')"),
+        ("dog/2.jpg", "../cat/1.jpg", "'dog/2.jpg' ('dog/2.jpg' is 'cat/1.jpg')"),
+        ("bird", "cat", "'bird' ('cat/1.jpg' is 'bird/1.jpg')"),
+        ("puppy", "dog", "'puppy' ('puppy/1.jpg' is 'dog/1.jpg')"),
+        ("dog/both/more", "../../cat", "'dog/both/more' ('dog/both/more/1.jpg' is 'cat/1.jpg')"),
+    ],
+)
+def test_link_that_gives_a_sample_a_second_name_is_kept_and_warned_of(
+    root: Path, caplog: pytest.LogCaptureFixture, place: str, target: str, said: str
+) -> None:
+    assert warned(caplog, root) == []
+    link(root / place, target)
+    [message] = warned(caplog, root)
+    assert message.startswith(
+        f"1 objects are indexed under a second name, through symbolic links: {said}; each is a sample"
+    )
+    assert len(index(root.as_uri(), stages=STAGES)) == 3
+
+
+def test_links_that_give_samples_second_names_are_warned_of_in_one_line(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(7):
+        link(root / f"dog/twin{number}.jpg", "../cat/1.jpg")
+    [message] = warned(caplog, root)
+    assert message.startswith("7 objects are indexed under") and message.count(" is 'cat/1.jpg'") == 5
+    assert "('dog/twin4.jpg' is 'cat/1.jpg'); ...; each is" in message
+
+
+def test_links_that_give_samples_their_only_name_are_not_warned_of(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    link(root / "train/dog", "../dog")
+    link(root / "train/cat/1.jpg", "../../cat/1.jpg")
+    link(root / "train/owl", "../../away")
+    assert warned(caplog, root, "train", on_left_out="report") == []
+    assert len(index(root.as_uri(), "train", stages=STAGES, on_left_out="report")) == 2
+
+
+def test_hard_links_are_not_warned_of(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (root / "dog/2.jpg").hardlink_to(root / "cat/1.jpg")
+    assert warned(caplog, root) == []
+
+
+def test_link_to_a_shard_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, {"a.tar": shard([*sample("x"), *sample("y")])})
+    link(tmp_path / "b.tar", "a.tar")
+    [message] = warned(caplog, tmp_path)
+    assert message.startswith("1 objects are indexed") and "'b.tar' ('b.tar' is 'a.tar')" in message
+
+
 def test_links_by_shards_are_counted_where_they_may_be_shards(tmp_path: Path) -> None:
     root = tmp_path / "root"
     write(tmp_path / "away", {"1.tar": shard(sample("y"))})
@@ -294,4 +355,4 @@ def test_class_folder_counts_by_what_it_holds(
 def test_empty_class_of_the_name_of_a_prefix_elsewhere_is_counted(tmp_path: Path) -> None:
     uri = write(tmp_path, {"train/cat/1.jpg": JPEG})
     (tmp_path / "train/own").mkdir()
-    assert left_out(uri, "train", prefix="own") == {"empty_class": (1, ("own",))}
+    assert left_out(uri, "train", prefix="own") == {"empty_class": (1, ("train/own",))}

@@ -13,15 +13,16 @@ import typer
 from upriver.cli.common import DebugOption, JsonOption, emit, note, print_table, progress_bar
 from upriver.cli.options import StoreOption, store_options
 from upriver.errors import ConfigError
-from upriver.text import bytes_text
+from upriver.text import bytes_text, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from upriver.coldstart.collect import Removed
 
-_AGE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?([hdw])", re.ASCII)
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([hdw])", re.ASCII)
 _HOURS = {"h": 1, "d": 24, "w": 7 * 24}
+_MOST = 1_000_000
 
 
 def gc(
@@ -66,15 +67,19 @@ def gc(
     Servers note in the store what they use, once an hour. Weights stay as long as a program that stays needs
     them. Datasets are left alone. It may run while servers do; one at a time for a store.
     """
-    from upriver.coldstart.collect import check_asked, collect, folders
+    from upriver.coldstart.collect import check_asked, collect, folders, why_kept
+    from upriver.server.tenants import check_tenant_name
     from upriver.store import DEFAULT_PREFIX, Store, check_name
 
     older_than_s, folder = _age_s(older_than), check_name(DEFAULT_PREFIX if prefix is None else prefix)
     check_asked(older_than_s, digest or ())
+    for name in tenant or ():
+        check_tenant_name(name)
     store = Store.open(uri, options=store_options(option))
     removed: list[Removed] = []
+    looked_at = folders(store, folder, tenants=tenant or (), shared=shared)
     with progress_bar() as bar:
-        for place in folders(store, folder, tenants=tenant or (), shared=shared):
+        for place in looked_at:
             task = bar.add_task(place, total=None)
             removed += collect(
                 store,
@@ -95,6 +100,11 @@ def gc(
         ],
     }
     emit(document, as_json=as_json, text=lambda: _print(removed, dry_run=dry_run))
+    for each in dict.fromkeys(digest or ()):
+        if each not in {gone.digest for gone in removed}:
+            note(why_kept(store, folder, each, looked_at=looked_at, older_than_s=older_than_s))
+    if not looked_at and not digest:
+        note(f"no tenant has stored anything under {folder!r}; --shared looks at {folder!r} itself")
 
 
 def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
@@ -108,8 +118,11 @@ def _age_s(text: str) -> float:
         ConfigError: If it is something else.
     """
     match = _AGE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"--older-than is a number with h, d or w as in 12h, 30d or 8w, got {text!r}")
+    if match is None or not float(match[1]) < _MOST:
+        raise ConfigError(
+            f"--older-than is a number below {_MOST} with h, d or w as in 12h, 30d or 8w, got "
+            f"{printable(repr(text), 80)}"
+        )
     return float(match[1]) * _HOURS[match[2]] * 3600
 
 

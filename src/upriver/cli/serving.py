@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import threading
@@ -21,8 +20,6 @@ from upriver.cli.serve_file import SECRETS, TOKEN_VARIABLE, Checked
 from upriver.errors import ConfigError
 from upriver.imports import uncollected
 from upriver.secret_files import read_token_file
-
-log = logging.getLogger("upriver")
 
 SHUTDOWN_GRACE_S = 5.0
 """After its parent has gone, an embedded server may finish what it is doing for so long."""
@@ -78,14 +75,13 @@ def serve_here(settings: Mapping[str, Any], token: str | None) -> None:
     with uncollected():
         from upriver.server import ServerConfig, logs
         from upriver.server import serve as run_server
-        from upriver.server.allowed import not_here
+        from upriver.server.allowed import check_here
 
     config = ServerConfig(**settings, token=token)
+    check_here(config.allow)
     # People are told what they should look at, machines also what is as it should be.
     level = "INFO" if config.log_format == "json" else "WARNING"
     logs.configure(config.log_format, level, secrets=_secrets(token, settings))
-    for name in not_here(config.allow):
-        log.warning("%s is allowed, and there is no such module here: what it names is refused", name)
     run_server(config, on_listening=_announce)
 
 

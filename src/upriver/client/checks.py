@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from upriver.client.connection import Address
@@ -169,6 +170,23 @@ def cores(value: set[int] | None) -> set[int] | None:
     if value is not None and not (isinstance(value, set | frozenset) and value and value <= allowed):
         raise ConfigError(f"server_cpus must be a set of the cores {sorted(allowed)}, got {_shown(value)}")
     return value
+
+
+def number(metric: object, value: Any) -> float:
+    """Return what a metric gave, as a number.
+
+    Raises:
+        ConfigError: If it is none; names the metric.
+    """
+    try:
+        if not isinstance(value, str | bytes | bytearray):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    name = getattr(metric, "__name__", type(metric).__name__)
+    tensor = isinstance(value, torch.Tensor)
+    got = f"a tensor of shape {tuple(value.shape)}" if tensor else f"{type(value).__name__} {_shown(value)}"
+    raise ConfigError(f"metric {name} must give one number, got {got}") from None
 
 
 def _shown(value: object) -> str:

@@ -325,8 +325,8 @@ class FinetuneJob:
             The mean over all samples, or what ``compute()`` gives.
 
         Raises:
-            ConfigError: If the job was closed, an argument is none that can be used, or the held-out samples
-                have a class that the training data do not have.
+            ConfigError: If the job was closed, an argument is none that can be used, the metric gives no
+                number, or the held-out samples have a class that the training data do not have.
             NotExact: As while training.
         """
         self._check_open()
@@ -358,11 +358,11 @@ class FinetuneJob:
                 if keeps_count:
                     metric.update(outputs, targets)
                 else:
-                    total += float(metric(outputs, targets)) * len(ids)
+                    total += checks.number(metric, metric(outputs, targets)) * len(ids)
                 count += len(ids)
         if not count:
             raise DatasetError("no sample of the dataset could be evaluated")
-        return float(metric.compute()) if keeps_count else total / count
+        return checks.number(metric, metric.compute()) if keeps_count else total / count
 
     def _servers_can_read(self, dataset: Dataset) -> bool:
         """Whether servers can be asked for samples of a dataset, which is published for them."""
@@ -414,7 +414,9 @@ class FinetuneJob:
         require_type("state", state, Mapping, "from state_dict()")  # type: ignore[type-abstract]
         state = {**ABSENT, **state}
         if set(state) != set(mine):
-            raise ConfigError(f"not the state of a fine-tuning job: fields {sorted(map(str, state))}")
+            parts = (("it has no", mine.keys() - state.keys()), ("it has", state.keys() - mine.keys()))
+            found = (f"{words} {', '.join(sorted(map(str, keys)))}" for words, keys in parts if keys)
+            raise ConfigError(f"not the state of a fine-tuning job: {'; '.join(found)}")
         for key, value in mine.items():
             if key not in ("epoch", "step") and state[key] != value:
                 take = f"; make this one with micro_batch={state[key]!r}" if key == "micro_batch" else ""

@@ -399,6 +399,46 @@ def collect(
     return done
 
 
+def why_kept(store: Store, prefix: str, digest: str, *, looked_at: Sequence[str], older_than_s: float) -> str:
+    """Say why `collect` removed nothing of a digest, and what to ask for instead.
+
+    Args:
+        store: The store.
+        prefix: Where upriver keeps its own objects.
+        digest: Of a program, or weights.
+        looked_at: The folders that `collect` was called for.
+        older_than_s: As for `collect`.
+
+    Raises:
+        StoreError: If the store cannot be listed or read.
+    """
+    every = folders(store, prefix, shared=True)
+    holding = [folder for folder in every if _holds(store, folder, digest)]
+    seen = [folder for folder in holding if folder in looked_at]
+    if seen:
+        return _why_kept_there(store, seen[0], digest, older_than_s)
+    if not holding:
+        return f"no program and no weights under {prefix!r} in store {store.name!r} have digest {digest}"
+    missed = holding[-1]
+    how = "--shared" if missed == prefix else f"--tenant {missed.rpartition('/')[2]}"
+    return f"{digest} lies under {missed!r}, which was not looked at; add {how}"
+
+
+def _holds(store: Store, folder: str, digest: str) -> bool:
+    return any(store.exists(path(folder, digest)) for path in (graph_path, weights_path))
+
+
+def _why_kept_there(store: Store, folder: str, digest: str, older_than_s: float) -> str:
+    place = survey(store, folder)
+    shown = f"{digest} under {folder!r} stays"
+    infos = [*place.programs.get(digest, ()), *place.weights.get(digest, ())]
+    unused_s = time.time() - place.last_use(digest, infos)
+    if unused_s <= older_than_s:
+        asked_h = older_than_s / 3600
+        return f"{shown}: it was used {unused_s / 3600:.1f} h ago; --older-than asks for {asked_h:g} h"
+    return f"{shown}: a program that was used since needs these weights"
+
+
 def _needs(
     store: Store, prefix: str, programs: Collection[str], on_progress: Callable[[int, int], None]
 ) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Literal
 
 import pyarrow as pa
@@ -26,6 +27,8 @@ from upriver.pipeline.left_out import FORMAT_OF, OnLeftOut, Tally, describe
 from upriver.pipeline.wavfile import read_form
 from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, Unreachable, check_name
 from upriver.types import require_type
+
+log = logging.getLogger("upriver")
 
 Layout = Literal["auto", "webdataset", "folders"]
 Progress = Callable[[int, int], None]
@@ -78,7 +81,8 @@ def index(
     Whatever may be a sample and is not indexed counts as left out, by its reason: see
     :attr:`Dataset.left_out`. Texts, tables, a README and what systems leave behind (``.DS_Store``) are no
     samples and do not count, nor does what lies beside class folders. Symbolic links that lead out of a file
-    store or nowhere count by the rules for a file of their name.
+    store or nowhere count by the rules for a file of their name. A file that a link gives a second name is
+    two samples, and a warning names the link.
 
     Args:
         store: A store, or the URI of one.
@@ -119,12 +123,13 @@ def index(
         rows, classes = _shards(store, found, path, tally, on_progress)
     else:
         folders = _class_folders(store, path, prefix)
-        rows, classes = _folders(found, missing, folders, layout, tally, on_progress)
-    rows = [row for row in rows if _is_small_enough(row, tally)]
+        rows, classes = _folders(found, missing, folders, path, layout, tally, on_progress)
+    rows = [row for row in rows if _has_a_size_that_is_read(row, tally)]
     if on_left_out == "error":
         tally.check(where)
     if not rows:
         raise DatasetError(_nothing(found, kind, tally, where))
+    _tell_of_links(store, rows)
     return _dataset(store, rows, classes, tally, layout=kind, chain=chain, prefix=prefix)
 
 
@@ -288,6 +293,7 @@ def _folders(
     found: Sequence[_Found],
     missing: Sequence[str],
     folders: set[str],
+    path: str,
     layout: str,
     tally: Tally,
     on_progress: Progress | None,
@@ -311,7 +317,8 @@ def _folders(
     folders = folders | {each.name.split("/", 1)[0] for each in found if "/" in each.name}
     with_samples = {each.name.split("/", 1)[0] for each in media}
     for name in sorted(((folders - annotations) | classes) - with_samples):
-        tally.add("empty_class", name, f"class folder {name!r} holds no sample that is read")
+        whole = f"{path}/{name}" if path else name
+        tally.add("empty_class", whole, f"class folder {whole!r} holds no sample that is read")
         classes.add(name)
     ordered = sorted(classes)
     number = {label: target for target, label in enumerate(ordered)}
@@ -491,15 +498,44 @@ class _Meter:
 # ------------------------------------------------------------------------------------------- common
 
 
-def _is_small_enough(row: _Row, tally: Tally) -> bool:
-    """Whether a sample has the size that a server reads; else it is counted."""
+def _has_a_size_that_is_read(row: _Row, tally: Tally) -> bool:
+    """Return whether a sample has bytes, and no more than a server reads; else count it."""
     num_bytes, path = row.stop - row.start, row.object.path
-    if num_bytes <= files.MAX_SAMPLE_BYTES:
+    if 0 < num_bytes <= files.MAX_SAMPLE_BYTES:
         return True
     shown = f"sample {row.name!r} in {path!r}"
-    why_not = f"{shown} has {num_bytes} bytes; at most {files.MAX_SAMPLE_BYTES} are allowed"
-    tally.add("size", f"{path}: {row.name}" if row.start else path, why_not)
+    what = f"has {num_bytes} bytes; at most {files.MAX_SAMPLE_BYTES} are allowed" if num_bytes else "is empty"
+    tally.add(
+        "size" if num_bytes else "empty", f"{path}: {row.name}" if row.start else path, f"{shown} {what}"
+    )
     return False
+
+
+def _tell_of_links(store: Store, rows: Sequence[_Row]) -> None:
+    """Warn of symbolic links that give a file a second name, which makes it a second sample."""
+    etags = {row.object.path: row.object.etag for row in rows}
+    if not store.is_local or len(set(etags.values())) == len(etags):
+        return
+    first: dict[str, str] = {}
+    links: dict[str, str] = {}
+    count = 0
+    for name, etag in etags.items():
+        other = first.setdefault(etag, name)
+        link = other != name and (store.link_in(name) or store.link_in(other))
+        if link:
+            count += 1
+            links.setdefault(link, f"{link!r} ({name!r} is {other!r})")
+    if links:
+        shown = [
+            *islice(links.values(), left_out.MAX_EXAMPLES),
+            *["..."][: len(links) - left_out.MAX_EXAMPLES],
+        ]
+        log.warning(
+            "%d objects are indexed under a second name, through symbolic links: %s; each is a sample of its "
+            "own. Remove the links if that is not meant",
+            count,
+            "; ".join(shown),
+        )
 
 
 def _dataset(
@@ -558,8 +594,6 @@ def _check_reads(store: Store, row: _Row, chain: InputChain) -> None:
 
 def _wav_rate(store: Store, row: _Row) -> int | None:
     stop = min(row.stop, row.start + _WAV_HEADER_BYTES)
-    if stop == row.start:
-        return None
     head = store.get_range(row.object.path, row.start, stop, etag=row.object.etag)
     try:
         return read_form(head).rate

@@ -34,6 +34,7 @@ REASONS: dict[str, str] = {
     "link": "links that lead to no file of their store or shard",
     "unreadable": "without permission to read them",
     "size": "larger than a sample may be",
+    "empty": "without a byte",
     "sparse": "sparse members",
     "special": "neither files nor links",
     "no_media": "keys without a member that is read",

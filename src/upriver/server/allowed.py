@@ -12,9 +12,9 @@ import functools
 import re
 import symtable
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -48,13 +48,44 @@ def require_allow(allow: Sequence[str]) -> None:
             )
 
 
-def not_here(allow: Sequence[str]) -> list[str]:
-    """Those names whose package, or module, this machine does not have; nothing is imported to see that."""
-    packages = {name: name.partition(":")[0].partition(".")[0] for name in allow}
-    begins = [str(Path.cwd())]  # where the processes that run it look first
-    return [
-        name for name, top in packages.items() if not (PathFinder.find_spec(top, begins) or find_spec(top))
-    ]
+def check_here(allow: Sequence[str]) -> None:
+    """Check that this machine has the modules that an operator allows; nothing is imported to see that.
+
+    Raises:
+        ConfigError: If it does not have one; names it. A module that its package makes while that is imported
+            is not found, either: the package is to be allowed.
+    """
+    begins = [str(Path.cwd()), *sys.path]  # where the processes that run it look first
+    for name in allow:
+        module = name.partition(":")[0]
+        if missing := _missing(module, begins):
+            raise ConfigError(
+                f"allow names {name!r}, and there is no module {missing!r} here; a module is looked for in "
+                "the folder that the worker was started in, and among the packages that are installed"
+            )
+
+
+def _missing(module: str, begins: Sequence[str]) -> str:
+    """Return the first package or module on the way to a module that is not found; empty if all are."""
+    parts = module.split(".")
+    spec = PathFinder.find_spec(parts[0], begins) or find_spec(parts[0])
+    for number in range(1, len(parts)):
+        if spec is None:
+            return ".".join(parts[:number])
+        spec = _beneath(".".join(parts[: number + 1]), spec.submodule_search_locations or ())
+    return module if spec is None else ""
+
+
+def _beneath(module: str, places: Iterable[str]) -> ModuleSpec | None:
+    """Return where a module of a package is, whose places are these; the package is not imported."""
+    where = list(places)
+    # By its last name alone: with all of it namespace packages look for parents that are imported.
+    found = PathFinder.find_spec(module.rpartition(".")[2], where)
+    for finder in sys.meta_path:
+        if found is None and finder is not PathFinder:
+            with suppress(Exception):  # of import systems, which are anybody's
+                found = finder.find_spec(module, where)
+    return found
 
 
 def check_code(code: CodeRef, allow: Sequence[str]) -> None:

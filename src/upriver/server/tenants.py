@@ -24,6 +24,7 @@ from upriver.pipeline import Dataset
 from upriver.protocol import valid_digest, valid_store_name
 from upriver.store import Store
 from upriver.store.names import check_prefix
+from upriver.text import printable
 from upriver.types import require_finite
 
 _Rows = np.ndarray[Any, np.dtype[np.bool_]]
@@ -36,6 +37,20 @@ _outside: weakref.WeakKeyDictionary[Dataset, dict[tuple[str, ...], _Rows | None]
 )
 """Of each open dataset, by allowed prefixes: which samples lie outside, None where none does. It follows from
 the two alone, and goes with the dataset."""
+
+
+def check_tenant_name(name: str) -> str:
+    """Check a tenant's name, and return it.
+
+    Raises:
+        ConfigError: If no tenant can be called so.
+    """
+    if not valid_store_name(name):
+        raise ConfigError(
+            "a tenant's name has 1 to 64 letters, digits, '.', '_', '-', the first a letter or digit, got "
+            f"{printable(repr(name), 80)}"
+        )
+    return name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +82,7 @@ class Tenant:
     stored_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not valid_store_name(self.name):
-            raise ConfigError(
-                f"a tenant's name has 1 to 64 letters, digits, '.', '_', '-', got {self.name!r}"
-            )
+        check_tenant_name(self.name)
         self._check_ways_in()
         self._check_stores()
         require_finite(f"tenant {self.name!r}: weight", self.weight, positive=True)

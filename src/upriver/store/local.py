@@ -336,6 +336,13 @@ def _holds_nothing(root: Path, link: os.DirEntry[str]) -> bool:
         return True
 
 
+def link_in(root: Path, path: str) -> str:
+    """Return the first part of a name that is a symbolic link; empty if none is."""
+    ends = [at for at, char in enumerate(path) if char == "/"]
+    parts = (path[:end] for end in (*ends, len(path)))
+    return next((part for part in parts if os.path.islink(root / part)), "")
+
+
 def etag_of(status: os.stat_result) -> str:
     """Name a file's state: inode, modification time, size and change time, in hexadecimal.
 

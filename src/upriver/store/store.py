@@ -549,6 +549,10 @@ class Store:
             listed = obstore.list_with_delimiter(self._backend, prefix or None)
             return [name.rpartition("/")[2] for name in listed["common_prefixes"] if name]
 
+    def link_in(self, path: str) -> str:
+        """Return the first part of a name that is a symbolic link; empty if none is."""
+        return "" if self._root is None else local.link_in(self._root, path)
+
     def _check_slashes(self) -> None:
         """Refuse a bucket with keys that begin with a slash: obstore lists them without it.
 
