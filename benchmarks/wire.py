@@ -1,6 +1,8 @@
 """Feature tensors over loopback, checksums on, beside a raw socket in the same run.
 
-Run with ``python benchmarks/wire.py``; ``--write`` writes ``benchmarks/results/wire.md``. Rows:
+Run with ``python benchmarks/wire.py``. Each turn starts all processes anew and becomes a line of
+``results/wire.jsonl``; the next start goes on from there, and makes turns of other code anew. ``--quick`` is
+a small form that says little, ``--report`` only writes ``results/wire.md`` from what is there. Rows:
 
 * ``raw socket``: one process sends the same bytes with ``sendall``, the other receives into one buffer.
 * ``frames``: the front's streaming code in uvicorn sends micro-batches out of shared memory; the client's
@@ -14,32 +16,51 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from _common import RESULTS, Spread, code, commit, cpu_seconds, interleave, machine, table, versions
+from _planned import Records
 from upriver.client.transport import ServerClient
-from upriver.engine.fingerprint import fingerprint
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest
 
-RESULT = Path(__file__).parent / "results" / "wire.md"
+RAW, FRAMES, SERVER = "raw socket", "frames", "server"
 SHAPE = (64, 56, 56)
 """ResNet-18 after its first stage: 0.8 MB a sample, 12.8 MB a micro-batch of 16."""
 MICRO_BATCH = 16
 FRAME_BYTES = MICRO_BATCH * int(np.prod(SHAPE)) * 4
 GOAL = 0.4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How much is measured.
+
+    Attributes:
+        turns: How often all processes are started.
+        repeats: Of each row in a turn, interleaved.
+        frames: Micro-batches of a repeat.
+    """
+
+    turns: int
+    repeats: int
+    frames: int
+
+
+FULL = Setting(turns=5, repeats=9, frames=24)
+QUICK = Setting(turns=1, repeats=2, frames=2)
 
 
 # ------------------------------------------------------------------------------- the sending sides
@@ -185,8 +206,13 @@ def make_dataset(root: Path) -> tuple[str, str]:
     return root.as_uri(), dataset.digest
 
 
-def measure(repeats: int, frames: int) -> dict[str, list[float]]:
-    """Bytes per second of each row, interleaved."""
+def measure(setting: Setting) -> dict[str, dict[str, list[float]]]:
+    """Make one turn, interleaved.
+
+    Returns:
+        For each row bytes per second (``rates``), and processor seconds of both sides (``cpu_s``), which other
+        work on the machine changes less.
+    """
     every = tuple(range(MICRO_BATCH))
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -195,104 +221,108 @@ def measure(repeats: int, frames: int) -> dict[str, list[float]]:
             ServerClient(stack.enter_context(started("send-frames"))),
             ServerClient(stack.enter_context(started("send-server", uri))),
         ]
+        for client in clients:
+            stack.callback(client.close)
         while not clients[1].ready():
             time.sleep(0.1)
         sent = RunRequest(
-            micro_batches=(every,) * frames,
+            micro_batches=(every,) * setting.frames,
             start=-1,
             stop=0,
             micro_batch=MICRO_BATCH,
             dataset=DatasetRef(store="default", digest=digest),
         )
-        rows = {
-            "raw socket": raw_receiver(stack.enter_context(started("send-raw")), frames),
-            "frames": frame_receiver(clients[0], sent),
-            "server": frame_receiver(clients[1], sent),
+        receivers = {
+            RAW: raw_receiver(stack.enter_context(started("send-raw")), setting.frames),
+            FRAMES: frame_receiver(clients[0], sent),
+            SERVER: frame_receiver(clients[1], sent),
         }
-        for receive in rows.values():
-            receive()  # warm
-        rates: dict[str, list[float]] = {name: [] for name in rows}
-        for _ in range(repeats):
-            for name, receive in rows.items():
-                rates[name].append(frames * FRAME_BYTES / receive())
-        for client in clients:
-            client.close()
-        return rates
+
+        def run(name: str) -> tuple[float, float]:
+            before = cpu_seconds()
+            rate = setting.frames * FRAME_BYTES / receivers[name]()
+            return round(rate), round(cpu_seconds() - before, 3)
+
+        runs = {name: lambda _, name=name: run(name) for name in receivers}
+        found = {
+            name: pairs[1:] for name, pairs in interleave(runs, setting.repeats + 1).items()
+        }  # one warms up
+        return {
+            kind: {name: [pair[at] for pair in pairs] for name, pairs in found.items()}
+            for at, kind in enumerate(("rates", "cpu_s"))
+        }
 
 
-def report(rates: dict[str, list[float]], frames: int) -> str:
-    """The rows as a table in Markdown."""
-    raw = rates["raw socket"]
-    lines = [
-        "| row | MB/s, median | MB/s, range | of the raw socket, median | range |",
-        "|---|---|---|---|---|",
-    ]
-    for name, each in rates.items():
-        shares = [one / other for one, other in zip(each, raw, strict=True)]
-        lines.append(f"| {name} | {spread([rate / 1e6 for rate in each], 0)} | {spread(shares, 2)} |")
-    lines.append("")
-    lines.append(
-        f"{len(raw)} interleaved repeats after one to warm up, "
-        f"{frames} frames of {FRAME_BYTES / 1e6:.1f} MB each;\n"
-        "shares are of the raw socket's rate in the same repeat."
-    )
-    return "\n".join(lines)
+# --------------------------------------------------------------------------------------- the report
 
 
-def spread(values: list[float], digits: int) -> str:
-    """Median and range, as two cells."""
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:.{digits}f} | {least:.{digits}f} to {most:.{digits}f}"
+def shares(turn: Mapping[str, Any], row: str) -> list[float]:
+    """Return a row's part of the raw socket's rate, repeat by repeat."""
+    rates = turn["rates"]
+    return [one / raw for one, raw in zip(rates[row], rates[RAW], strict=True)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("send", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--frames", type=int, default=24)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    options = parser.parse_args()
-    match options.send:
-        case ["send-raw"]:
-            return send_raw()
-        case ["send-frames"]:
-            return send_frames()
-        case ["send-server", uri]:
-            return send_server(uri)
-    torch.set_num_threads(1)
-    table = report(measure(options.repeats, options.frames), options.frames)
-    print(table)
-    if options.write:
-        RESULT.write_text(document(table), encoding="utf-8")
+def verdict(turns: Sequence[Mapping[str, Any]]) -> str:
+    """Judge the frames by the median of all repeats."""
+    median = Spread.of(share for turn in turns for share in shares(turn, FRAMES)).median
+    return f"**{'met' if median >= GOAL else 'missed'}** ({median:.2f})"
 
 
-def document(table: str) -> str:
-    """The whole report."""
-    here = fingerprint()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
+def report(turns: Sequence[Mapping[str, Any]], setting: Setting) -> str:
+    """Write the page.
+
+    Args:
+        turns: Records, at least one.
+        setting: What was to be measured.
+    """
+    rows = []
+    for row in (RAW, FRAMES, SERVER):
+        rates = Spread.of(rate / 1e6 for turn in turns for rate in turn["rates"][row])
+        of_raw = Spread.of(share for turn in turns for share in shares(turn, row))
+        medians = (f"{Spread.of(shares(turn, row)).median:.2f}" for turn in turns)
+        cpu_ms = Spread.of(1e3 * each / setting.frames for turn in turns for each in turn["cpu_s"][row])
+        rows.append((row, rates.text(0), of_raw.text(), ", ".join(medians), cpu_ms.text(1)))
+    left = setting.turns - len(turns)
     return TEMPLATE.format(
-        table=table,
         goal=GOAL,
-        commit=commit or "unknown",
-        machine=f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {here['cpu_capability']}",
-        load=f"{os.getloadavg()[0]:.1f}",
-        versions=f"Python {platform.python_version()}, torch {here['torch']}, Linux",
+        verdict=verdict(turns) + (f", with {left} of {setting.turns} turns to come" if left else ""),
+        table=table(
+            (
+                "row",
+                "MB/s, median (lowest to highest)",
+                "of the raw socket, median (lowest to highest)",
+                "medians of the turns",
+                "processor ms a frame, both sides",
+            ),
+            rows,
+        ),
+        turns=len(turns),
+        repeats=setting.repeats,
+        frames=setting.frames,
+        megabytes=f"{FRAME_BYTES / 1e6:.1f}",
+        commits=", ".join(dict.fromkeys(turn["commit"] for turn in turns)),
+        machine=machine(),
+        versions=versions("torch", "uvicorn", "xxhash"),
+        loads=", ".join(f"{turn['load']:.1f}" for turn in turns),
     )
 
 
 TEMPLATE = """# The wire: feature tensors over loopback
 
-**Claim.** Micro-batches through the front's streaming code and the client's frame reader, checksums on, reach
-at least {goal} of a raw socket's rate in the same run.
+**Goal.** Micro-batches through the front's streaming code and the client's frame reader, checksums on, reach
+at least {goal} of a raw socket's rate in the same repeat, by the median: {verdict}.
 
 {table}
 
-- Commit {commit}; {machine}; {versions}.
-- A shared machine, load average {load} at the end of the run (the run itself makes about 2): the ranges are
-  its noise, and the share within a repeat says more than the rates.
-- `raw socket`: `sendall` of 12.8 MB, received into one buffer that is used again. No checksum, no HTTP.
+Turns: {turns}, each with processes of its own; {repeats} interleaved repeats after one to warm up, {frames}
+frames of {megabytes} MB each. Shares are of the raw socket's rate in the same repeat.
+
+- Commit {commits}; {machine}; {versions}.
+- A shared machine: its load average was {loads} when the turns
+  began (a turn itself makes about 2). The ranges are its noise, and the share within a repeat says more than
+  the rates.
+- `raw socket`: `sendall` of {megabytes} MB, received into one buffer that is used again. No checksum, no
+  HTTP.
 - `frames`: uvicorn (asyncio, httptools) with the server's own `FrameStream`, chunks of 256 KiB, out of a
   shared-memory slot; the client's transport over `http.client`, read into fresh tensors, `xxh3_64` checked
   piece by piece. The sender computes the checksum of every frame, too; in a server the worker does, on its
@@ -305,8 +335,43 @@ Where bytes are copied on the way of `frames`: once by uvicorn (which joins a ch
 by the kernel, as for the raw socket; never by the client. What it does not show: a real network, TLS, several
 clients at once.
 
-Run it again: `python benchmarks/wire.py --write`.
+Run it again: `python benchmarks/wire.py`.
 """
+
+
+def main() -> None:
+    """Make the turns that are missing, and report what is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("send", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="a small form that says little")
+    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
+    options = parser.parse_args()
+    match options.send:
+        case ["send-raw"]:
+            return send_raw()
+        case ["send-frames"]:
+            return send_frames()
+        case ["send-server", uri]:
+            return send_server(uri)
+        case [other, *_]:
+            parser.error(f"unknown argument {other!r}")
+    torch.set_num_threads(1)
+    setting, name = (QUICK, "wire_quick") if options.quick else (FULL, "wire")
+    records = Records(options.out / f"{name}.jsonl")
+    for key in (f"turn{number}" for number in range(setting.turns)):
+        if options.report or records.rows.get(key, {}).get("code") == code():
+            continue
+        load = round(os.getloadavg()[0], 2)
+        records.add(key, {"commit": commit(), "code": code(), "load": load, **measure(setting)})
+        print(f"{key}: {verdict([records.rows[key]])}", file=sys.stderr, flush=True)
+    turns = [records.rows[f"turn{number}"] for number in range(setting.turns) if f"turn{number}" in records]
+    if not turns:
+        sys.exit(f"error: no turn is recorded in {records.path}; run without --report first")
+    text = report(turns, setting)
+    (options.out / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
+
 
 if __name__ == "__main__":
     main()
