@@ -210,8 +210,8 @@ def measure(setting: Setting) -> dict[str, dict[str, list[float]]]:
     """Make one turn, interleaved.
 
     Returns:
-        For each row bytes per second (``rates``), and processor seconds of both sides (``cpu_s``), which other
-        work on the machine changes less.
+        For each row bytes per second (``rates``), and processor seconds of both sides (``cpu_s``), which
+        other work on the machine changes less.
     """
     every = tuple(range(MICRO_BATCH))
     with ExitStack() as stack:
