@@ -20,8 +20,8 @@ from torch import nn
 
 import _planned_job
 from _planned_job import LEARNING_RATE, Trainer
+from upriver.cache import cache_folder
 from upriver.cost import CostModel, CutTable, route_between
-from upriver.files import cache_folder
 from upriver.policies import POLICIES
 from upriver.types import Plan, Route
 

@@ -33,13 +33,13 @@ import upriver
 from _planned import MEASURED, SWEPT, Setting, label_of
 from _planned_loader import Loop
 from split_overhead import build
+from upriver.cache import cache_folder
 from upriver.client import budget
 from upriver.client.crew import LOCAL
 from upriver.client.deal import deal
 from upriver.client.measuring import Measured
 from upriver.client.order import EpochOrder, epoch_order
 from upriver.cost import CostModel
-from upriver.files import cache_folder
 from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize
 from upriver.policies import POLICIES
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json

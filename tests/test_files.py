@@ -20,39 +20,6 @@ from upriver.cli.checkpoint import save_tensors
 from upriver.errors import ConfigError, StoreError
 from upriver.store import Store
 
-
-@pytest.fixture
-def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user id without an entry in the password file, and no variable that names a folder."""
-
-    def nobody(uid: int) -> None:
-        raise KeyError(uid)
-
-    for name in ("HOME", "XDG_CACHE_HOME", "UPRIVER_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", nobody)
-
-
-@pytest.mark.usefixtures("no_home")
-def test_cache_folder_without_a_home_is_one_where_nothing_can_lie() -> None:
-    kept = files.cache_folder() / "proofs" / "a.json"
-    with pytest.raises(OSError, match=os.devnull):
-        files.write_cached(kept, "{}")
-    with pytest.raises(OSError, match=os.devnull):
-        kept.read_text()
-
-
-@pytest.mark.usefixtures("no_home")
-@pytest.mark.parametrize(
-    ("name", "folder"), [("UPRIVER_CACHE", ""), ("XDG_CACHE_HOME", "upriver"), ("HOME", ".cache/upriver")]
-)
-def test_cache_folder_with_a_variable_is_the_folder_it_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str
-) -> None:
-    monkeypatch.setenv(name, str(tmp_path))
-    assert files.cache_folder() == tmp_path / folder
-
-
 # ----------------------------------------------------------------------------------------- replacing
 
 
@@ -71,15 +38,16 @@ def put_from_loop(path: Path, data: bytes) -> None:
     asyncio.run(Store.open(path.parent.as_uri()).put_async(path.name, data))
 
 
-def cached(path: Path, data: bytes) -> None:
-    files.write_cached(path, data.decode())
+def private(path: Path, data: bytes) -> None:
+    with files.replacing(path, private=True) as new:
+        new.write_bytes(data)
 
 
 def tensors(path: Path, data: bytes) -> None:
     save_tensors(path, {"a": torch.frombuffer(bytearray(data), dtype=torch.uint8)})
 
 
-WRITES: list[Write] = [put, stream, put_from_loop, cached, output.write_whole, tensors]
+WRITES: list[Write] = [put, stream, put_from_loop, private, output.write_whole, tensors]
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)

@@ -30,33 +30,8 @@ STATUS = Path("/proc/self/status")
 """Tells the user's mask for new files, which umask(2) tells only by changing it."""
 
 
-def cache_folder() -> Path:
-    """Give the folder that remembers findings: ``$UPRIVER_CACHE`` or the user's cache folder.
-
-    A user without a home folder has no cache: nothing can be read from or written to the path given then.
-    A folder that others may write to would not do, as proofs lie there.
-    """
-    if own := os.environ.get("UPRIVER_CACHE"):
-        return Path(own).absolute()
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "upriver"
-    except RuntimeError:  # a user id without an entry in the password file, as in many containers
-        return Path(os.devnull)
-
-
-def write_cached(path: Path, text: str) -> None:
-    """Write a file of the cache whole or not at all, also when two jobs write it.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, mode=0o600) as new:
-        new.write_text(text, encoding="utf-8")
-
-
 @contextlib.contextmanager
-def replacing(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
+def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Make a new file in the same folder, which takes the place of ``path`` at the end, and lasts.
 
     The file is synced before it is renamed, the folder after, so that a machine that loses power holds the
@@ -64,7 +39,8 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
 
     Args:
         path: A link is replaced, not followed.
-        mode: Permissions where there was no file, less the user's mask; else the old ones stay.
+        private: Give the new file to its owner alone. Else it has the permissions of the old one, or where
+            there was none the usual ones.
 
     Raises:
         OSError: If the file cannot be made, does not fit, or cannot take that place.
@@ -73,7 +49,7 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
     new = Path(name)
     try:
         try:
-            os.fchmod(handle, _mode_for(path, mode))
+            os.fchmod(handle, 0o600 if private else _mode_for(path))
         finally:
             os.close(handle)
         yield new
@@ -86,11 +62,11 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
     sync(path.parent)
 
 
-def _mode_for(path: Path, mode: int) -> int:
+def _mode_for(path: Path) -> int:
     """Give the permissions of a file that is there, else those of a new one, which temporary files lack."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_mode & 0o777
-    return mode & ~_umask()
+    return 0o666 & ~_umask()
 
 
 def _umask() -> int:

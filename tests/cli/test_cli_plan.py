@@ -23,7 +23,6 @@ from upriver.cli.checkpoint import save_tensors
 from upriver.cli.options import parse_sweep
 from upriver.cli.output import write_whole
 from upriver.errors import ConfigError, StoreError
-from upriver.files import write_cached
 from upriver.policies import POLICIES, REQUEST_POLICIES
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json
 from upriver.report.plan import to_dict
@@ -543,7 +542,6 @@ def test_an_interruption_leaves_no_file_either(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("os.replace", interrupted)
     for write in (
         lambda path: write_whole(path, b"content"),
-        lambda path: write_cached(path, "content"),
         lambda path: save_tensors(path, {"a": torch.ones(2)}),
     ):
         with pytest.raises(KeyboardInterrupt):

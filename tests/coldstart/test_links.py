@@ -64,7 +64,7 @@ def test_folders_of_one_disk_share_what_is_known_of_it(tmp_path: Path) -> None:
     [
         {"schema": "upriver.store-link/1"},
         {"bandwidth_bytes_per_s": 0.0},
-        {"bandwidth_bytes_per_s": 3},
+        {"bandwidth_bytes_per_s": "3"},
         {"requests": 0},
         {"requests": -4},
         {"requests": 4.0},

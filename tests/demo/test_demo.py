@@ -121,7 +121,7 @@ def test_where_nothing_can_be_kept_images_go_with_the_run(
     monkeypatch.setenv("UPRIVER_CACHE", nowhere)
     told = Told()
     with images_of(DemoSettings(images=10, heldout=10), told) as data:
-        assert sorted(path.name for path in data.root.iterdir()) == ["heldout", "train"]
+        assert sorted(path.name for path in data.root.iterdir()) == ["content.sha256", "heldout", "train"]
         assert data.root.is_absolute()
     assert not data.root.parent.exists()
     [line] = told.lines

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 import tarfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from upriver.cache import cache_folder
 from upriver.demo import data as demo
 from upriver.errors import ConfigError, DatasetError, StoreError
-from upriver.files import cache_folder
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +145,70 @@ def test_a_folder_that_can_keep_nothing_is_named(tmp_path: Path) -> None:
     for cache in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreError, match=f"cannot be kept in {cache} "):
             demo.demo_data(num_train=10, num_heldout=10, cache=cache)
+
+
+def _cut_short(root: Path) -> None:
+    os.truncate(root / "train" / "0000.tar", 1000)
+
+
+def _flipped(root: Path) -> None:
+    with (root / "heldout" / "0000.tar").open("r+b") as file:
+        file.seek(600)
+        byte = file.read(1)
+        file.seek(600)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _endless(root: Path) -> None:
+    os.truncate(root / "train" / "0000.tar", 1 << 40)
+
+
+def _instead(make: Callable[[Path], object], name: str = "") -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        path = root / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        make(path)
+
+    return damage
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a shard cut short": _cut_short,
+    "a bit of a shard": _flipped,
+    "a shard of a terabyte": _endless,
+    "a shard gone": lambda root: (root / "train" / "0000.tar").unlink(),
+    "one shard more": lambda root: (root / "train" / "0001.tar").write_bytes(b"more"),
+    "no classes": lambda root: (root / "train" / "classes.txt").unlink(),
+    "no part": lambda root: shutil.rmtree(root / "heldout"),
+    "no digest": lambda root: (root / "content.sha256").unlink(),
+    "a pipe for the digest": _instead(os.mkfifo, "content.sha256"),
+    "a pipe for a shard": _instead(os.mkfifo, "train/0000.tar"),
+    "a pipe for a part": _instead(os.mkfifo, "train"),
+    "a pipe": _instead(os.mkfifo),
+    "a file": _instead(Path.touch),
+    "an empty folder": _instead(Path.mkdir),
+    "a dangling link": _instead(lambda path: path.symlink_to("nowhere")),
+    "a link to itself": _instead(lambda path: path.symlink_to(path.name)),
+    "a link to an endless device": _instead(lambda path: path.symlink_to("/dev/zero")),
+}
+
+
+@pytest.mark.timeout(120)  # what waits for a pipe waits for ever
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_images_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    monkeypatch.setattr(demo, "_take", lambda shot: str(shot).encode())
+    first = demo.demo_data(num_train=10, num_heldout=10, cache=tmp_path)
+    before = {part: members(first.root / part) for part in demo.PARTS}
+    DAMAGE[damage](first.root)
+    again = demo.demo_data(num_train=10, num_heldout=10, cache=tmp_path)
+    assert again == first and list(tmp_path.iterdir()) == [first.root]
+    assert {part: members(first.root / part) for part in demo.PARTS} == before
+
+
+def test_images_that_do_not_fit_on_a_disk_leave_nothing_there(small_disk: Path) -> None:
+    with pytest.raises(StoreError, match=f"cannot be kept in {small_disk} .No space left on device"):
+        demo.demo_data(num_train=10, num_heldout=10, cache=small_disk)
+    assert not list(small_disk.iterdir())

@@ -150,6 +150,15 @@ def test_a_profile_of_other_stages_is_ignored(folder):
     assert load(input_stages=()) is None
 
 
+@pytest.mark.parametrize("missing", ["storage", "compute"])
+def test_a_profile_without_seconds_of_a_main_processor_is_ignored(folder, missing):
+    """``upriver plan`` reads it; those who look profiles up ask each stage for both."""
+    seconds = {**stage("b").seconds, f"{missing}.cpu": (0.0, 0.1)}
+    del seconds[missing]
+    save_profile(KEY, replace(profile(), stages=(stage("a"), replace(stage("b"), seconds=seconds))), CLUSTER)
+    assert load() is None
+
+
 def test_an_old_profile_is_measured_anew(folder):
     save_profile(KEY, profile(), CLUSTER)
     for path in folder.iterdir():
@@ -159,7 +168,7 @@ def test_an_old_profile_is_measured_anew(folder):
 
 def test_an_endless_file_is_not_read(folder, monkeypatch):
     save_profile(KEY, profile(), CLUSTER)
-    monkeypatch.setattr(keep, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr("upriver.cache.MAX_FILE_BYTES", 10)
     assert load() is None
 
 
@@ -171,7 +180,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, off):
 
 
 def test_the_oldest_go_when_there_are_too_many(folder, monkeypatch):
-    monkeypatch.setattr(keep, "MAX_KEPT", 3)
+    monkeypatch.setattr(keep._PROFILES, "_max_files", 6)
     keys = [replace(KEY, micro_batch=size) for size in range(1, 6)]
     for age, key in enumerate(reversed(keys)):
         tier = replace(CLUSTER.storage, micro_batch=key.micro_batch)

@@ -21,13 +21,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.server.running import wait_for
+from upriver.cache import LEFT_BEHIND_S, MAX_FILE_BYTES
 from upriver.errors import ConfigError
-from upriver.profile import metrics_store
 from upriver.profile.available import available_cpus
 from upriver.profile.metrics import MOST, Candidate
 from upriver.profile.metrics_store import (
-    LEFT_BEHIND_S,
-    MAX_FILE_BYTES,
     STORE_SCHEMA,
     Known,
     LocalResources,
@@ -288,13 +286,13 @@ def test_only_the_user_may_read_it(folder):
 
 
 def test_the_oldest_go_when_there_are_too_many(folder, monkeypatch):
-    monkeypatch.setattr(metrics_store, "MAX_KEPT", 3)
     folder.mkdir()
     others = [folder / "notes.json", folder / ("a" * 64), folder / ".hidden"]
     for path in others:
         path.write_text("somebody else's")
         os.utime(path, (0, 0))
     store = MetricsStore(folder)
+    monkeypatch.setattr(store._cache, "_max_files", 3)
     sizes = [5, 4, 3, 2, 1]
     for age, size in enumerate(sizes):
         before = set(folder.iterdir())

@@ -361,7 +361,7 @@ def test_what_was_kept_and_is_damaged_is_as_good_as_nothing(
     assert kept("cpu") is None
     keep(predictor)
     assert kept("cpu") is not None
-    monkeypatch.setattr(latency_files, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr("upriver.cache.MAX_FILE_BYTES", 10)
     assert kept("cpu") is None
 
 

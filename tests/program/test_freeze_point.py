@@ -417,7 +417,7 @@ def test_a_cache_that_cannot_be_written_or_read_is_no_error(monkeypatch: pytest.
     monkeypatch.setenv("UPRIVER_CACHE", "/dev/null/nowhere")
     parts = split(frozen_small(), torch.randn(4, 3, 16, 16))
     assert parts.program is not None
-    assert remember.is_proven("0" * 64) is None
+    assert remember.is_proven("0" * 64, parts.program, FreezePoint(name="block2")) is None
 
 
 def test_peft_adapters_cap_the_cut_at_the_earliest_one() -> None:

@@ -20,13 +20,12 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
-from upriver.files import cache_folder, write_cached
+from upriver.cache import Cache
 from upriver.program.graph import Count
 from upriver.types import Limits
 
@@ -93,6 +92,9 @@ def pace_of(device: torch.device) -> Pace:
     return replace(CORE, flops_per_s=CORE.flops_per_s * torch.get_num_threads())
 
 
+_PACES = Cache("paces")
+
+
 class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the file of a device holds."""
 
@@ -108,22 +110,23 @@ def keep_pace(device: torch.device, pace: Pace, *, threads: int) -> None:
         OSError: If the cache folder cannot be written.
     """
     kept = _Kept(schema=SCHEMA, **asdict(pace))
-    write_cached(_path(device, threads), msgspec.json.encode(kept).decode() + "\n")
+    _PACES.write(_name_of(device, threads), msgspec.json.encode(kept).decode() + "\n")
 
 
 def _kept(device: torch.device) -> Pace | None:
-    try:
-        found = msgspec.json.decode(_path(device, torch.get_num_threads()).read_bytes(), type=_Kept)
-        for name in ("flops_per_s", "moved_bytes_per_s"):
-            _RATE.check(name, getattr(found, name))
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):  # a ConfigError is a ValueError
-        return None
+    return _PACES.load(_name_of(device, torch.get_num_threads()), _pace_from)
+
+
+def _pace_from(data: bytes) -> Pace:
+    found = msgspec.json.decode(data, type=_Kept)
+    for name in ("flops_per_s", "moved_bytes_per_s"):
+        _RATE.check(name, getattr(found, name))
     return Pace(flops_per_s=found.flops_per_s, moved_bytes_per_s=found.moved_bytes_per_s)
 
 
-def _path(device: torch.device, threads: int) -> Path:
+def _name_of(device: torch.device, threads: int) -> str:
     facts = [platform.node(), device.type, threads if device.type == "cpu" else 0]
-    return cache_folder() / "paces" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.json"
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def layer_seconds(executions: Sequence[Execution], layers: Sequence[range], pace: Pace) -> list[float]:

@@ -7,28 +7,36 @@ of the last load, and with it how many requests at once it took, one small file 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import TypeGuard
+from typing import Annotated, Literal
 
+import msgspec
+
+from upriver.cache import Cache
 from upriver.coldstart.flow import Link
-from upriver.files import cache_folder, write_cached
 from upriver.store import Store
 from upriver.types import BANDWIDTH
 
-SCHEMA = "upriver.store-link/2"
+SCHEMA: Literal["upriver.store-link/2"] = "upriver.store-link/2"
 
 UNKNOWN = Link(latency_s=0.0, bandwidth_bytes_per_s=100e6)
 """Before anything has come from a store: about what an object store gives one connection."""
 
 SETTLED_BYTES = 4 << 20
 """A load of less says little of a link."""
+
+_LINKS = Cache("links")
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file of a site holds."""
+
+    schema: Literal["upriver.store-link/2"]
+    bandwidth_bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=BANDWIDTH.most)]
+    requests: Annotated[int, msgspec.Meta(ge=1)]
 
 
 def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_counter) -> Link:
@@ -54,34 +62,25 @@ def last_known(store: Store) -> Link:
 
 def keep(store: Store, link: Link, *, nbytes: int) -> None:
     """What a load of so many bytes found, for the next one. A cache that cannot be written is no error."""
-    if nbytes < SETTLED_BYTES or not _is_bandwidth(link.bandwidth_bytes_per_s):
+    if nbytes < SETTLED_BYTES or not 0 < link.bandwidth_bytes_per_s <= BANDWIDTH.most:
         return
-    found = {
-        "schema": SCHEMA,
-        "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
-        "requests": link.requests,
-    }
-    text = json.dumps(found) + "\n"
-    with contextlib.suppress(OSError):
-        write_cached(_path(store), text)
+    name = _name_of(store)
+    if name is None:
+        return
+    found = _File(schema=SCHEMA, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, requests=link.requests)
+    _LINKS.save(name, msgspec.json.encode(found).decode() + "\n")
 
 
 def _kept(store: Store) -> Link | None:
+    name = _name_of(store)
+    found = None if name is None else _LINKS.load(name, msgspec.json.Decoder(_File).decode)
+    if found is None:
+        return None
+    return replace(UNKNOWN, bandwidth_bytes_per_s=found.bandwidth_bytes_per_s, requests=found.requests)
+
+
+def _name_of(store: Store) -> str | None:
     try:
-        found = json.loads(_path(store).read_text())
-    except (OSError, ValueError):
+        return hashlib.sha256(store.site().encode()).hexdigest()
+    except OSError:  # the store's folder is gone
         return None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        return None
-    bandwidth, requests = found.get("bandwidth_bytes_per_s"), found.get("requests")
-    if not _is_bandwidth(bandwidth) or type(requests) is not int or requests < 1:
-        return None
-    return replace(UNKNOWN, bandwidth_bytes_per_s=bandwidth, requests=requests)
-
-
-def _is_bandwidth(value: object) -> TypeGuard[float]:
-    return isinstance(value, float) and math.isfinite(value) and 0 < value <= BANDWIDTH.most
-
-
-def _path(store: Store) -> Path:
-    return cache_folder() / "links" / f"{hashlib.sha256(store.site().encode()).hexdigest()}.json"

@@ -13,10 +13,12 @@ varied a little as another exposure would be, given sensor noise, and stored as 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import os
 import shutil
+import stat
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -29,8 +31,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from upriver.cache import cache_folder
 from upriver.errors import ConfigError, DatasetError, StoreError
-from upriver.files import cache_folder, place_folder
+from upriver.files import place_folder
 
 VERSION = 1
 """Part of the cache's name: raise it with any change that changes the files."""
@@ -79,6 +82,11 @@ GAP_PIXELS = 4
 SHARD_IMAGES = 48
 """Images in a tar shard, about 14 MB."""
 
+PARTS = ("train", "heldout")
+
+DIGEST = "content.sha256"
+"""File with the digest of all that was made, by which damage is found."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoData:
@@ -104,7 +112,7 @@ def demo_data(
     cache: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DemoData:
-    """Make the data set, or find it made already.
+    """Make the data set, or find it made already and undamaged.
 
     Args:
         num_train: Training images; classes take turns, so that their counts differ by one at most.
@@ -128,7 +136,7 @@ def demo_data(
         classes=tuple(sorted(name for name, _ in SCENES)),
     )
     try:
-        if not data.root.exists():
+        if not _is_whole(data.root):
             _make(data, seed=seed, on_progress=on_progress or (lambda done, total: None))
     except OSError as error:
         raise StoreError(
@@ -241,7 +249,7 @@ def _make(data: DemoData, *, seed: int, on_progress: Callable[[int, int], None])
     """Write every shard into a directory of its own, which then takes its final name in one step."""
     data.root.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=data.root.parent, prefix=f".{data.root.name}-"))
-    parts = {"train": data.num_train, "heldout": data.num_heldout}
+    parts = dict(zip(PARTS, (data.num_train, data.num_heldout), strict=True))
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
         before = 0
@@ -251,14 +259,62 @@ def _make(data: DemoData, *, seed: int, on_progress: Callable[[int, int], None])
             for done in _write_shards(unfinished / part, made, classes=data.classes):
                 on_progress(before + done, sum(parts.values()))
             before += number
+        (unfinished / DIGEST).write_text(_content_digest(unfinished), encoding="ascii")
         try:
+            _remove_damaged(data.root)
             place_folder(unfinished, data.root)
         except OSError:
-            if not data.root.exists():  # else another process was faster, with the same content
+            if not _is_whole(data.root):  # else another process was faster, with the same content
                 raise
     finally:
         pool.shutdown(cancel_futures=True)
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _is_whole(root: Path) -> bool:
+    """Tell whether a folder holds what was made once."""
+    try:
+        # The link or pipe of somebody else is not followed or waited for.
+        kept = (root / DIGEST).read_text(encoding="ascii") if _is_plain(root / DIGEST, 64) else ""
+        return kept == _content_digest(root)
+    except (OSError, ValueError):
+        return False
+
+
+def _content_digest(root: Path) -> str:
+    """Fold names and bytes of all files in the two parts.
+
+    Raises:
+        OSError: If one cannot be read.
+        ValueError: If one is none of ours.
+    """
+    folded = hashlib.sha256()
+    for path in sorted(path for part in PARTS for path in (root / part).iterdir()):
+        if not _is_plain(path, SHARD_IMAGES * 2 * STORED_BYTES.stop):
+            raise ValueError(f"{path} is no file of the demo")
+        folded.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\0".encode())
+        folded.update(path.read_bytes())
+    return folded.hexdigest()
+
+
+def _is_plain(path: Path, most_bytes: int) -> bool:
+    """Tell whether a path is that of a regular file of at most so many bytes."""
+    status = path.lstat()
+    return stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes
+
+
+def _remove_damaged(root: Path) -> None:
+    """Make room for what was made, unless another process has made it meanwhile.
+
+    Raises:
+        OSError: If what is there cannot be removed.
+    """
+    if _is_whole(root):
+        return
+    if root.is_dir() and not root.is_symlink():
+        shutil.rmtree(root)
+    else:
+        root.unlink(missing_ok=True)
 
 
 def _write_shards(

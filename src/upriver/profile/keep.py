@@ -10,18 +10,13 @@ profile up to the one micro-batch that every job runs anyway.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import upriver
-from upriver.errors import ConfigError
-from upriver.files import cache_folder, write_cached
+from upriver.cache import Cache
 from upriver.profile.files import (
     CLUSTER_SCHEMA,
     PROFILE_SCHEMA,
@@ -32,16 +27,11 @@ from upriver.profile.files import (
 )
 from upriver.types import Cluster, Profile, StageProfile, Tier, Timings
 
-MAX_KEPT = 256
-"""Profiles kept; beyond, those written first go. Some hundred kB each for a network of a thousand stages."""
+_PROFILES = Cache("profiles", max_files=2 * 256)
+"""Some hundred kB each for a network of a thousand stages."""
 
 MAX_AGE_S = 30 * 86_400.0
 """A month: machines change in ways that no version tells, and measuring once a month costs nothing."""
-
-MAX_FILE_BYTES = 64 << 20
-"""Longest file read: a thousand times what is written."""
-
-_PARTS = ("profile", "cluster")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,15 +89,15 @@ def load_profile(key: ProfileKey, *, stages: Sequence[str], input_stages: Sequen
         stages: Names of the model stages it must have.
         input_stages: Names of the stages before the model, likewise.
     """
-    try:
-        profile = profile_from_json(_read(_path(key, "profile")))
-        cluster = cluster_from_json(_read(_path(key, "cluster")))
-    except (OSError, ValueError, RecursionError):  # a ConfigError is a ValueError
+    profile = _PROFILES.load(f"{key.digest}.profile", profile_from_json, max_age_s=MAX_AGE_S)
+    cluster = _PROFILES.load(f"{key.digest}.cluster", cluster_from_json, max_age_s=MAX_AGE_S)
+    if profile is None or cluster is None:
         return None
     fits = (
         [stage.name for stage in profile.stages] == list(stages)
         and [stage.name for stage in profile.input_stages] == list(input_stages)
         and profile.freeze == len(profile.stages)
+        and all({Tier.STORAGE, Tier.COMPUTE} <= stage.seconds.keys() for stage in profile.stages)
         and cluster.storage.micro_batch == key.micro_batch
     )
     return Kept(profile=profile, cluster=cluster) if fits else None
@@ -115,11 +105,8 @@ def load_profile(key: ProfileKey, *, stages: Sequence[str], input_stages: Sequen
 
 def save_profile(key: ProfileKey, profile: Profile, cluster: Cluster) -> None:
     """Keep what was measured. A folder that cannot be written is no error: the next job measures again."""
-    texts = {"profile": profile_to_json(profile), "cluster": cluster_to_json(cluster)}
-    with contextlib.suppress(OSError):
-        for part in _PARTS:
-            write_cached(_path(key, part), texts[part] + "\n")
-        _drop_oldest(_folder())
+    _PROFILES.save(f"{key.digest}.profile", profile_to_json(profile) + "\n")
+    _PROFILES.save(f"{key.digest}.cluster", cluster_to_json(cluster) + "\n")
 
 
 def slowdown(profile: Profile, tier: Tier, timings: Sequence[Timings], *, samples: int) -> float:
@@ -159,33 +146,3 @@ def as_of_today(profile: Profile, factors: Mapping[Tier, float]) -> Profile:
 def _frozen(profile: Profile) -> range:
     """Positions of the stages that run before the freeze point, input stages among them."""
     return range(profile.unsplit + 1, profile.freeze + 1)
-
-
-def _read(path: Path) -> bytes:
-    """A file that is not too old and not too long."""
-    with path.open("rb") as file:
-        found = os.fstat(file.fileno())
-        if time.time() - found.st_mtime > MAX_AGE_S:
-            raise ConfigError(f"{path} is too old")
-        if found.st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has {found.st_size} bytes, a profile at most {MAX_FILE_BYTES}")
-        return file.read(MAX_FILE_BYTES)
-
-
-def _drop_oldest(folder: Path) -> None:
-    written: list[tuple[float, Path]] = []
-    for path in folder.glob("*.profile.json"):
-        with contextlib.suppress(OSError):  # another job may be dropping it
-            written.append((path.stat().st_mtime, path))
-    for _, path in sorted(written)[: max(0, len(written) - MAX_KEPT)]:
-        for part in _PARTS:
-            with contextlib.suppress(OSError):
-                path.with_name(path.name.replace(".profile.", f".{part}.")).unlink()
-
-
-def _folder() -> Path:
-    return cache_folder() / "profiles"
-
-
-def _path(key: ProfileKey, part: str) -> Path:
-    return _folder() / f"{key.digest}.{part}.json"

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 import upriver
+from upriver.cache import Cache
 from upriver.coldstart.execution import keep_pace
 from upriver.errors import ConfigError
-from upriver.files import cache_folder, write_cached
 from upriver.profile.keep import Place
 from upriver.profile.pace import pace_from
 from upriver.profile.predict import KindError, ModelName, Predictor, place_of
@@ -40,8 +40,7 @@ from upriver.types import require_finite
 
 SCHEMA: Literal["upriver.latency/1"] = "upriver.latency/1"
 
-MAX_FILE_BYTES = 64 << 20
-"""Longest file read: some thirty times what is written."""
+_MODELS = Cache("latency")
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -216,8 +215,7 @@ def keep(predictor: Predictor) -> Path:
     Raises:
         OSError: If the cache folder cannot be written.
     """
-    path = _path(predictor.place)
-    write_cached(path, predictor_to_json(predictor) + "\n")
+    path = _MODELS.write(_name_of(predictor.place), predictor_to_json(predictor) + "\n")
     if (pace := pace_from(predictor)) is not None:
         keep_pace(torch.device(predictor.place.device), pace, threads=predictor.place.threads)
     return path
@@ -230,16 +228,10 @@ def kept(device: str | torch.device = "cpu") -> Predictor | None:
         ConfigError: If torch cannot compute on the device.
     """
     place = place_of(device)
-    try:
-        with _path(place).open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-        predictor = predictor_from_json(text) if len(text) <= MAX_FILE_BYTES else None
-    except (OSError, ValueError):  # a ConfigError is a ValueError
-        return None
+    predictor = _MODELS.load(_name_of(place), predictor_from_json)
     return predictor if predictor is not None and predictor.place == place else None
 
 
-def _path(place: Place) -> Path:
+def _name_of(place: Place) -> str:
     facts = [upriver.__version__, SCHEMA, asdict(place)]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "latency" / f"{digest}.json"
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

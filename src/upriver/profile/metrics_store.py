@@ -24,15 +24,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 import math
 import os
 import platform
-import re
-import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -43,31 +39,18 @@ import torch
 from torch import distributed, nn
 
 import upriver
+from upriver.cache import Cache
 from upriver.errors import ConfigError
-from upriver.files import cache_folder, write_cached
 from upriver.profile.available import available_cpus
 from upriver.profile.metrics import MAX_CANDIDATES, MAX_NAME, MOST, Candidate
 from upriver.text import error_text, printable
 from upriver.types import require_finite
 
-log = logging.getLogger("upriver")
-
 STORE_SCHEMA: Final = "upriver.metrics-store/1"
-
-MAX_KEPT = 4096
-"""Files kept, some 200 bytes each; beyond, those written first go. A job that can offload has up to 6."""
-
-MAX_FILE_BYTES = 4096
-"""Longest file read: many times what is written."""
-
-LEFT_BEHIND_S = 60.0
-"""A file takes its place within milliseconds; one that still waits after so long has lost its writer."""
 
 _PLAIN = ("gthp", "lthp", "pcycle", "pseconds")
 _OF_CANDIDATE = ("rthp", "ocycle")
 _MAY_BE_0 = frozenset(_OF_CANDIDATE)
-_KEPT = re.compile(r"[0-9a-f]{64}\.json")
-_UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.json-.+")
 
 
 # ------------------------------------------------------------------------------- what figures depend on
@@ -379,8 +362,7 @@ class MetricsStore:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         if folder is not None and not _is_path(folder):
             raise ConfigError(f"folder must be a path or None, got {printable(repr(folder), 80)}")
-        self._told: set[str] = set()
-        self._folder = self._found(folder)
+        self._cache = Cache("metrics" if folder is None else _absolute(folder))
 
     def load(self, key: StoreKey, *, max_age_s: float | None = None) -> Known:
         """What is known of a job; candidates in the order of the key.
@@ -416,71 +398,33 @@ class MetricsStore:
                 allowed = ", ".join(candidates) or "there are none"
                 raise ConfigError(f"{each.name!r} is no candidate of the key ({allowed})")
             files[candidates[each.name]] = {"rthp": each.rthp, "ocycle": each.ocycle}
-        if self._folder is None or not files:
-            return
-        try:
-            for digest, figures in files.items():
-                _write(self._folder / f"{digest}.json", digest, figures)
-            _clear_up(self._folder)
-        except OSError as error:
-            self._tell("save", f"nothing is kept in {self._folder}: {error_text(error)}")
-
-    def _found(self, folder: str | os.PathLike[str] | None) -> Path | None:
-        """The folder; None where nothing is kept."""
-        try:
-            found = Path(folder).absolute() if folder is not None else cache_folder() / "metrics"
-        except OSError as error:  # the current folder is gone
-            self._tell("folder", f"there is no cache folder: {error_text(error)}")
-            return None
-        return None if Path(os.devnull) in (found, *found.parents) else found
+        for digest, figures in files.items():
+            text = msgspec.json.encode(
+                _File(schema=STORE_SCHEMA, key=digest, saved=time.time(), figures=figures)
+            )
+            self._cache.save(digest, text.decode() + "\n")
 
     def _figures(self, digest: str, names: Sequence[str], oldest_s: float) -> dict[str, float]:
         """What a file says; nothing where it is not there, too old, or cannot be used."""
-        if self._folder is None:
-            return {}
-        path = self._folder / f"{digest}.json"
-        try:
-            found = _read(path, digest, names)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except OSError as error:
-            self._tell("load", f"{path} cannot be read: {error_text(error)}")
-            return {}
-        except (ValueError, RecursionError) as error:  # ConfigError and errors of msgspec among them
-            self._tell(digest, f"{path} is ignored: {error_text(error)}")
-            return {}
+        found = self._cache.load(digest, lambda data: _checked(data, digest, names))
         # An age below 0 is that of a clock that was put back; it is no better known than one above.
-        return found.figures if abs(time.time() - found.saved) <= oldest_s else {}
-
-    def _tell(self, about: str, what: str) -> None:
-        if about not in self._told:
-            self._told.add(about)
-            log.warning("metrics store: %s", what)
+        return found.figures if found is not None and abs(time.time() - found.saved) <= oldest_s else {}
 
 
-def _write(path: Path, digest: str, figures: dict[str, float]) -> None:
-    text = msgspec.json.encode(_File(schema=STORE_SCHEMA, key=digest, saved=time.time(), figures=figures))
-    write_cached(path, text.decode() + "\n")
+def _absolute(folder: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(folder).absolute()
+    except OSError:  # the current folder is gone
+        return Path(os.devnull)
 
 
-def _read(path: Path, digest: str, names: Sequence[str]) -> _File:
+def _checked(data: bytes, digest: str, names: Sequence[str]) -> _File:
     """A file that is what its name says.
 
     Raises:
-        OSError: If it cannot be read.
-        ValueError: If it is something else.
+        ValueError: If it is something else; or an error of msgspec.
     """
-    # Without waiting: whatever stands there may be a pipe that nobody writes to.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError("it is no regular file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"it has {status.st_size} bytes, one of ours at most {MAX_FILE_BYTES}")
-        found = msgspec.json.decode(os.read(handle, MAX_FILE_BYTES), type=_File)
-    finally:
-        os.close(handle)
+    found = msgspec.json.decode(data, type=_File)
     if found.key != digest:
         raise ConfigError("its key is not that of its name")
     if sorted(found.figures) != sorted(names):
@@ -488,23 +432,6 @@ def _read(path: Path, digest: str, names: Sequence[str]) -> _File:
     for name, value in found.figures.items():
         require_finite(name, value, positive=name not in _MAY_BE_0, at_most=MOST)
     return found
-
-
-def _clear_up(folder: Path) -> None:
-    """Drop what killed jobs left half written, and the oldest files where there are too many."""
-    kept: list[tuple[int, str]] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):  # another job may be dropping it
-                if _KEPT.fullmatch(entry.name):
-                    kept.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
-                elif _UNFINISHED.fullmatch(entry.name):
-                    written_s = entry.stat(follow_symlinks=False).st_mtime
-                    if time.time() - written_s > LEFT_BEHIND_S:
-                        os.unlink(entry.path)
-    for _, path in sorted(kept)[: max(0, len(kept) - MAX_KEPT)]:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
 
 
 # ------------------------------------------------------------------------------------------- checking

@@ -12,24 +12,24 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import os
 import platform
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import msgspec
 import torch
 from torch import nn
 
 import upriver
-from upriver.files import cache_folder, write_cached
+from upriver.cache import Cache
 from upriver.program.layouts import stored_parts
 from upriver.program.point import FreezePoint
 from upriver.program.program import Program
 
-SCHEMA = "upriver.proof/2"
+SCHEMA: Literal["upriver.proof/2"] = "upriver.proof/2"
 
 
 def proof_digest(
@@ -47,27 +47,40 @@ Asking: TypeAlias = "dict[bool, tuple[bool, ...]]"
 """Which of the tensors that cross ask for a gradient, by the model's mode: found by a proof."""
 
 
-def is_proven(digest: str) -> Asking | None:
+_PROOFS = Cache("proofs")
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file of a proof holds."""
+
+    schema: Literal["upriver.proof/2"]
+    proof: str
+    program: str
+    asking: dict[Literal["training", "eval"], tuple[bool, ...]]
+
+
+def is_proven(digest: str, program: Program, point: FreezePoint) -> Asking | None:
     """Tell what that proof found; None if it was not made before."""
-    try:
-        found = json.loads(_path(digest).read_text())
-        if found["schema"] == SCHEMA and found["proof"] == digest:
-            return {mode == "training": tuple(map(bool, asks)) for mode, asks in found["asking"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        pass
-    return None
+
+    def decode(data: bytes) -> Asking:
+        found = msgspec.json.decode(data, type=_File)
+        if (found.proof, found.program) != (digest, program.digest):
+            raise ValueError("it is of another program")
+        modes = {"eval", "training"} if program.micro_batch > 1 else {"eval"}  # as the proof compares
+        if found.asking.keys() != modes or {*map(len, found.asking.values())} != {len(point.ships)}:
+            raise ValueError(f"it must say of {len(point.ships)} tensors whether they ask for a gradient")
+        return {mode == "training": asks for mode, asks in found.asking.items()}
+
+    return _PROOFS.load(digest, decode)
 
 
 def remember(digest: str, program: Program, asking: Asking) -> None:
     """Keep that a proof was made. A cache that cannot be written is no error: the next job proves again."""
-    found = {"training" if training else "eval": asks for training, asks in asking.items()}
-    text = json.dumps({"schema": SCHEMA, "proof": digest, "program": program.digest, "asking": found}) + "\n"
-    with contextlib.suppress(OSError):
-        write_cached(_path(digest), text)
-
-
-def _path(digest: str) -> Path:
-    return cache_folder() / "proofs" / f"{digest}.json"
+    found: dict[Literal["training", "eval"], tuple[bool, ...]] = {
+        "training" if training else "eval": asks for training, asks in asking.items()
+    }
+    file = _File(schema=SCHEMA, proof=digest, program=program.digest, asking=found)
+    _PROOFS.save(digest, msgspec.json.encode(file).decode() + "\n")
 
 
 def _facts(

@@ -274,7 +274,7 @@ class _Splitting:
                 program = self._capture(calls, point, level)
                 capture_s = time.perf_counter() - began
                 proof = proof_digest(self.model, program, point, autocast=self.autocast)
-                known = is_proven(proof)
+                known = is_proven(proof, program, point)
                 if known is not None:
                     tail.with_gradient = known
                 elif not self._proven(program, tail, in_eval, f"{step}, {_LEVELS[level]}"):
