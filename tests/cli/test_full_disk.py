@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
+import numpy as np
 import pytest
 
 from tests.client.training import images
 from tests.conftest import fill
 from upriver.cli import main
+from upriver.cli.common import progress_bar
+from upriver.cli.demo import BarWatcher
+from upriver.coldstart import publish_model
+from upriver.profile.ranges import RANGES
+from upriver.program.names import load_model
 
 MODELS = """
 from torch import nn
@@ -73,3 +84,117 @@ def test_a_full_disk_that_nobody_expects_is_one_line(
     monkeypatch.setattr("secrets.token_urlsafe", failing)
     assert main(["token"]) == 2
     assert capsys.readouterr().err == "error: cannot write a file: No space left on device\n"
+
+
+# ------------------------------------------------------------------------------------- what is printed
+
+METRICS = """{"schema": "upriver.metrics/1", "gthp": 200, "lthp": 40, "pcycle": 10, "speedup_threshold": 1.1,
+"candidates": [{"name": "p1", "rthp": 20, "ocycle": 4}]}"""
+
+NET = ["torchvision:squeezenet1_1", "--input-shape", "3,48,48"]
+PRINTING: dict[str, list[str]] = {
+    "calibrate": ["calibrate", "--quick"],
+    "coldstart": ["coldstart", "file://{folder}/store/net", *NET, "--compare"],
+    "cuts": CUTS[:-2],
+    "gc": ["gc", "file://{folder}/store", "--dry-run", "--json"],
+    "index": ["index", "file://{folder}/store", "--path", "photos", "--on-left-out", "report"],
+    "infer": ["infer", "full_models:small", "--input-shape", "3,8,8", "--input", "{folder}/x.npy"],
+    "plan": ["plan", "--policy", "fastflow", "--metrics", "{folder}/metrics.json"],
+    "push": [*PUSH[:2], "file://{folder}/store", *PUSH[3:]],
+    "token": ["token"],
+    "train": ["train", "{folder}/train.toml"],
+    "help": ["train", "--help"],
+    "a wrong option": ["index", "--nothing"],
+    "an error": ["index", "ftp://nowhere"],
+}
+
+
+@contextmanager
+def full_file(disk: Path) -> Iterator[TextIO]:
+    """A file in which nothing fits, open as a process has its stderr."""
+    file = (disk / "written").open("w", buffering=1)
+    try:
+        yield file
+    finally:
+        assert os.fstat(file.fileno()).st_size == 0
+        with suppress(OSError):
+            file.close()
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+    """A command whose input is there."""
+    few = {kind: RANGES[kind] for kind in ("activation.relu",)}
+    monkeypatch.setattr("upriver.profile.calibrate.RANGES", few)
+    store = images(tmp_path / "store", 10)
+    if request.param == "index":  # what is left out is said on stderr
+        (tmp_path / "store" / "photos" / "class0" / "notes.doc").touch()
+    (tmp_path / "full_models.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    if request.param == "coldstart":
+        model, inputs = load_model(NET[0], seed=5, input_shape=(3, 48, 48))
+        publish_model(model.eval(), store, "net.safetensors", (inputs.example(1),))
+    np.save(tmp_path / "x.npy", np.ones((1, 3, 8, 8), np.float32))
+    (tmp_path / "metrics.json").write_text(METRICS)
+    (tmp_path / "train.toml").write_text(
+        f'model = "full_models:small"\nfreeze_to = "2"\nstore = "{store.uri}"\npath = "photos"\n'
+        f"image_size = 8\nbatch_size = 5\nmicro_batch = 5\nlr = 0.01\nepochs = 1\n"
+        f'policy = "nosplit"\noutput = "{tmp_path}/trained.safetensors"\n'
+    )
+    return [part.format(folder=tmp_path) for part in PRINTING[request.param]]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("command", PRINTING, indirect=True)
+def test_a_result_that_does_not_fit_is_one_line_and_no_success(
+    command: list[str],
+    options: list[str],
+    small_disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fill(small_disk)
+    with full_file(small_disk) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main([*command, *options]) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("error: ") and "Traceback" not in err
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        code = main([*command, *options])
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert code == 141 if "error: " not in err else code == 2
+
+
+@pytest.mark.parametrize("options", [[], ["--json", "--debug"]], ids=["text", "json"])
+@pytest.mark.parametrize("command", PRINTING, indirect=True)
+def test_what_is_said_beside_a_result_may_be_lost(
+    command: list[str],
+    options: list[str],
+    small_disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where stderr is a log."""
+    usual = main([*command, *options])
+    whole, err = capsys.readouterr()
+    assert usual == (2 if command[1:] in (["--nothing"], ["ftp://nowhere"]) else 0), err
+    fill(small_disk)
+    with full_file(small_disk) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert main([*command, *options]) == usual
+    assert len(capsys.readouterr().out.splitlines()) == len(whole.splitlines())
+
+
+def test_a_line_of_the_demo_may_be_lost(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(small_disk)
+    with full_file(small_disk) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with progress_bar() as bar:
+            watch = BarWatcher(bar)
+            for number in (1, 2):
+                watch.say("a line")
+                watch.advance("making images", number, 2)

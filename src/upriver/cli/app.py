@@ -113,12 +113,12 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _report(error: Exception, *, debug: bool, as_json: bool) -> int:
     """Say what went wrong, in one line, and with which code to leave."""
-    if debug:
-        traceback.print_exception(error)
     status, code, message = _described(error)
     message = " ".join(message.split())
     hint = " (an error we did not expect; --debug shows where)" if status == EXIT_ERROR and not debug else ""
     with contextlib.suppress(OSError):  # the disk that is full may be that of stderr, too
+        if debug:
+            traceback.print_exception(error)
         print(f"error: {message}{hint}", file=sys.stderr)
     if as_json:
         with contextlib.suppress(StoreError, ReaderGone):  # which may be what went wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,8 +60,9 @@ class BarWatcher:
         self._what = ""
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
-        self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """A line above the bar; a stderr that cannot be written, as a log on a full disk, ends no work."""
+        with contextlib.suppress(OSError):
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def advance(self, what: str, done: int, total: int) -> None:
         """Move the bar; a new piece of work gets a new one."""
