@@ -254,3 +254,18 @@ def test_ray_waits_longer_than_the_replica_does() -> None:
 def test_nobody_there_is_an_error_of_ours() -> None:
     with pytest.raises(ServerUnavailable, match="/livez"):
         get("http://127.0.0.1:1", "/livez", timeout_s=5)
+
+
+def test_start_ray_was_too_slow_once_tries_again() -> None:
+    ray = Mock()
+    ray.init.side_effect = [Exception("The current node timed out during startup."), None]
+    deploy.start(ray, num_cpus=1, loopback=True, folder="/tmp/ray")
+    assert ray.init.call_count == 2
+
+
+def test_start_ray_never_starts_raises_with_the_reason() -> None:
+    ray = Mock()
+    ray.init.side_effect = RuntimeError("Timed out waiting for file")
+    with pytest.raises(ServerUnavailable, match="Ray does not start on this machine: Timed out waiting"):
+        deploy.start(ray, num_cpus=1, loopback=True, folder="/tmp/ray")
+    assert ray.init.call_count == deploy.START_ATTEMPTS

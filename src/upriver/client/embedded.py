@@ -12,12 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 from types import TracebackType
 
-from upriver.client.spawned import Lifeline, Tail, announced_url, end
+from upriver.client.spawned import START_TIMEOUT_S, Lifeline, Tail, announced_url, end
 from upriver.client.transport import ServerClient
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
-
-START_TIMEOUT_S = 60.0
-"""Until it is ready: server and workers import torch, which takes 2 s, or 20 on a busy machine."""
 
 READY_POLL_S = 0.05
 """Between two looks at /readyz while it starts: a hundredth of what starting takes."""

@@ -16,6 +16,10 @@ from typing import IO
 
 from upriver.client import forking
 
+START_TIMEOUT_S = 180.0
+"""Until a server is ready: the server and its workers import torch. That takes 2 s, and a minute on a machine
+that is busy or starts several at once. A server that ends before is noticed at once."""
+
 TAIL_LINES = 20
 """Of the server's stderr, kept for the error if it ends."""
 

@@ -19,15 +19,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from upriver.client.spawned import Lifeline, Tail, announced_url, end
+from upriver.client.spawned import START_TIMEOUT_S, Lifeline, Tail, announced_url, end
 from upriver.cluster.asking import get, own_server
 from upriver.cluster.document import for_replica, tls_files, toml_text
 from upriver.errors import ServerUnavailable
 from upriver.text import said
-
-START_TIMEOUT_S = 180.0
-"""Until it is ready: server and workers import torch, which takes 2 s, or 20 on a busy machine, and several
-replicas may start on one machine at once."""
 
 ASK_S = 5.0
 """For a question to the server's front, which answers within milliseconds however busy its workers are."""

@@ -35,6 +35,9 @@ LOCAL = "local"
 APPLICATION = "upriver"
 """Name of the application, and the first part of its path."""
 
+START_ATTEMPTS = 3
+"""Ray gives its own processes 30 s to start, which no setting changes. On a busy machine they need longer."""
+
 OBJECT_STORE_BYTES = 100 << 20
 """Of a cluster of our own: nothing is put into it, and Ray takes no less than some 80 MB."""
 
@@ -221,19 +224,31 @@ def start(ray: Any, *, num_cpus: int, loopback: bool, folder: str, namespace: st
         loopback: Whether only this machine may reach it.
         folder: For its files and sockets.
         namespace: Of named actors.
+
+    Raises:
+        ServerUnavailable: If Ray's own processes do not start.
     """
     node = {"_node_ip_address": "127.0.0.1"} if loopback else {}
-    ray.init(
-        address=LOCAL,
-        namespace=namespace,
-        num_cpus=num_cpus,
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-        log_to_driver=True,
-        _temp_dir=folder,
-        **node,
-    )
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            ray.init(
+                address=LOCAL,
+                namespace=namespace,
+                num_cpus=num_cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+                log_to_driver=True,
+                _temp_dir=folder,
+                **node,
+            )
+            return
+        except Exception as error:  # Ray's own kinds, and there are many
+            ray.shutdown()  # what this attempt has started ends with this process
+            problem = f"Ray does not start on this machine: {said(str(error))}"
+            if attempt == START_ATTEMPTS:
+                raise ServerUnavailable(problem) from error
+            log.warning("%s; trying again", problem)
 
 
 def join(ray: Any, address: str, *, namespace: str | None = None) -> None:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from upriver.client.fleet import Fleet, Provider, Serves
-from upriver.cluster.child import START_TIMEOUT_S, ServerProcess
+from upriver.client.spawned import START_TIMEOUT_S
+from upriver.cluster.child import ServerProcess
 from upriver.cluster.deploy import LOCAL, before_import, join, reason, start
 from upriver.cluster.document import ANYONE, token_hash
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
