@@ -29,9 +29,12 @@ from tests.profile.test_metrics_store import ALL as FIGURES
 from tests.profile.test_metrics_store import KEY as FIGURES_KEY
 from tests.profile.test_predict import timed
 from upriver.cache import Cache, cache_folder
-from upriver.coldstart import links
+from upriver.coldstart import kept as groupings
+from upriver.coldstart import links, publish_model
 from upriver.coldstart.execution import CORE, Pace, keep_pace, pace_of
 from upriver.coldstart.flow import Link
+from upriver.coldstart.source import find
+from upriver.errors import StoreError
 from upriver.profile import latency_files
 from upriver.profile.keep import load_profile, save_profile
 from upriver.profile.metrics_store import Known, MetricsStore
@@ -272,6 +275,30 @@ def test_a_file_that_cannot_be_used_is_as_none_and_is_replaced(
     assert len(said(caplog)) <= 1, caplog.text
     assert all(path.is_dir() if damage == "folder" else path.is_file() for path in files)
     assert files_of(root) == files and not list(root.rglob(".*"))
+
+
+@pytest.mark.parametrize("damage", INSTEAD)
+def test_groupings_in_a_store_that_cannot_be_used_are_as_none(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one cache that lies beside weights, for all who load them."""
+    weights = Store.open(tmp_path.as_uri())
+    publish_model(
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), weights, "net.safetensors", (torch.ones(1, 3),)
+    )
+    source = find(weights, "net")
+    known = {"pisel": [range(1), range(1, len(source.tensors))]}
+    groupings.keep(source, known)
+    assert groupings.kept(source) == known
+    path = tmp_path / groupings.path_of(source)
+    path.unlink()
+    INSTEAD[damage](path)
+    with caplog.at_level(logging.INFO, "upriver"):
+        assert groupings.kept(source) == {}
+    assert len(said(caplog)) <= 1, caplog.text
+    with suppress(StoreError):  # which a load does not mind
+        groupings.keep(source, known)
+        assert groupings.kept(source) == known
 
 
 values = st.recursive(

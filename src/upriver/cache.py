@@ -92,7 +92,8 @@ class Cache:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # a damaged file may make a decoder raise anything
-            self._tell(f"{printable(str(path), 400)} is not used: {error_text(error)}")
+            why = error_text(error).removeprefix("ConfigError: ")
+            self._tell(f"{printable(str(path), 400)} is not used: {why}")
             return None
 
     def save(self, name: str, text: str) -> None:
