@@ -30,6 +30,9 @@ from upriver.store import DEFAULT_PREFIX, Store, check_name
 
 _CHECKED_AT_ONCE = 2**14
 
+_FEW = 8
+"""Texts that are read one by one: a call of Arrow's ``take`` costs as much as ten of them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRef:
@@ -78,9 +81,9 @@ class Dataset:
         self._chain_bytes = chain_bytes
         self._index_bytes = index_bytes
         self._starts, self._stops = table["start"].to_numpy(), table["stop"].to_numpy()
-        self._table = table.select(["object", "etag", "name"]).combine_chunks()
+        self._texts = {column: _as_dictionary(table[column]) for column in ("object", "etag", "name")}
         self.targets: torch.Tensor = torch.tensor(table["target"].to_numpy(), dtype=torch.int64, device="cpu")
-        _check_texts(self.objects.dictionary, _as_dictionary(self._table["etag"]).dictionary)
+        _check_texts(self.objects.dictionary, self._texts["etag"].dictionary)
 
     def __len__(self) -> int:
         return self._manifest.count
@@ -110,14 +113,14 @@ class Dataset:
     @cached_property
     def nbytes(self) -> int:
         """Memory that the index takes, as it was read and as it is used."""
-        parts = (self._starts, self._stops, self.targets, self._table)
+        parts = (self._starts, self._stops, self.targets, *self._texts.values())
         files_nbytes = len(self._index_bytes) + files.chain_nbytes(self._chain_bytes)
         return files_nbytes + sum(int(part.nbytes) for part in parts)
 
     @property
     def objects(self) -> pa.DictionaryArray:
         """The object of each sample, as it lies in memory: each name once, and a number a sample."""
-        return _as_dictionary(self._table["object"])
+        return self._texts["object"]
 
     @property
     def layout(self) -> str:
@@ -286,8 +289,12 @@ class Dataset:
             raise ConfigError(f"sample ids lie in 0..{len(self) - 1}, got {outside[0]}")
         return rows
 
-    def _text(self, column: str, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[str]:
-        texts: list[str] = self._table[column].take(pa.array(rows)).to_pylist()
+    def _text(self, name: str, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[str]:
+        column = self._texts[name]
+        numbers = column.indices.to_numpy(zero_copy_only=False)[rows]
+        if len(rows) <= _FEW:
+            return [column.dictionary[number].as_py() for number in numbers.tolist()]
+        texts: list[str] = column.dictionary.take(pa.array(numbers)).to_pylist()
         return texts
 
 

@@ -81,11 +81,26 @@ def inside(root: Path, path: str) -> Path:
 
 def _resolve(root: Path, path: str) -> tuple[Path, str]:
     """The real path that a name leads to, and where it leads instead if that is not inside the root."""
+    if not _is_behind_link(root, path):
+        return root / path, ""
     try:
         real = (root / path).resolve()
     except RuntimeError:
         return root, "in a circle"
     return real, "" if real.is_relative_to(root) else _OUT
+
+
+def _is_behind_link(root: Path, path: str) -> bool:
+    """Look for links among the parts of a name; the root's own are resolved already."""
+    place = str(root)
+    try:
+        for part in path.split("/"):
+            place = f"{place}/{part}"
+            if stat.S_ISLNK(os.lstat(place).st_mode):
+                return True
+    except OSError:  # nothing is there, or nobody may look
+        pass
+    return False
 
 
 def walk(
@@ -357,5 +372,8 @@ def is_same(status: os.stat_result, etag: str) -> bool:
 
     Indexes that older versions made hold ETags without the change time, which go by the rest.
     """
-    older = f'"{status.st_ino:x}-{status.st_mtime_ns // 1000:x}-{status.st_size:x}"'
-    return etag in (etag_of(status), older)
+    return etag == etag_of(status) or etag == _etag_without_change_time(status)
+
+
+def _etag_without_change_time(status: os.stat_result) -> str:
+    return f'"{status.st_ino:x}-{status.st_mtime_ns // 1000:x}-{status.st_size:x}"'
