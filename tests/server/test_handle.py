@@ -28,6 +28,7 @@ from upriver.server.groups import Group, Groups
 from upriver.server.handle import BROKE_OFF, Job, ProgramFiles, WorkerHandle
 from upriver.server.jobs import (
     NO_SLOT,
+    SMALL_BYTES,
     Done,
     Failed,
     FromFront,
@@ -144,7 +145,7 @@ def imagining(*sizes, then, answers):
 
 
 def done(count):
-    return Done(heads=(b"head",) * count, phases={}, stages={})
+    return Done(frames=((b"head", None),) * count, phases={}, stages={})
 
 
 def test_a_worker_is_told_whether_there_is_room_for_its_images():
@@ -185,6 +186,52 @@ def test_all_that_a_job_gives_has_to_find_room_together():
         result = held.run(job(0, 1, room=room))
     assert asked == [100, 130]
     assert result.nbytes == 130
+
+
+def answering(*frames):
+    """A worker that answers so at once."""
+
+    def script(channel):
+        next_of(channel, Run)
+        channel.send(Done(frames=frames, phases={}, stages={}))
+
+    return script
+
+
+def test_small_payloads_come_with_the_answer_in_order_with_those_in_slots():
+    def script(channel):
+        next_of(channel, Run)
+        channel.send(NeedSlot(nbytes=3))
+        next_of(channel, UseSlot)
+        frames = ((b"a", b"one"), (b"b", None), (b"c", b""))
+        channel.send(Done(frames=frames, phases={}, stages={}))
+
+    asked = []
+    with talking(script) as held:
+        result = held.run(job(0, 1, 2, room=lambda nbytes: not asked.append(nbytes)))
+    assert [head for head, _ in result.frames] == [b"a", b"b", b"c"]
+    assert [bytes(payload) for _, payload in result.frames] == [b"one", bytes(3), b""]
+    assert asked == [3, 6]
+
+
+def test_small_payloads_have_to_find_room_too():
+    with talking(answering((b"a", b"one"))) as held, pytest.raises(Overloaded, match="no memory"):
+        held.run(job(0, room=lambda nbytes: False))
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [(b"a", bytes(SMALL_BYTES + 1))],
+        [(b"a", bytes(SMALL_BYTES)), (b"b", b"1")],
+        [(b"a", None)],
+        [(b"a", b"")] * 3,
+    ],
+    ids=["large", "together", "no slot", "frames"],
+)
+def test_a_worker_that_answers_with_more_than_it_may_is_at_its_end(frames):
+    with talking(answering(*frames)) as held, pytest.raises(ChannelClosed, match="2 frames at most"):
+        held.run(job(0, 1))
 
 
 def test_a_worker_that_asks_for_more_slots_than_its_job_has_frames_gets_none():

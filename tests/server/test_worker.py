@@ -25,7 +25,7 @@ from upriver.server.memory import SlotPool
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = npy(pixels(8, 8))
+SAMPLE = npy(pixels(160, 160))  # more than goes with `Done`
 READ = Run(
     program=None,
     micro_batch=1,

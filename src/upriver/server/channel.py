@@ -17,6 +17,8 @@ _HEAD = struct.Struct(">II")
 MAX_MESSAGE_BYTES = 16 << 20
 """Messages hold names and numbers; what is large lies in shared memory."""
 MAX_FDS = 4
+READ_BYTES = 128 << 10
+"""Received at once: all messages but those with the names of thousands of samples."""
 
 _M = TypeVar("_M")
 
@@ -36,6 +38,8 @@ class Channel(Generic[_M]):
     def __init__(self, sock: socket.socket, kind: type[_M]) -> None:
         self._socket = sock
         self._decoder = msgspec.msgpack.Decoder(kind)
+        self._came = bytearray()
+        self._came_fds: list[int] = []
 
     def set_timeout(self, seconds: float | None) -> None:
         """How long one message may take from here on; TimeoutError then."""
@@ -58,9 +62,11 @@ class Channel(Generic[_M]):
             raise TooLarge(
                 f"a message to or from a worker has at most {MAX_MESSAGE_BYTES} bytes, got {len(body)}"
             )
+        whole = _HEAD.pack(len(body), len(fds)) + body
         try:
-            socket.send_fds(self._socket, [_HEAD.pack(len(body), len(fds))], list(fds))
-            self._socket.sendall(body)
+            sent = socket.send_fds(self._socket, [whole], list(fds)) if fds else 0
+            if sent < len(whole):
+                self._socket.sendall(memoryview(whole)[sent:])
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed(str(error)) from None
 
@@ -70,12 +76,15 @@ class Channel(Generic[_M]):
         Raises:
             ChannelClosed: If the other process is gone, or talks nonsense.
         """
-        head, fds = self._receive_head()
+        while (end := self._end_of_first()) is None:
+            self._receive_more()
+        _, num_fds = _HEAD.unpack_from(self._came)
+        body, fds = self._came[_HEAD.size : end], self._came_fds[:num_fds]
+        del self._came[:end], self._came_fds[: len(fds)]
         try:
-            nbytes, num_fds = _HEAD.unpack(head)
-            if nbytes > MAX_MESSAGE_BYTES or num_fds != len(fds):
-                raise ChannelClosed(f"a message of {nbytes} bytes with {len(fds)} of {num_fds} descriptors")
-            return self._decoder.decode(self._exactly(nbytes)), fds
+            if self._came_fds and not self._came:
+                raise ChannelClosed("descriptors that came with no message")
+            return self._decoder.decode(body), fds
         except msgspec.MsgspecError as error:
             _close_all(fds)
             raise ChannelClosed(f"a message of unknown form: {error}") from None
@@ -87,39 +96,40 @@ class Channel(Generic[_M]):
         """Whether the other process has said something that was not received yet, or is gone."""
         looked = select.poll()
         looked.register(self._socket, select.POLLIN)
-        return bool(looked.poll(0))
+        return bool(self._came or looked.poll(0))
 
     def close(self) -> None:
         """Close this end; the other one sees the end of the stream."""
         self._socket.close()
+        _close_all(self._came_fds)
+        self._came_fds.clear()
 
-    def _receive_head(self) -> tuple[bytes, list[int]]:
+    def _end_of_first(self) -> int | None:
+        """Return where the first message ends; None if it is not whole."""
+        if len(self._came) < _HEAD.size:
+            return None
+        nbytes, num_fds = _HEAD.unpack_from(self._came)
+        if nbytes > MAX_MESSAGE_BYTES or num_fds > len(self._came_fds):
+            raise ChannelClosed(
+                f"a message of {nbytes} bytes with {len(self._came_fds)} of {num_fds} descriptors"
+            )
+        end = int(_HEAD.size + nbytes)
+        return end if len(self._came) >= end else None
+
+    def _receive_more(self) -> None:
+        """Receive what is there, which may be several messages; the kernel stops behind descriptors."""
         try:
-            head, fds, _, _ = socket.recv_fds(
-                self._socket, _HEAD.size, MAX_FDS, flags=socket.MSG_CMSG_CLOEXEC
+            data, fds, _, _ = socket.recv_fds(
+                self._socket, READ_BYTES, MAX_FDS, flags=socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError as error:
             raise ChannelClosed(str(error)) from None
-        try:
-            if not head:
-                raise ChannelClosed("the other process is gone")
-            return head + self._exactly(_HEAD.size - len(head)), fds
-        except BaseException:
-            _close_all(fds)
-            raise
-
-    def _exactly(self, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        view, done = memoryview(buffer), 0
-        while done < nbytes:
-            try:
-                got = self._socket.recv_into(view[done:])
-            except ConnectionResetError as error:
-                raise ChannelClosed(str(error)) from None
-            if not got:
-                raise ChannelClosed("the other process is gone")
-            done += got
-        return bytes(buffer)
+        self._came += data
+        self._came_fds += fds
+        if not data:
+            raise ChannelClosed("the other process is gone")
+        if len(self._came_fds) > 2 * MAX_FDS:  # of a message that is not whole, and of the next one
+            raise ChannelClosed("descriptors that came with no message")
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -28,6 +28,7 @@ from upriver.server.environment import environment_of
 from upriver.server.groups import Group
 from upriver.server.jobs import (
     NO_SLOT,
+    SMALL_BYTES,
     Describe,
     Described,
     Done,
@@ -419,6 +420,7 @@ class WorkerHandle:
 
         Raises:
             DoesNotFit: If it failed for want of memory that never is there.
+            Overloaded: If there is none for its small payloads now.
         """
         never: list[DoesNotFit] = []
         most = job.run.frames
@@ -436,23 +438,22 @@ class WorkerHandle:
                 self._send(Room(granted=_granted(job.beside, beside, never)))
                 continue
             asked, nbytes = asked + 1, nbytes + answer.nbytes
-            if asked > most or answer.nbytes < 0:
+            if asked > most or answer.nbytes < 1:
                 raise ChannelClosed(f"a worker asks for slots {most} times at most for this job")
-            if not answer.nbytes:
-                payloads.append(memoryview(b""))
-            elif (
-                _granted(job.room, nbytes, never)
-                and (slot := self._slot(answer.nbytes, job.owner)) is not None
-            ):
+            granted = _granted(job.room, nbytes, never)
+            if granted and (slot := self._slot(answer.nbytes, job.owner)) is not None:
                 payloads.append(self._slots.lend(slot, answer.nbytes))
                 self._map(slot)
                 self._send(UseSlot(slot=slot.id))
             else:
                 self._send(UseSlot(slot=NO_SLOT))
         match answer:
-            case Done() if len(answer.heads) == len(payloads):
-                timings = Timings(phases=answer.phases, stages=answer.stages)
-                return Result(frames=list(zip(answer.heads, payloads, strict=True)), timings=timings)
+            case Done():
+                frames = _in_order(answer, payloads, most)
+                small = sum(len(payload or b"") for _, payload in answer.frames)
+                if small and not _granted(job.room, nbytes + small, never):
+                    raise next(iter(never), None) or Overloaded("no memory for an answer now")
+                return Result(frames=frames, timings=Timings(phases=answer.phases, stages=answer.stages))
             case Failed():
                 raise next(iter(never), None) or error_from(answer.body)
             case _:
@@ -543,6 +544,23 @@ def _granted(ask: Callable[[int], bool], nbytes: int, never: list[DoesNotFit]) -
     except DoesNotFit as error:
         never.append(error)
         return False
+
+
+def _in_order(done: Done, in_slots: Sequence[memoryview], most: int) -> list[tuple[bytes, memoryview]]:
+    """Return frames with their payloads, small ones and those in slots.
+
+    Raises:
+        ChannelClosed: If they are not what a worker may answer.
+    """
+    small = sum(len(payload or b"") for _, payload in done.frames)
+    of_slots = sum(payload is None for _, payload in done.frames)
+    if small > SMALL_BYTES or len(done.frames) > most or of_slots != len(in_slots):
+        raise ChannelClosed(
+            f"a worker answers with {most} frames at most, {len(in_slots)} payloads in slots and "
+            f"{SMALL_BYTES} bytes of others, got {len(done.frames)}, {of_slots} and {small}"
+        )
+    slots = iter(in_slots)
+    return [(head, next(slots) if payload is None else memoryview(payload)) for head, payload in done.frames]
 
 
 def how_it_ended(code: int, *, boxed: bool) -> str:

@@ -68,7 +68,7 @@ class Run(_Message):
 
     Its input lies in ``slot``: the stored bytes of each sample at ``blobs`` (offset, size), or the payload of
     a data frame with that ``header``. Answered by a `NeedRoom` for each image that is larger than all before
-    it, one `NeedSlot` for each frame that has a payload and then `Done`, or by `Failed`.
+    it, one `NeedSlot` for each frame that `Done` has no room for and then `Done`, or by `Failed`.
 
     Attributes:
         program: Key of a program that was loaded.
@@ -239,10 +239,14 @@ class NeedWeights(_Message):
     weights: tuple[int, ...]
 
 
-class Done(_Message):
-    """The answer is data frames: a head each, and where there is a payload, that in the next slot."""
+SMALL_BYTES = 64 << 10
+"""Payloads of so many bytes in all travel with `Done`: to ask for a slot takes longer than a copy."""
 
-    heads: tuple[bytes, ...]
+
+class Done(_Message):
+    """The answer is data frames, a head and a payload each; None for a payload that lies in the next slot."""
+
+    frames: tuple[tuple[bytes, bytes | None], ...]
     phases: dict[str, float]
     stages: dict[int, float]
 

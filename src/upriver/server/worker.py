@@ -41,6 +41,7 @@ from upriver.server.channel import Channel, ChannelClosed
 from upriver.server.code import Code, take_apart
 from upriver.server.jobs import (
     NO_SLOT,
+    SMALL_BYTES,
     Describe,
     Described,
     Done,
@@ -167,7 +168,7 @@ class Worker:
         self._warm: set[tuple[str, int]] = set()
         self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
         self._code = Code(setup.allow)
-        self._beside = 0
+        self._beside = self._small_left = 0
         self._waited_s = 0.0
 
     def serve(self) -> None:
@@ -197,10 +198,9 @@ class Worker:
             case LoadProgram():
                 self._load(message, fds)
                 self._channel.send(Loaded())
-            case Run():
-                self._run(message)
-            case RunCode():
-                self._run_code(message)
+            case Run() | RunCode():
+                self._small_left = SMALL_BYTES
+                self._run(message) if isinstance(message, Run) else self._run_code(message)
             case Measure():
                 self._channel.send(self._measure(message))
             case Describe():
@@ -290,9 +290,9 @@ class Worker:
             clock.add("forward", -self._waited_s)
             clock.add("weights", self._waited_s)
         with clock.phase("encode"):
-            heads = tuple(self._write(part) for part in _parts(batch, run))
+            frames = tuple(self._write(part) for part in _parts(batch, run))
         timings = clock.timings()
-        self._channel.send(Done(heads=heads, phases=dict(timings.phases), stages=dict(timings.stages)))
+        self._channel.send(Done(frames=frames, phases=dict(timings.phases), stages=dict(timings.stages)))
 
     def _run_code(self, run: RunCode) -> None:
         """Gradients and generators are as in a loader's process."""
@@ -306,8 +306,8 @@ class Worker:
                 raws = build(sent.tree, sent.tensors)
             made = self._code.make(run, raws)
         with clock.phase("encode"):
-            heads = (self._write(take_apart(run, made, most_tensors=self._setup.caps.tensors)),)
-        self._channel.send(Done(heads=heads, phases=dict(clock.phases), stages={}))
+            frames = (self._write(take_apart(run, made, most_tensors=self._setup.caps.tensors)),)
+        self._channel.send(Done(frames=frames, phases=dict(clock.phases), stages={}))
 
     def _measure(self, measure: Measure) -> Measured:
         program = self._programs[measure.program]
@@ -399,21 +399,23 @@ class Worker:
         header = parse_data_header(run.header, run.payload_nbytes, self._setup.caps)
         return build_batch(header, payload, checksum=header.checksum)  # the front has looked already
 
-    def _write(self, batch: MicroBatch) -> bytes:
-        """Lay the answer out in a slot of the front's choice; its head."""
+    def _write(self, batch: MicroBatch) -> tuple[bytes, bytes | None]:
+        """Lay a frame of the answer out; its head, and its payload unless that went into a slot."""
         layout = lay_out(batch.tensors)
         if layout.nbytes > self._setup.caps.payload_bytes:
             raise TooLarge(
                 f"an answer has at most {self._setup.caps.payload_bytes} bytes, this one {layout.nbytes}: "
                 "ask for a smaller micro-batch or another cut"
             )
+        if layout.nbytes <= self._small_left:
+            self._small_left -= layout.nbytes
+            payload = bytearray(layout.nbytes)
+            return self._head(batch, layout, layout.write_into(memoryview(payload))), bytes(payload)
         self._channel.send(NeedSlot(nbytes=layout.nbytes))
-        if not layout.nbytes:
-            return self._head(batch, layout, layout.checksum())
         slot = self._answer(UseSlot).slot
         if slot == NO_SLOT:
             raise Overloaded(f"no memory for an answer of {layout.nbytes} bytes now")
-        return self._head(batch, layout, layout.write_into(self._slots[slot].data))
+        return self._head(batch, layout, layout.write_into(self._slots[slot].data)), None
 
     def _make_room(self, nbytes: int) -> None:
         """Before an image is decoded or changed, which takes so many bytes at once.
