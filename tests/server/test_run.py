@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upriver.errors import DeadlineExceeded, Overloaded, QuotaExceeded, UpriverError
-from upriver.protocol import PREFIX_NBYTES, RunRequest
+from upriver.protocol import PREFIX_NBYTES, End, RunRequest, encode
 from upriver.server import ServerConfig
 from upriver.server.budget import Budget
 from upriver.server.handle import Result
@@ -152,6 +152,35 @@ def test_small_answers_are_computed_ahead_by_one_and_no_more_for_a_reader_that_s
         assert rest[-1].startswith(b"UPRV")
 
     asyncio.run(go())
+
+
+def test_a_small_answer_goes_in_one_buffer_a_micro_batch_and_the_last_one_takes_its_end_along():
+    async def go():
+        return await sent(runner_of([], [0] * PARTS, [0] * PARTS, 5), [], order_of())
+
+    buffers = asyncio.run(go())
+    assert len(buffers) == PARTS
+    for index, buffer in enumerate(buffers):
+        assert buffer.startswith(b"<%d>" % index + bytes([index]) * 5 + b"UPRV")
+        assert buffer.endswith(b"".join(encode(End()))) == (index == PARTS - 1)
+
+
+@pytest.mark.parametrize("to_end", [True, False])
+def test_an_answer_that_waits_for_the_rest_of_its_weights_ends_when_they_are_checked(to_end):
+    log = []
+
+    class Cold:
+        async def checked(self):
+            log.append("checked")
+
+    async def go():
+        runner = runner_of(log, [0] * PARTS, [0] * PARTS, 5)
+        program = cast(Any, SimpleNamespace(cold=Cold(), nbytes=0))
+        return await sent(runner, log, replace(order_of(), program=program, to_end=to_end))
+
+    buffers = asyncio.run(go())
+    assert len(buffers) == PARTS + to_end
+    assert log[-2:].count("checked") == to_end
 
 
 def test_every_answer_tells_the_load_factor():

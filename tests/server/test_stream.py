@@ -3,10 +3,12 @@
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
 from starlette.responses import StreamingResponse
 
+from upriver.server.http import CORK
 from upriver.server.requests import zeros
-from upriver.server.stream import CHUNK_BYTES, FrameStream
+from upriver.server.stream import CHUNK_BYTES, FrameStream, Last
 
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
 CHUNKS = 64
@@ -49,6 +51,38 @@ def test_frames_are_not_sent_to_nobody():
         assert await sent_until_gone(response, after=3) <= 3 + MORE
         assert ends == ["disconnect"]
         assert sum(sizes) <= (2 + MORE) * CHUNK_BYTES
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_head_of_an_answer_goes_with_the_first_of_its_body(ends):
+    """And nothing is held back from then on."""
+
+    async def buffers():
+        if not ends:
+            yield b"first"
+        yield Last(b"last")
+
+    async def check():
+        done = []
+
+        async def send(message):
+            done.append(bytes(message.get("body", b"head")))
+
+        async def receive():
+            await asyncio.sleep(60)
+
+        response = FrameStream(
+            buffers(),
+            stack=AsyncExitStack(),
+            stall_timeout_s=60,
+            deadline=asyncio.get_running_loop().time() + 60,
+            on_sent=lambda nbytes: None,
+            on_end=done.append,
+        )
+        await response({**SCOPE, "state": {CORK: done.append}}, receive, send)
+        assert done == [True, b"head", *([b"last", False] if ends else [b"first", False, b"last"]), "ok"]
 
     asyncio.run(check())
 

@@ -141,7 +141,6 @@ class Front:
                     stores=self._stores,
                     metrics=self.metrics,
                     wording=self.wording,
-                    on_line=self._show_line,
                 )
                 for device in config.devices
             ]
@@ -161,10 +160,6 @@ class Front:
             await asyncio.gather(watching, return_exceptions=True)
             await self.units.close()
             self.audit.close()
-
-    def _show_line(self) -> None:
-        lines = [unit.line for unit in self.units]
-        self.metrics.queue(sum(line.waiting for line in lines), sum(line.waiting_bytes for line in lines))
 
     def routes(self) -> list[Route]:
         """All of them; HEAD comes with GET."""
@@ -195,8 +190,8 @@ class Front:
 
     async def show_metrics(self, request: Request) -> Response:
         """In Prometheus' text format."""
-        self._show_line()
         used, load = await self.units.used_bytes(), self.current_load()
+        self.metrics.queue(load.waiting, load.waiting_bytes)
         self.metrics.memory(load.reserved_bytes, used, load.budget_bytes)
         self.metrics.load(load.k, load.machine)
         self.metrics.program_bytes.set(sum(unit.shelf.nbytes for unit in self.units))
@@ -330,7 +325,8 @@ class Front:
             asked = await runner.read(
                 body, stack, tenant, on_request=entry.about, announced=content_length(request) or 0
             )
-            order = await while_there(request, runner.admit(asked, stack))
+            async with while_there(request.receive):
+                order = await runner.admit(asked, stack)
         except BaseException as error:
             await stack.aclose()
             self._shed(tenant, error)
@@ -357,7 +353,7 @@ class Front:
                 self.units.hello,
                 tenant,
                 on_request=lambda asked: programs.extend(asked.programs),
-                while_wanted=lambda work: while_there(request, work),
+                wanted=while_there(request.receive),
             )
         except BaseException as error:
             outcome = code_of(error)

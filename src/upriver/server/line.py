@@ -148,7 +148,6 @@ class Line:
         most_waiting_bytes: What they may ask for together.
         min_batch: The fewest samples of a forward pass where there is a choice.
         collect_s: How long a round waits for others to come.
-        on_change: Told whenever the line is longer or shorter.
         spare: Lets go of something else that is only kept for later, and says whether there was anything;
             asked where nobody could go otherwise.
     """
@@ -164,14 +163,13 @@ class Line:
         most_waiting_bytes: int,
         min_batch: int = 1,
         collect_s: float = 0.0,
-        on_change: Callable[[], None] = lambda: None,
         spare: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._budget, self._shelf, self._policy = budget, shelf, policy
         self._most, self._most_waiting, self._most_waiting_bytes = most, most_waiting, most_waiting_bytes
         self._min_batch, self._collect_s = min_batch, collect_s
-        self._on_change, self._spare, self._now = on_change, spare, now
+        self._spare, self._now = spare, now
         self._numbers = itertools.count()
         self._waiting: list[_Waiter] = []
         self._admitted: Counter[str] = Counter()
@@ -212,7 +210,6 @@ class Line:
         self._check_quota(wanted.tenant, waiter.nbytes)
         self._make_place(wanted.tenant, waiter.nbytes)
         self._waiting.append(waiter)
-        self._on_change()
         self._soon(self._collect_s)
         try:
             async with asyncio.timeout(MAX_WAIT_S):
@@ -222,7 +219,6 @@ class Line:
         finally:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
-                self._on_change()
                 self._soon()
 
     def leave(self, admitted: Admitted, tenant: Tenant) -> None:
@@ -490,7 +486,6 @@ class Line:
         self._admitted[tenant.name] += 1
         self._holding[tenant.name] += nbytes
         self._waiting.remove(waiter)
-        self._on_change()
         key = None if program is None else program.key
         waited_s = (self._now() - waiter.since) * waiter.others
         waiter.future.set_result(

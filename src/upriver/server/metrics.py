@@ -127,6 +127,7 @@ class Metrics:
         self.seconds = self._histogram(
             "micro_batch_seconds", "Seconds of a micro-batch by phase", SECONDS, "phase"
         )
+        self._of_phase = {phase: self.seconds.labels(phase) for phase in PHASES}
         self._rows = self._histogram("forward_rows", "Samples in one forward pass", ROWS, "tenant")
 
     def _make_programs(self) -> None:
@@ -167,8 +168,6 @@ class Metrics:
                 self._store_errors.labels(store, kind)
         for reason in RESTARTS:
             self._restarts.labels(reason)
-        for phase in PHASES:
-            self.seconds.labels(phase)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"upriver_{name}_total", text, labels, registry=self.registry)
@@ -220,12 +219,12 @@ class Metrics:
         """One more micro-batch is on its way out."""
         self._micro_batches.labels(tenant).inc()
         for phase, seconds in timings.phases.items():
-            if phase in PHASES:
-                self.seconds.labels(phase).observe(seconds)
+            if phase in self._of_phase:
+                self._of_phase[phase].observe(seconds)
 
     def sent(self, seconds: float) -> None:
         """A micro-batch took so long to leave, which its own timings cannot say."""
-        self.seconds.labels("send").observe(seconds)
+        self._of_phase["send"].observe(seconds)
 
     def program(self, found: Found, tenant: str) -> None:
         """One more time a program was needed."""

@@ -126,7 +126,6 @@ class Work:
         ahead = self._order.ahead and self._at_work >= index - 1 and self._sent >= index - 2
         if index < len(self._order.groups) and (in_turn or ahead):
             self._last = index
-            self._read(index)
             self._computing[index] = asyncio.create_task(self._compute(index))
 
     def _read(self, index: int) -> None:
@@ -143,7 +142,7 @@ class Work:
 
     async def _compute(self, index: int) -> tuple[Result, Timings]:
         try:
-            job, clock = await self._reading[index]
+            job, clock = await (self._reading.get(index) or self._job(index))
         finally:
             self._reading.pop(index, None)
 

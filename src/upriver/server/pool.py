@@ -310,20 +310,23 @@ class WorkerPool:
             Overloaded: If there is none, and none soon: others can do the job, or the client itself.
         """
         while True:
-            try:
-                async with asyncio.timeout_at(self._wait_until) as limit:
-                    self._waiting.add(limit)
-                    try:
-                        worker = await self._idle.get()
-                    finally:
-                        self._waiting.discard(limit)
-            except TimeoutError:
-                raise Overloaded(
-                    f"no worker is here to do this ({self.why})", retry_after_s=self._start_s
-                ) from None
+            worker = await self._next_idle() if self._idle.empty() else self._idle.get_nowait()
             if worker in self._alive:
                 return worker
             worker.kill()  # it died while it was idle, and was replaced then
+
+    async def _next_idle(self) -> WorkerHandle:
+        try:
+            async with asyncio.timeout_at(self._wait_until) as limit:
+                self._waiting.add(limit)
+                try:
+                    return await self._idle.get()
+                finally:
+                    self._waiting.discard(limit)
+        except TimeoutError:
+            raise Overloaded(
+                f"no worker is here to do this ({self.why})", retry_after_s=self._start_s
+            ) from None
 
     def _wait(self, until: float | None) -> None:
         """Let jobs wait for a worker until then, by the monotonic clock; for ever if None."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import upriver
 from upriver.errors import Busy, ProtocolError, TooLarge
@@ -54,13 +54,13 @@ class Profiler:
         tenant: Tenant,
         *,
         on_request: Callable[[ProfileRequest], None] = lambda request: None,
-        while_wanted: Callable[[Coroutine[Any, Any, Runs]], Awaitable[Runs]] = lambda work: work,
+        wanted: AbstractAsyncContextManager[None] | None = None,
     ) -> StageCosts:
         """Read a request, wait until there is memory for it, and answer it.
 
         Args:
             on_request: Told what is asked for.
-            while_wanted: Goes on with it as long as somebody wants it.
+            wanted: Cancels its block when nobody wants the answer any more.
 
         Raises:
             Busy: If another profile is being measured.
@@ -73,7 +73,8 @@ class Profiler:
             request = await read_request(body)  # first: who is slow to ask takes no place from others
             on_request(request)
             self._enter(stack, tenant)
-            runs = await while_wanted(self._runs(request, tenant))
+            async with wanted or nullcontext():
+                runs = await self._runs(request, tenant)
         return StageCosts(
             device=self._device,
             threads=self._config.threads_per_worker,

@@ -3,40 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from upriver.errors import TooLarge
-
-_T = TypeVar("_T")
 
 _ZEROS = bytes(256 * 1024)
 
 
-async def while_there(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Work for a client as long as it is there; its whole request has been read.
+@asynccontextmanager
+async def while_there(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block when the client goes; its whole request has been read.
 
     Raises:
-        ClientDisconnect: If it went first.
+        ClientDisconnect: If it went before the block ended.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    limit, watcher = asyncio.timeout(None), asyncio.ensure_future(_gone(receive))
+
+    def cancel(_: asyncio.Future[None]) -> None:
+        if not over:
+            limit.reschedule(-math.inf)
+
+    over = False
+    watcher.add_done_callback(cancel)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        async with limit:
+            try:
+                yield
+            finally:
+                over = True
+                watcher.cancel()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ClientDisconnect from None
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

@@ -24,6 +24,7 @@ from upriver.server import tracing
 from upriver.server.allowed import check_code
 from upriver.server.body import read_body
 from upriver.server.budget import Budget
+from upriver.server.cold import ColdFile
 from upriver.server.config import ServerConfig
 from upriver.server.costs import Costs
 from upriver.server.datasets import Datasets
@@ -59,7 +60,10 @@ from upriver.types import Timings
 log = logging.getLogger(__name__)
 
 JOINED_BYTES = 64 << 10
-"""A smaller payload goes out with its head and its timings in one piece: a copy takes less than a send."""
+"""A smaller payload goes out with its head and its timings in one piece, the last one with the answer's end,
+too: a copy takes less than a send."""
+
+_END = b"".join(encode(End()))
 
 COMING_TOO = 2
 """Times its quota of requests, that a tenant may have with those that are still being read: who sends slowly
@@ -372,9 +376,11 @@ class Runner:
             async with aclosing(self._frames(order)) as frames:
                 async for buffer in frames:
                     yield buffer
+                    if isinstance(buffer, Last):
+                        return
                     del buffer  # the slot is free as soon as the socket has the last byte
             await self._checked(order)
-            yield Last(b"".join(encode(End())))
+            yield Last(_END)
         except UpriverError as error:
             yield self._told(error, on_error)
         except Exception:
@@ -388,10 +394,14 @@ class Runner:
         Raises:
             UpriverError: If they are not, or that is not known in time.
         """
-        cold = order.program.cold if order.program is not None else None
-        if cold is not None and order.to_end:
+        cold = self._unchecked(order)
+        if cold is not None:
             async with until(order.asked.deadline):
                 await cold.checked()
+
+    def _unchecked(self, order: Order) -> ColdFile | None:
+        """Return weights that an answer's end waits for; None where it waits for none."""
+        return order.program.cold if order.program is not None and order.to_end else None
 
     def _told(self, error: UpriverError, on_error: Callable[[UpriverError], None]) -> Last:
         self._metrics.errors.labels(error.code).inc()
@@ -402,16 +412,19 @@ class Runner:
         """Heads, payloads and timings in the order of the request."""
         work = Work(order, self)
         try:
-            for index in range(len(order.groups)):
+            for stop, index in enumerate(range(len(order.groups)), start=1):
                 result, timings = await work.result(index)
                 frames, stats = result.frames, encode(timings)
                 del result
                 while frames:
                     head, payload = frames.pop(0)
+                    ends = False
                     self._metrics.micro_batch(order.asked.tenant.name, timings)
                     with tracing.sending(self._metrics, index):
                         if len(payload) <= JOINED_BYTES:
-                            head, payload = b"", memoryview(b"".join((head, payload, *stats)))
+                            ends = stop == len(order.groups) and not frames and not self._unchecked(order)
+                            parts = (head, payload, *stats, _END if ends else b"")
+                            head, payload = b"", memoryview(b"".join(parts))
                         else:
                             yield head
                         if not frames:
@@ -419,7 +432,7 @@ class Runner:
                                 yield payload[:-TAIL_BYTES]
                                 payload = memoryview(bytes(payload[-TAIL_BYTES:]))  # the slot is free now
                             work.sent(index)
-                        yield payload
+                        yield Last(payload) if ends else payload
                         del payload
                     for buffer in stats if head else ():
                         yield buffer

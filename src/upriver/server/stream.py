@@ -7,10 +7,12 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from upriver.server.http import ABORT
+from upriver.server.http import ABORT, CORK
+from upriver.server.requests import while_there
 
 log = logging.getLogger(__name__)
 
@@ -62,56 +64,51 @@ class FrameStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or stop when the client does."""
-        watcher = asyncio.create_task(_until_gone(receive))
-        sender = asyncio.create_task(self._send_all(send))
-        left_s = max(0.0, self._deadline + LAST_WORDS_S - asyncio.get_running_loop().time())
-        late = False
+        late, how = asyncio.timeout_at(self._deadline + LAST_WORDS_S), "error"
         try:
-            done, _ = await asyncio.wait(
-                {watcher, sender}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            late = not done
+            async with late, while_there(receive):
+                await self._send_all(send, _corking(scope))
+            how = "ok"
+        except (ClientDisconnect, asyncio.CancelledError) as error:
+            how = "disconnect"
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        except TimeoutError:
+            how = "deadline" if late.expired() else "stalled"
         finally:
-            for task in (watcher, sender):
-                task.cancel()
-            await asyncio.gather(watcher, sender, return_exceptions=True)
             await self._stack.aclose()
-            how = self._how_it_ended(sender, late=late)
             self._on_end(how)
+        if how == "stalled":
+            log.warning("dropped a client that took nothing for %g s", self._stall_timeout_s)
         if how in ("deadline", "stalled"):
             await _broken_off(scope)
-        if not sender.cancelled() and not isinstance(sender.exception(), TimeoutError):
-            sender.result()
 
-    def _how_it_ended(self, sender: asyncio.Task[None], *, late: bool) -> str:
-        """In a word."""
-        if sender.cancelled():
-            return "deadline" if late else "disconnect"
-        error = sender.exception()
-        if isinstance(error, TimeoutError):
-            log.warning("dropped a client that took nothing for %g s", self._stall_timeout_s)
-            return "stalled"
-        return "ok" if error is None else "error"
-
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, cork: Callable[[bool], None]) -> None:
+        cork(True)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        corked = True
         try:
             async for buffer in self._buffers:
-                if isinstance(buffer, Last):
-                    await self._send(send, buffer, more=False)
-                    return
                 for start in range(0, len(buffer), CHUNK_BYTES):
-                    await self._send(send, buffer[start : start + CHUNK_BYTES])
+                    more = not isinstance(buffer, Last) or start + CHUNK_BYTES < len(buffer)
+                    await self._send(send, buffer[start : start + CHUNK_BYTES], more=more)
+                    if corked:
+                        cork(corked := False)
+                if isinstance(buffer, Last):
+                    return
                 del buffer
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            if corked:
+                cork(False)
             await self._buffers.aclose()
 
-    async def _send(self, send: Send, chunk: bytes | memoryview, *, more: bool = True) -> None:
+    async def _send(self, send: Send, chunk: bytes | memoryview, *, more: bool) -> None:
         async with asyncio.timeout(self._stall_timeout_s):
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
         self._on_sent(len(chunk))
-        await asyncio.sleep(0)  # as long as the socket takes all, nothing else tells that the client has gone
+        if more:  # as long as the socket takes all, nothing else tells that the client has gone
+            await asyncio.sleep(0)
 
 
 async def _broken_off(scope: Scope) -> None:
@@ -122,6 +119,6 @@ async def _broken_off(scope: Scope) -> None:
         await asyncio.sleep(0)  # the connection is lost by then, and nobody expects more of this answer
 
 
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _corking(scope: Scope) -> Callable[[bool], None]:
+    corking: Callable[[bool], None] = scope.get("state", {}).get(CORK, lambda corked: None)
+    return corking

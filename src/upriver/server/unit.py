@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -53,7 +53,6 @@ class Unit:
         device: Where its workers compute.
         load: Of all workers of the server.
         datasets: Indexes, which all share.
-        on_line: Told whenever its line is longer or shorter.
 
     Attributes:
         device: Where its workers compute.
@@ -73,7 +72,6 @@ class Unit:
         stores: Mapping[str, Store],
         metrics: Metrics,
         wording: Wording,
-        on_line: Callable[[], None],
     ) -> None:
         self.device, self._config = device, config
         self.base: Hold | None = None
@@ -129,7 +127,6 @@ class Unit:
             most_waiting_bytes=config.max_waiting_bytes,
             min_batch=config.min_batch if by_memory else 1,
             collect_s=config.collect_s if by_memory else 0.0,
-            on_change=on_line,
             spare=datasets.drop_oldest,
         )
         self.turns = Turns(config.workers, one_each=True)
