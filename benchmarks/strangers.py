@@ -3,6 +3,9 @@
 Run with ``python benchmarks/strangers.py``; it prints a line of JSON for each setting. ``--source SRC`` runs
 the server of another source tree. A server with one worker reads four small arrays for each request; its
 process may have 1,024 descriptors. It takes about a minute.
+
+``--small`` measures instead what the processor does in the front for such a request, one and eight at a time,
+in turns with the server of ``--source``; ``--write`` writes ``benchmarks/results/small_requests.md``.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 
+from _common import RESULTS, Spread, commit, machine, table, versions
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest, encode
 from upriver.server.tenants import hash_token
@@ -43,6 +47,10 @@ SAMPLES = 4
 TENANTS = ("working", "looking")
 WATCH_S = 5.0
 """How long each setting is watched."""
+
+RESULT = RESULTS / "small_requests.md"
+TURNS, ASKED_A_TURN = 8, 400
+AT_ONCE = (1, 8)
 
 
 class Server:
@@ -71,6 +79,17 @@ class Server:
         """Processor seconds of the front, and bytes of the log, so far."""
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system, self._log.stat().st_size
+
+    def computed(self) -> tuple[float, float]:
+        """Milliseconds of processor time so far: of the front's event loop, and of its other threads."""
+        loop = others = 0.0
+        for task in Path(f"/proc/{self._process.pid}/task").iterdir():
+            took = int((task / "schedstat").read_text().split()[0]) / 1e6
+            if int(task.name) == self._process.pid:
+                loop = took
+            else:
+                others += took
+        return loop, others
 
     def end(self) -> None:
         """End it and its worker."""
@@ -242,12 +261,106 @@ def settings(server: Server, body: bytes, only: Sequence[str]) -> Iterator[dict[
         yield {"setting": f"{LOOKING} look at {path}", **found, "looks": len(times)}
 
 
+# --------------------------------------------------------------------------------------- small requests
+
+
+def cost(server: Server, body: bytes, at_once: int) -> tuple[float, float]:
+    """Milliseconds of the front's loop and of its threads for one request, of many."""
+
+    def ask() -> None:
+        connection = http.client.HTTPConnection(server.address, timeout=120)
+        for _ in range(ASKED_A_TURN // at_once):
+            asked(server, body, connection)
+        connection.close()
+
+    threads = [threading.Thread(target=ask) for _ in range(at_once)]
+    before = server.computed()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loop, others = ((now - then) / ASKED_A_TURN for now, then in zip(server.computed(), before, strict=True))
+    return loop, others
+
+
+def small(servers: dict[str, Server], body: bytes) -> Iterator[dict[str, Any]]:
+    """What a small request costs each server, in turns."""
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for _ in range(TURNS):
+        for at_once in AT_ONCE:
+            for name, server in servers.items():
+                found.setdefault((name, at_once), []).append(cost(server, body, at_once))
+    for (name, at_once), turns in found.items():
+        loop, others = zip(*turns, strict=True)
+        yield {
+            "server": name,
+            "at_once": at_once,
+            "front_ms": list(map(sum, turns)),
+            "loop_ms": list(loop),
+            "threads_ms": list(others),
+        }
+
+
+def report(found: Sequence[dict[str, Any]], nbytes: int) -> str:
+    """What was measured, as a page."""
+    header = ("server", "requests at a time", "front, ms", "event loop, ms", "other threads, ms")
+    rows = [
+        (
+            each["server"],
+            each["at_once"],
+            *(Spread.of(each[key]).text() for key in ("front_ms", "loop_ms", "threads_ms")),
+        )
+        for each in found
+    ]
+    return f"""# What a small request costs the front
+
+Processor time of the front's process for one run request of {nbytes} bytes that reads {SAMPLES} arrays
+of 64 bytes from a file store, with a token, over connections that are kept. Milliseconds: the median and the
+range of {TURNS} turns of {ASKED_A_TURN} requests. Servers take turns, beside whatever else the machine does.
+The worker's process is left out.
+
+{table(header, rows)}
+
+- "Before" is the server of the tree that `--source` names. A busy machine makes both dearer: compare
+  rows of one run alone.
+- Commit {commit()}; {machine()}; {versions("uvicorn", "starlette", "httptools")}.
+
+Run it again: `python benchmarks/strangers.py --small --source SRC --write`.
+"""
+
+
+def measure_small(folder: Path, source: str | None, *, write: bool) -> None:
+    """Measure this tree's server, and another one's beside it; print, and write the report if asked."""
+    body, servers = body_of(folder), dict[str, Server]()
+    try:
+        for name, src in [("before", source)] * (source is not None) + [("now", None)]:
+            (folder / name).mkdir()
+            (folder / name / "store").symlink_to(folder / "store")
+            servers[name] = Server(folder / name, src)
+            for _ in range(50):
+                asked(servers[name], body)
+        found = list(small(servers, body))
+    finally:
+        for server in servers.values():
+            server.end()
+    for each in found:
+        print(json.dumps(each), flush=True)
+    if write:
+        RESULT.write_text(report(found, len(body)))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", help="src of another tree, whose server is measured")
     parser.add_argument("--only", nargs="*", default=["alone", "strangers", "looking"])
+    parser.add_argument("--small", action="store_true", help="measure what a small request costs instead")
+    parser.add_argument("--write", action="store_true", help="write the report of --small")
     options = parser.parse_args()
+    if options.small:
+        with tempfile.TemporaryDirectory(prefix="upriver-small-") as name:
+            measure_small(Path(name), options.source, write=options.write)
+        return
     with tempfile.TemporaryDirectory(prefix="upriver-strangers-") as name:
         body = body_of(Path(name))
         server = Server(Path(name), options.source)
