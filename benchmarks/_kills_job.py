@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn import functional
 
 import upriver
-from upriver.client.crew import LOCAL
-from upriver.client.job import FinetuneJob
+from upriver.finetune.job import FinetuneJob
+from upriver.finetune.prefetch.fetch_threads import LOCAL
 from upriver.pipeline import Dataset
 
 CLASSES = 5

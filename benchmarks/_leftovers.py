@@ -22,9 +22,9 @@ GROUPS = Path("/sys/fs/cgroup")
 """Where Linux mounts control groups, of version 1 and of version 2."""
 
 MEMORY = "/memfd:upriver"
-"""What the kernel shows of a server's anonymous shared memory begins so (`upriver.server.memory`)."""
+"""Prefix of the kernel's name for a server's shared memory (`upriver.server.ipc.shared_memory`)."""
 
-ENTRY = os.path.join("server", "boot.py")
+ENTRY = os.path.join("execution", "worker_entry.py")
 """The file that a worker is started with; two arguments further on stands its front's number."""
 
 POLL_S = 0.05

@@ -34,12 +34,12 @@ from _planned import MEASURED, SWEPT, Setting, label_of
 from _planned_loader import Loop
 from split_overhead import build
 from upriver.cache import cache_folder
-from upriver.client import budget
-from upriver.client.crew import LOCAL
-from upriver.client.deal import deal
-from upriver.client.measuring import Measured
-from upriver.client.order import EpochOrder, epoch_order
 from upriver.cost import CostModel
+from upriver.finetune.calibration import time_budget
+from upriver.finetune.calibration.measurement import Measured
+from upriver.finetune.prefetch.fetch_threads import LOCAL
+from upriver.finetune.prefetch.route_dealing import deal
+from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
 from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize
 from upriver.policies import POLICIES
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json
@@ -91,7 +91,9 @@ class Trainer:
         """Do what is asked."""
         match order["do"]:
             case "publish":
-                with patch.object(budget, "SHARE", 0.0):  # what is sent to be measured is sent in its turn
+                with patch.object(
+                    time_budget, "SHARE", 0.0
+                ):  # what is sent to be measured is sent in its turn
                     self.finetune(policy="freeze").close()
                 return {}
             case "plan":

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as MapDataset
 
-from upriver.client.order import EpochOrder
 from upriver.engine.read import read_samples
+from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.pipeline import Dataset
 from upriver.pipeline.chain import stored_tensor
 from upriver.program.freeze import frozen_units, keep_in_eval

@@ -24,8 +24,8 @@ from scipy.optimize import nnls
 from _published_data import Pair, Run
 from upriver.cost import CostModel
 from upriver.errors import ConfigError
-from upriver.program.names import load_model
-from upriver.program.survey import survey
+from upriver.program.models.registry import load_model
+from upriver.program.split.cut_survey import survey
 from upriver.types import (
     Cluster,
     ComputeTier,

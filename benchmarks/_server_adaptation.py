@@ -23,8 +23,8 @@ from _server_claim import (
 from _server_host import Metrics, Server
 from _server_load import Question, Stream, ended
 from _server_watch import MemoryGroup, Watch, memory_group
-from upriver.client.compare import FLOAT32
-from upriver.server.metrics import ROWS
+from upriver.rpc.tolerance import FLOAT32
+from upriver.server.observability.metrics import ROWS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,9 +25,9 @@ from _hosts import last_lines
 from _server_load import Done, Order, Question, Stream
 from _server_readers import Stalled
 from _server_watch import MemoryGroup
-from upriver.client.transport import ServerClient
 from upriver.errors import UpriverError
 from upriver.protocol import Load
+from upriver.rpc.client import ServerClient
 from upriver.server.tenants import hash_token
 
 START_LIMIT_S = 120.0

@@ -26,10 +26,10 @@ import torch
 import xxhash
 
 from _server_readers import Stalled, Taken, stall
-from upriver.client.compare import FLOAT32
-from upriver.client.transport import ServerClient
 from upriver.errors import Overloaded, UpriverError
 from upriver.protocol import RunRequest
+from upriver.rpc.client import ServerClient
+from upriver.rpc.tolerance import FLOAT32
 from upriver.types import MicroBatch
 
 AT_ONCE = 96

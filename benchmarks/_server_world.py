@@ -19,13 +19,13 @@ from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, Resize, index
 from upriver.program import Program, publish
-from upriver.program.capture import capture
-from upriver.program.example import Example, Source
-from upriver.program.resized import resized
-from upriver.program.split import split
+from upriver.program.capture.prefix import capture
+from upriver.program.example_inputs import Example, Source
+from upriver.program.split.resized import resized
+from upriver.program.split.split import split
 from upriver.protocol import DatasetRef, Larger, RunRequest
-from upriver.server.needs import request_bytes
-from upriver.server.scale import Scale
+from upriver.server.scheduling.footprint import request_bytes
+from upriver.server.scheduling.program_footprint import Scale
 from upriver.types import MicroBatch
 
 Batches = Sequence[Sequence[int]]

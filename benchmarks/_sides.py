@@ -22,17 +22,17 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as MapDataset
 
 from _common import cpu_seconds
-from upriver.client.connect import connect
-from upriver.client.link import Kind, LinkMeter, MeteredStore
-from upriver.client.order import EpochOrder, epoch_order
 from upriver.engine.read import read_samples
+from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
+from upriver.finetune.session import connect
 from upriver.pipeline import Dataset
 from upriver.pipeline.chain import stored_tensor
+from upriver.rpc.link_meter import Kind, LinkMeter, MeteredStore
 from upriver.types import DEFAULT_MICRO_BATCH
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Workers fork from a process without busy threads; forking this one would copy locks its threads hold."""
-CONTEXT.set_forkserver_preload(["torch.utils.data", "upriver.client.link", "upriver.pipeline"])
+CONTEXT.set_forkserver_preload(["torch.utils.data", "upriver.rpc.link_meter", "upriver.pipeline"])
 
 LEARNING_RATE = 1e-3
 """Of Adam, its default."""

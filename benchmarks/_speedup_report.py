@@ -14,7 +14,7 @@ from _common import Spread, machine, table, versions
 from _plan_quality_report import LEAST_REPEATS, Found, so_far
 from _planned import LOADER, Records, Setting, run_of, short
 from _slowed import way
-from upriver.client.measuring import CANARY
+from upriver.finetune.calibration.measurement import CANARY
 
 REPEATS = 5
 SWEEP = tuple(

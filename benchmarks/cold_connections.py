@@ -50,19 +50,19 @@ NAMES = (*map(load_number, range(1, LOADS + 1)), KNOWN, SEQUENTIAL)
 
 def ours(spec: Mapping[str, Any]) -> dict[str, Any]:
     """A load of ours, and with how many requests it began and ended."""
-    from upriver.coldstart import flow
+    from upriver.coldstart import link_estimator
 
-    flows: list[flow.Flow] = []
-    begin = flow.Flow.__init__
+    flows: list[link_estimator.Flow] = []
+    begin = link_estimator.Flow.__init__
 
-    def begun(self: flow.Flow, link: flow.Link, **limits: Any) -> None:
+    def begun(self: link_estimator.Flow, link: link_estimator.Link, **limits: Any) -> None:
         if spec["requests"]:
-            link = flow.replace(link, requests=spec["requests"])
+            link = link_estimator.replace(link, requests=spec["requests"])
         begin(self, link, **limits)
         self.began = self.wanted  # type: ignore[attr-defined]
         flows.append(self)
 
-    flow.Flow.__init__ = begun  # type: ignore[method-assign]
+    link_estimator.Flow.__init__ = begun  # type: ignore[method-assign]
     found = run(spec)
     (used,) = flows
     return {**found, "began": used.began, "ended": used.wanted}  # type: ignore[attr-defined]

@@ -110,7 +110,7 @@ def publish(spec: Spec, _: Say) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file, save_model
 
-    from upriver.coldstart.order import publish_model
+    from upriver.coldstart.format.access_order import publish_model
     from upriver.store import Store
 
     _in_large_parts()
@@ -179,10 +179,10 @@ def parts(spec: Spec, _: Say) -> dict[str, Any]:
     import torch
     from crc32c import crc32c
 
-    from upriver.coldstart.arrivals import Arrivals
-    from upriver.coldstart.barrier import Gate
-    from upriver.coldstart.filling import held, match
-    from upriver.coldstart.source import find
+    from upriver.coldstart.format.checkpoint import find
+    from upriver.coldstart.model.arrivals import Arrivals
+    from upriver.coldstart.model.assignment import held, match
+    from upriver.coldstart.model.weight_barrier import Gate
     from upriver.store import Store
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

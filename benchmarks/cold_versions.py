@@ -24,10 +24,10 @@ EVERYBODYS = ("torch", "torchvision", "transformers")
 
 PACKAGE = ("coldstart", "program", "store")
 CONSTRUCTION: Mapping[str, tuple[str, ...]] = {
-    "construct": (),
-    "notes": (),
-    "watch": (),
-    "barrier": ("Gate",),  # of which the others take some functions
+    "model/construction": (),
+    "model/deferred_fills": (),
+    "model/deferred_init": (),
+    "model/weight_barrier": ("Gate",),  # of which the others take some functions
 }
 """Parts of upriver that decide what ours take; and modules of the first one that construct for everybody,
 with what of them has no part in that."""

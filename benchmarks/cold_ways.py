@@ -100,7 +100,7 @@ def _our_construction() -> Callable[[Callable[[], nn.Module]], nn.Module]:
         alone = types.ModuleType("upriver.coldstart")
         alone.__path__ = [str(Path(upriver.__file__).parent / "coldstart")]
         sys.modules["upriver.coldstart"] = alone
-    from upriver.coldstart.construct import construct
+    from upriver.coldstart.model.construction import construct
 
     return construct
 
@@ -111,11 +111,11 @@ class Streamed(_Loads):
     grouping = "upriver"
 
     def _prepare(self) -> None:
-        from upriver.coldstart import model_load
+        from upriver.coldstart import load_model
 
-        self._module = model_load
+        self._module = load_model
         if not self._constructs:
-            model_load.construct = lambda build: build()
+            load_model.construct = lambda build: build()
 
     def __call__(self) -> nn.Module:
         """The model; its weights arrive while it is called."""
@@ -151,14 +151,14 @@ class Sequential(_Loads):
     """One stage after the other: construct, download everything, load, and only then run."""
 
     def _prepare(self) -> None:
-        from upriver.coldstart import source
+        from upriver.coldstart.format import checkpoint
         from upriver.store import Store
 
-        self._store_class, self._find = Store, source.find
+        self._store_class, self._find = Store, checkpoint.find
 
     def __call__(self) -> nn.Module:
         """The model with all its weights."""
-        from upriver.program.graph import DTYPES
+        from upriver.program.graph.schema import DTYPES
 
         network = self._built()
         path = self._key("upriver.safetensors")

@@ -18,7 +18,7 @@ import numpy as np
 
 from _common import RESULTS, Spread, commit, interleave, machine, table, versions
 from plan_time import STAGES, question
-from upriver.client.inference.decide import ESTIMATES, Choice, Now, Rule, choose
+from upriver.inference.partition import ESTIMATES, Choice, Now, Rule, choose
 from upriver.latency import LatencyModel, Sums
 from upriver.policies import loadpart
 

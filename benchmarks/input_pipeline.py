@@ -78,7 +78,7 @@ _here = Path(__file__).resolve().parent
 MEASURING = ("bed", "data", "job", "measure", "model", "pace", "workloads")
 """Modules that decide what a setting's figures are, beside the package."""
 
-APART = ("coldstart", "client/inference")
+APART = ("coldstart", "inference")
 """Parts of the package that have no part in it."""
 
 ENVIRONMENTS: Mapping[str, tuple[str, str]] = {

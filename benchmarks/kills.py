@@ -24,7 +24,7 @@ from _kills import Killer, NotWell, Servers, drawn
 from _kills_job import BATCH, Difference, make_data, through_servers, train
 from _kills_report import faults, report
 from _planned import Deadline, Records, TimeIsUp
-from upriver.client.job import FinetuneJob
+from upriver.finetune.job import FinetuneJob
 
 OUTLAST = 1.25
 """The job goes on for a quarter of the time of the kills after them, so that what comes back can be used."""

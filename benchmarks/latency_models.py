@@ -1,9 +1,9 @@
 """How far latency models are off: operators by kind in the layout of LoADPart's Table III, and six networks.
 
 Run with ``python benchmarks/latency_models.py``; ``--write`` writes ``benchmarks/results/latency_models.md``.
-The configurations are those of `upriver.profile.ranges`, fixed beforehand; every fifth of a kind is held out,
-and errors are those of what was held out. All of it takes some 10 minutes, on one core; each kind's timings
-become a record, so the benchmark can be ended at any moment and goes on where it was.
+The configurations are those of `upriver.profile.latency.benchmark_configs`, fixed beforehand; every fifth of
+a kind is held out, and errors are those of what was held out. All of it takes some 10 minutes, on one core;
+each kind's timings become a record, so the benchmark can be ended at any moment and goes on where it was.
 """
 
 from __future__ import annotations
@@ -26,15 +26,22 @@ import torch
 from _common import RESULTS, Spread, commit, machine, table, versions
 from _planned import Deadline, Records, TimeIsUp
 from load_networks import NETWORKS, model_of
-from upriver.profile import alone
-from upriver.profile.alone import Bench
-from upriver.profile.calibrate import LONG_S, OCCASIONS, TABLE_III, Measured, fit, plan
-from upriver.profile.calls import Call
-from upriver.profile.kinds import works_of
-from upriver.profile.predict import MODELS, KindError, ModelName, Predictor, measure_unknown, place_of
-from upriver.profile.ranges import RANGES
-from upriver.program.capture import capture
-from upriver.program.program import Program
+from upriver.profile.latency import op_benchmark
+from upriver.profile.latency.benchmark_configs import RANGES
+from upriver.profile.latency.calibration import LONG_S, OCCASIONS, TABLE_III, Measured, fit, plan
+from upriver.profile.latency.op_benchmark import Bench
+from upriver.profile.latency.op_calls import Call
+from upriver.profile.latency.op_kinds import works_of
+from upriver.profile.latency.predictor import (
+    MODELS,
+    KindError,
+    ModelName,
+    Predictor,
+    measure_unknown,
+    place_of,
+)
+from upriver.program.capture.prefix import capture
+from upriver.program.graph.executor import Program
 
 RUNS = 9
 GOAL = 0.15
@@ -99,7 +106,7 @@ def time_kind(kind: str, bench: Bench, *, quick: bool) -> dict[str, Any]:
 
 def digest_of(kind: str, *, quick: bool) -> str:
     """Of what is timed and how."""
-    how = hashlib.sha256(Path(alone.__file__).read_bytes())
+    how = hashlib.sha256(Path(op_benchmark.__file__).read_bytes())
     for call, _ in configurations(kind, quick):
         how.update(call.signature.encode())
     return how.hexdigest()[:16]

@@ -31,19 +31,19 @@ import torch
 from load_networks import NAMED, model_of, paper_numbers
 from load_schedule import FULL, LOADPART, LOCAL, NEUROSURGEON, OURS, cut_of
 from testbed import PAYLOAD_SHARE
-from upriver.client.inference.decide import ESTIMATES, Now, Rule
-from upriver.client.inference.far import Far, Terms
-from upriver.client.inference.forms import Forms, Network
-from upriver.client.inference.offload import Offload
-from upriver.client.inference.request import Patience
-from upriver.client.inference.unchanged import Unchanged
-from upriver.client.transport import Probe, ServerClient
-from upriver.coldstart.programs import publish
+from upriver.coldstart.load_program import publish
+from upriver.inference.capture_cache import Forms, Network
+from upriver.inference.change_detection import Unchanged
+from upriver.inference.executor import Patience
+from upriver.inference.offload import Offload
+from upriver.inference.partition import ESTIMATES, Now, Rule
+from upriver.inference.remote_server import Far, Terms
 from upriver.latency import last_of_least
-from upriver.program.example import Example
-from upriver.program.paper_nodes import paper_nodes
-from upriver.program.program import Program
-from upriver.program.whole import capture_whole
+from upriver.program.capture.whole_model import capture_whole
+from upriver.program.example_inputs import Example
+from upriver.program.graph.executor import Program
+from upriver.program.models.loadpart_nodes import paper_nodes
+from upriver.rpc.client import Probe, ServerClient
 from upriver.store import Store
 
 RULES: Mapping[str, Rule] = {

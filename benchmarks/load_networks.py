@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from upriver._torchvision import ensure_torchvision
-from upriver.program.graph import Stage
-from upriver.program.paper_nodes import PaperNode
+from upriver.program.graph.schema import Stage
+from upriver.program.models.loadpart_nodes import PaperNode
 
 NETWORKS: Mapping[str, int] = {
     "alexnet": 224,

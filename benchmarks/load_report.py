@@ -24,7 +24,7 @@ from load_schedule import (
     OURS,
     PARTS,
 )
-from upriver.client.inference.offload import DEADLINE_S as USUAL_DEADLINE_S
+from upriver.inference.offload import DEADLINE_S as USUAL_DEADLINE_S
 
 PAPER_SPEEDUPS = {
     ("alexnet", FULL): (6.96, 21.98),

@@ -24,8 +24,8 @@ import torch
 
 from _common import RESULTS, Spread, commit, machine, table, versions
 from upriver._torchvision import ensure_torchvision
-from upriver.profile.memory import MemoryEstimate, stretch_peak, tail_peak
-from upriver.program.capture import capture
+from upriver.profile.memory.estimator import MemoryEstimate, stretch_peak, tail_peak
+from upriver.program.capture.prefix import capture
 
 RESULT = RESULTS / "memory_model.md"
 NETWORKS = ("alexnet", "resnet18", "densenet121", "vit_b_16")

@@ -20,11 +20,11 @@ import torch
 from _common import RESULTS, commit, confine, interleave, let_threads_sleep, machine, versions
 from _plain_report import OURS, THEIRS, Row, plot, report
 from _sides import Photos, Plain, SharedLink, Side, Task, Vanilla, say
-from upriver.client.local import LocalSource
 from upriver.demo.data import demo_data
 from upriver.demo.model import build_model, calibrate, freeze
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
+from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.pipeline import Dataset, Decode, Normalize, RandomHorizontalFlip, RandomResizedCrop, index
 from upriver.store import Store
 from upriver.types import DEFAULT_MICRO_BATCH

@@ -126,10 +126,10 @@ def _row(name: str, way: str) -> Row:
     from model_list import ENTRIES
 
     from upriver.errors import ModelError
-    from upriver.program.example import Example
-    from upriver.program.names import load_model
-    from upriver.program.point import EvalPlan
-    from upriver.program.split import split
+    from upriver.program.example_inputs import Example
+    from upriver.program.models.registry import load_model
+    from upriver.program.split.freeze_point import EvalPlan
+    from upriver.program.split.split import split
 
     torch.set_num_threads(1)
     entry = next(entry for entry in ENTRIES if entry.name == name)
@@ -226,7 +226,7 @@ def _followed(model: Any) -> Any:
 @contextlib.contextmanager
 def _plans_noted() -> Iterator[list[Any]]:
     """Note what does not train: modules, and calls of those that are called behind the freeze point, too."""
-    module: Any = sys.modules["upriver.program.split"]
+    module: Any = sys.modules["upriver.program.split.split"]
     real, plans = module.in_eval_for, list[Any]()
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -243,11 +243,14 @@ def _plans_noted() -> Iterator[list[Any]]:
 def _gradients(model: Any, in_eval: Any, run: Any) -> dict[str, Any]:
     import torch
 
-    from upriver.program import proof
+    from upriver.program.eval_mode import calls_in_eval
     from upriver.program.freeze import keep_in_eval
-    from upriver.program.trace import calls_in_eval
+    from upriver.program.split import verification
 
-    state_kept, no_fast_path = proof.state_kept, proof.no_fast_path  # wherever a source tree has them
+    state_kept, no_fast_path = (
+        verification.state_kept,
+        verification.no_fast_path,
+    )  # wherever a source tree has them
     with state_kept(model), no_fast_path():
         model.zero_grad(set_to_none=True)
         model.train()

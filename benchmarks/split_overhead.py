@@ -25,10 +25,10 @@ import torch
 
 from _common import RESULTS, Spread, commit, interleave, machine, table, versions
 from upriver._torchvision import ensure_torchvision
+from upriver.program.eval_mode import no_fast_path
 from upriver.program.freeze import InEval, freeze_to, frozen_units, keep_in_eval
-from upriver.program.guard import FrozenGuard
-from upriver.program.split import split
-from upriver.program.trace import no_fast_path
+from upriver.program.module_state.frozen_guard import FrozenGuard
+from upriver.program.split.split import split
 
 RESULT = RESULTS / "split_overhead.md"
 GOAL = 1.03

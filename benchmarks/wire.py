@@ -32,9 +32,9 @@ import torch
 
 from _common import RESULTS, Spread, code, commit, cpu_seconds, interleave, machine, table, versions
 from _planned import Records
-from upriver.client.transport import ServerClient
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest
+from upriver.rpc.client import ServerClient
 
 RAW, FRAMES, SERVER = "raw socket", "frames", "server"
 SHAPE = (64, 56, 56)
@@ -91,10 +91,10 @@ def send_frames() -> None:
     from starlette.routing import Route
 
     from upriver.protocol import DEFAULT_CAPS, End, data_head, encode, lay_out
-    from upriver.server.body import read_body
-    from upriver.server.memory import SlotPool
+    from upriver.server.http.request_body import read_body
+    from upriver.server.http.response_stream import FrameStream
+    from upriver.server.ipc.shared_memory import SlotPool
     from upriver.server.service import bind
-    from upriver.server.stream import FrameStream
     from upriver.types import MicroBatch, Timings
 
     pool = SlotPool()

@@ -21,11 +21,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from upriver.program.calls import check_arguments
-from upriver.program.capture import capture
-from upriver.program.graph import DTYPES, Graph, Node, TensorSpec, references
-from upriver.program.operators import ALLOWED, fingerprints, resolve
-from upriver.program.steps import Step
+from upriver.program.capture.prefix import capture
+from upriver.program.graph.call_validator import check_arguments
+from upriver.program.graph.operators import ALLOWED, fingerprints, resolve
+from upriver.program.graph.schedule import Step
+from upriver.program.graph.schema import DTYPES, Graph, Node, TensorSpec, references
 
 Json = Any
 

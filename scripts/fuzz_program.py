@@ -40,8 +40,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from upriver.errors import ProgramError
 from upriver.program import Program
-from upriver.program.caps import GraphCaps
-from upriver.program.graph import DTYPES, TensorSpec
+from upriver.program.graph.caps import GraphCaps
+from upriver.program.graph.schema import DTYPES, TensorSpec
 
 CAPS = GraphCaps(
     tensor_bytes=16 << 20, live_bytes=48 << 20, flops=1e8, weights_bytes=8 << 20, header_bytes=1 << 20

@@ -129,7 +129,7 @@ def _import_everything() -> None:
     from upriver._torchvision import ensure_torchvision
 
     ensure_torchvision()
-    for module in ("torch._dynamo", "torch.export", "timm", "transformers", "upriver.program.split"):
+    for module in ("torch._dynamo", "torch.export", "timm", "transformers", "upriver.program.split.split"):
         importlib.import_module(module)
 
 
@@ -204,9 +204,9 @@ def cut(entry: Entry) -> Row:
     """Split one model and describe what came out."""
     import torch
 
-    from upriver.program.example import Example
-    from upriver.program.names import load_model
-    from upriver.program.split import split
+    from upriver.program.example_inputs import Example
+    from upriver.program.models.registry import load_model
+    from upriver.program.split.split import split
 
     torch.set_num_threads(THREADS)
     model, inputs = load_model(entry.name)

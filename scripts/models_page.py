@@ -99,9 +99,9 @@ def _given_up(rows: Sequence[Row]) -> Iterator[str]:
 _MADE = """
 `python scripts/models.py` builds each model from its configuration at a published size, with random
 weights and nothing downloaded; none is shrunk. Where a published size is not the default of a
-configuration, `src/upriver/program/published.py` says which checkpoint it is. The first two thirds of the
-blocks are frozen, rounded up, and what comes before them; `scripts/model_list.py` says what a block is.
-The model is split in training mode, as a job does it: traced, captured, and proven on random inputs
+configuration, `src/upriver/program/models/transformers_configs.py` says which checkpoint it is. The first two
+thirds of the blocks are frozen, rounded up, and what comes before them; `scripts/model_list.py` says what a
+block is. The model is split in training mode, as a job does it: traced, captured, and proven on random inputs
 (outputs, gradients of the tail, every cut as it would be shipped, padding, other rows changed). The
 micro-batch is the first dimension of the inputs: 4, and 2 above 50 M parameters.
 

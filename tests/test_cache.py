@@ -24,28 +24,28 @@ from torch import nn
 
 import upriver
 from tests.conftest import fill
-from tests.profile.test_keep import CLUSTER, KEY, profile
-from tests.profile.test_metrics_store import ALL as FIGURES
-from tests.profile.test_metrics_store import KEY as FIGURES_KEY
-from tests.profile.test_predict import timed
+from tests.profile.latency.test_predictor import timed
+from tests.profile.test_profile_cache import CLUSTER, KEY, profile
+from tests.profile.test_throughput_cache import ALL as FIGURES
+from tests.profile.test_throughput_cache import KEY as FIGURES_KEY
 from upriver.cache import Cache, cache_folder
-from upriver.coldstart import kept as groupings
-from upriver.coldstart import links, publish_model
-from upriver.coldstart.execution import CORE, Pace, keep_pace, pace_of
-from upriver.coldstart.flow import Link
-from upriver.coldstart.source import find
+from upriver.coldstart import link_cache, publish_model
+from upriver.coldstart.format.checkpoint import find
+from upriver.coldstart.grouping import grouping_cache as groupings
+from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.roofline import CORE, Pace, keep_pace, pace_of
 from upriver.errors import StoreError
-from upriver.profile import latency_files
-from upriver.profile.keep import load_profile, save_profile
-from upriver.profile.metrics_store import Known, MetricsStore
-from upriver.profile.predict import Predictor, place_of
-from upriver.profile.regression import OwnModel, PaperModel
-from upriver.program.capture import capture
-from upriver.program.example import Source
-from upriver.program.point import FreezePoint, Ship
-from upriver.program.program import Program
-from upriver.program.remember import is_proven, remember
-from upriver.program.trace import Shape
+from upriver.profile.latency import serialization
+from upriver.profile.latency.predictor import Predictor, place_of
+from upriver.profile.latency.regression import OwnModel, PaperModel
+from upriver.profile.profile_cache import load_profile, save_profile
+from upriver.profile.throughput_cache import Known, MetricsStore
+from upriver.program.capture.prefix import capture
+from upriver.program.example_inputs import Source
+from upriver.program.graph.executor import Program
+from upriver.program.split.freeze_point import FreezePoint, Ship
+from upriver.program.split.module_trace import Shape
+from upriver.program.split.proof_cache import is_proven, remember
 from upriver.store import Store
 
 pytestmark = pytest.mark.timeout(60)  # what waits for a pipe waits for ever
@@ -134,12 +134,12 @@ def models() -> Predictor:
 
 def keep_models() -> None:
     with suppress(OSError):  # which ``upriver calibrate`` says
-        latency_files.keep(models())
+        serialization.keep(models())
 
 
 def kept_models() -> str | None:
-    found = latency_files.kept("cpu")
-    return None if found is None else latency_files.predictor_to_json(found)
+    found = serialization.kept("cpu")
+    return None if found is None else serialization.predictor_to_json(found)
 
 
 def keep_a_pace() -> None:
@@ -163,9 +163,9 @@ KEPT = {
     "latency": Kept(save=keep_models, load=kept_models),
     "paces": Kept(save=keep_a_pace, load=lambda: pace_of(CPU), nothing=lambda: usual_pace()),
     "links": Kept(
-        save=lambda: links.keep(store(), LINK, nbytes=1 << 30),
-        load=lambda: links.last_known(store()),
-        nothing=lambda: links.UNKNOWN,
+        save=lambda: link_cache.keep(store(), LINK, nbytes=1 << 30),
+        load=lambda: link_cache.last_known(store()),
+        nothing=lambda: link_cache.UNKNOWN,
     ),
     "metrics": Kept(
         save=lambda: MetricsStore().save(FIGURES_KEY, FIGURES),

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from upriver.cli.serve_file import CapsSection, ServeFile, StoreSection, TenantSection, TlsSection
+from upriver.cli.serve.config_file import CapsSection, ServeFile, StoreSection, TenantSection, TlsSection
 from upriver.cli.stages import input_stages
-from upriver.cli.train import FREE_TO_CHANGE, TrainFile
-from upriver.pipeline.stages import STAGES
+from upriver.cli.train.command import FREE_TO_CHANGE, TrainFile
+from upriver.pipeline.stages.registry import STAGES
 from upriver.protocol import DEFAULT_CAPS
 from upriver.server import ServerConfig
 

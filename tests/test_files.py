@@ -16,7 +16,7 @@ import torch
 from tests.conftest import fill
 from upriver import files
 from upriver.cli import output
-from upriver.cli.checkpoint import save_tensors
+from upriver.cli.train.checkpoint import save_tensors
 from upriver.errors import ConfigError, StoreError
 from upriver.store import Store
 

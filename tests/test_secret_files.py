@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.server.certificates import Authority, needs_openssl
-from upriver.cli import serve_file
-from upriver.cli.serving import read_token
-from upriver.client.tls import client_context
+from upriver.cli.serve import config_file
+from upriver.cli.serve.options import read_token
 from upriver.cluster.document import portable
 from upriver.errors import ConfigError
+from upriver.rpc.tls import client_context
 from upriver.secret_files import open_to_others, read_secret
 from upriver.server import ServerConfig
-from upriver.server.tls import server_context
+from upriver.server.http.tls import server_context
 
 ROOT, US, ANOTHER = 0, 1000, 1001
 
@@ -35,7 +35,7 @@ def test_a_file_is_its_owners_and_of_roots_its_group_may_read() -> None:
 def served(folder: Path, text: str) -> None:
     path = folder / "server.toml"
     path.write_text(text)
-    serve_file.settings(serve_file.check(serve_file.load(path), where="server.toml"))
+    config_file.settings(config_file.check(config_file.load(path), where="server.toml"))
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -75,10 +75,10 @@ def test_a_configuration_is_a_secret_where_it_holds_keys_of_a_store(tmp_path: Pa
         for mode in (0o600, 0o644):
             path.chmod(mode)
             if not secret or mode == 0o600:
-                serve_file.load(path)
+                config_file.load(path)
                 continue
             with pytest.raises(ConfigError, match=f"chmod 600 {re.escape(str(path))}") as caught:
-                serve_file.load(path)
+                config_file.load(path)
             assert "hush" not in str(caught.value)
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PLACES = {
-    "connect": "upriver.client.connect",
-    "Near": "upriver.client.connect",
-    "offload": "upriver.client.inference.offload",
-    "Offload": "upriver.client.inference.offload",
-    "FinetuneJob": "upriver.client.job",
-    "LinkMeter": "upriver.client.link",
+    "connect": "upriver.finetune.session",
+    "Near": "upriver.finetune.session",
+    "offload": "upriver.inference.offload",
+    "Offload": "upriver.inference.offload",
+    "FinetuneJob": "upriver.finetune.job",
+    "LinkMeter": "upriver.rpc.link_meter",
     "DataLoader": "upriver.dataloader",
     "Offloading": "upriver.dataloader",
     "dataset": "upriver.dataloader",
@@ -54,17 +54,16 @@ __all__ = ["__version__", "coldstart", *sorted(_PLACES)]
 
 if TYPE_CHECKING:
     from upriver import coldstart as coldstart
-    from upriver.client.connect import Near as Near
-    from upriver.client.connect import connect as connect
-    from upriver.client.inference.offload import Offload as Offload
-    from upriver.client.inference.offload import offload as offload
-    from upriver.client.job import FinetuneJob as FinetuneJob
-    from upriver.client.link import LinkMeter as LinkMeter
     from upriver.cluster.ray_workers import ray_workers as ray_workers
     from upriver.dataloader import DataLoader as DataLoader
     from upriver.dataloader import Offloading as Offloading
     from upriver.dataloader import dataset as dataset
     from upriver.errors import UpriverError as UpriverError
+    from upriver.finetune.job import FinetuneJob as FinetuneJob
+    from upriver.finetune.session import Near as Near
+    from upriver.finetune.session import connect as connect
+    from upriver.inference.offload import Offload as Offload
+    from upriver.inference.offload import offload as offload
     from upriver.pipeline import AddNoise as AddNoise
     from upriver.pipeline import CenterCrop as CenterCrop
     from upriver.pipeline import ColorJitter as ColorJitter
@@ -89,6 +88,7 @@ if TYPE_CHECKING:
     from upriver.pipeline import imagenet_train as imagenet_train
     from upriver.pipeline import index as index
     from upriver.program.freeze import freeze_to as freeze_to
+    from upriver.rpc.link_meter import LinkMeter as LinkMeter
     from upriver.store import Store as Store
     from upriver.types import Plan as Plan
 

@@ -11,7 +11,7 @@ import os
 import sys
 
 import upriver
-from tests.client.training import STAGES, run
+from tests.finetune.training import STAGES, run
 
 
 def main() -> None:

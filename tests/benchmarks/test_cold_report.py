@@ -39,8 +39,8 @@ from tests.benchmarks.cold_simulated import (
     measured,
     parts_row,
 )
-from upriver.coldstart.grouping import GROUPINGS
-from upriver.coldstart.timeline import Timeline
+from upriver.coldstart.grouping.groups import GROUPINGS
+from upriver.coldstart.grouping.timeline import Timeline
 
 # ------------------------------------------------------------------------------------------------ bound
 

@@ -67,7 +67,7 @@ from tests.benchmarks.cold_simulated import (
     measured,
     tasks_of,
 )
-from upriver.program.weights import ALIGNMENT
+from upriver.program.graph.weights_file import ALIGNMENT
 from upriver.store import Store
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -193,8 +193,8 @@ def test_a_sweep_is_of_the_knobs_that_there_are(tmp_path: Path) -> None:
         ("benchmarks/cold_models.py", "ONE = 1", set(WAYS)),
         ("benchmarks/cold_ways.py", "# a remark", set()),
         ("src/upriver/store/more.py", "ONE = 1", {*STREAMED, "sequential"}),
-        ("src/upriver/coldstart/construct.py", "ONE = 1", set(WAYS)),
-        ("src/upriver/coldstart/barrier.py", "ONE = 1", set(WAYS)),
+        ("src/upriver/coldstart/model/construction.py", "ONE = 1", set(WAYS)),
+        ("src/upriver/coldstart/model/weight_barrier.py", "ONE = 1", set(WAYS)),
         ("src/upriver/server/more.py", "ONE = 1", set()),
     ],
 )
@@ -235,13 +235,16 @@ def test_versions_name_all_that_constructs_for_everybody() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], env=cold_bed.paths(), capture_output=True, text=True, check=True
     )
-    named = {f"upriver.coldstart.{name}" for name in CONSTRUCTION}
-    assert set(done.stdout.split()) - named == {"upriver.coldstart.arrivals"}, "which only Gate needs"
+    named = {f"upriver.coldstart.{name.replace('/', '.')}" for name in CONSTRUCTION}
+    assert set(done.stdout.split()) - named == {
+        "upriver.coldstart.model",
+        "upriver.coldstart.model.arrivals",
+    }, "a package, and what only Gate needs"
 
 
 def test_processes_run_a_copy_that_no_edit_reaches(tmp_path: Path) -> None:
     code = copied(tmp_path)
-    assert (code / "src" / "upriver" / "coldstart" / "stream.py").exists()
+    assert (code / "src" / "upriver" / "coldstart" / "fetch" / "weight_stream.py").exists()
     said = subprocess.run(
         [sys.executable, "-c", "import cold_ways, upriver; print(cold_ways.__file__, upriver.__file__)"],
         env=cold_bed.paths(code),

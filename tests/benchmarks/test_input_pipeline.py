@@ -31,7 +31,7 @@ from input_pace import Pace, Probe
 from input_pipeline import QUICK, SETTINGS, missing, parsed, run_all, version, versions_of
 from input_report import GOALS, Found, page, verdict, write
 from input_workloads import CLASSES, WORKLOADS
-from upriver.client.embedded import EmbeddedServer
+from upriver.rpc.local_server import EmbeddedServer
 
 BENCHMARKS = Path(input_pipeline.__file__).parent
 SETTING = Setting(workload="R", stall=0.5, batches=10, repeats=2, ratios=(0.1, 0.5, 0.8, 0.9, 1.0))
@@ -430,10 +430,10 @@ def test_a_version_is_of_the_code_that_it_depends_on(tmp_path: Path) -> None:
     module.write_text("one = 2\n")
     second = version("job", package=tmp_path)
     assert second != first
-    for part in ("coldstart", "client/inference", "client"):
+    for part in ("coldstart", "inference", "rpc"):
         (tmp_path / part).mkdir(parents=True, exist_ok=True)
         (tmp_path / part / "b.py").write_text("two = 2\n")
-        assert (version("job", package=tmp_path) == second) == (part != "client"), part
+        assert (version("job", package=tmp_path) == second) == (part != "rpc"), part
 
 
 def test_settings_have_keys_of_their_own_and_cover_every_stall_and_workload() -> None:

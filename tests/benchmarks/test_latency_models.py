@@ -13,11 +13,11 @@ import latency_models
 from _common import Spread
 from _planned import Deadline, Records, TimeIsUp
 from latency_models import Network, apart, fitted, judged, kinds_within, measure, predicted, report
-from upriver.profile.calibrate import OCCASIONS, TABLE_III
-from upriver.profile.calls import Call
-from upriver.profile.kinds import works_of
-from upriver.profile.predict import KindError, ModelName
-from upriver.program.capture import capture
+from upriver.profile.latency.calibration import OCCASIONS, TABLE_III
+from upriver.profile.latency.op_calls import Call
+from upriver.profile.latency.op_kinds import works_of
+from upriver.profile.latency.predictor import KindError, ModelName
+from upriver.program.capture.prefix import capture
 
 KIND = "activation.relu"
 

@@ -17,10 +17,10 @@ import load_job
 from load_job import RULES, Device, OneWay, Slowness
 from load_networks import NAMED, model_of, paper_numbers
 from load_schedule import FULL, OURS, steady_cut
-from upriver.client.embedded import EmbeddedServer
-from upriver.program.capture import capture
-from upriver.program.paper_nodes import paper_nodes
-from upriver.program.program import Program
+from upriver.program.capture.prefix import capture
+from upriver.program.graph.executor import Program
+from upriver.program.models.loadpart_nodes import paper_nodes
+from upriver.rpc.local_server import EmbeddedServer
 
 BENCHMARKS = Path(load_job.__file__).parent
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from object_server import ObjectServer
-from tests.client.training import STAGES, images
+from tests.finetune.training import STAGES, images
 from upriver.errors import ObjectChanged, ObjectNotFound, StoreError
 from upriver.pipeline import index
 from upriver.store import ObjectInfo, Store

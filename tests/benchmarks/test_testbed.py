@@ -24,7 +24,7 @@ import testbed
 import upriver
 from _netns import PAYLOAD_SHARE
 from _swift import run_swift
-from tests.client.training import STAGES, images
+from tests.finetune.training import STAGES, images
 
 ROOT = Path(__file__).resolve().parents[2]
 MBIT = 1e6 / 8

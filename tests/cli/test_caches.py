@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.client.training import images
-from tests.dataloader.test_recall import JOB
+from tests.dataloader.autotune.test_throughput_recall import JOB
+from tests.finetune.training import images
 from tests.server.running import Running, running
 from tests.test_cache import INSTEAD, KEPT
 from upriver.cache import MAX_FILE_BYTES
-from upriver.client.embedded import EmbeddedServer
 from upriver.coldstart import publish_model
-from upriver.program.names import load_model
+from upriver.program.models.registry import load_model
+from upriver.rpc.local_server import EmbeddedServer
 from upriver.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]  # tests of each cache are in tests/test_cache.py

@@ -139,7 +139,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_package_that_is_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("upriver.program.names.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("upriver.program.models.registry.importlib.util.find_spec", lambda name: None)
     assert main(["cuts", "timm:vit_base_patch16_224"]) == 2
     assert "timm is not installed" in error_line(capsys)
 
@@ -150,7 +150,7 @@ def test_unexpected_error_is_one_line_and_exit_code_1(
     def broken(*_arguments: object, **_options: object) -> None:
         raise ZeroDivisionError("two\nlines")
 
-    monkeypatch.setattr("upriver.program.names.load_model", broken)
+    monkeypatch.setattr("upriver.program.models.registry.load_model", broken)
     assert main(["cuts", "torchvision:resnet18"]) == 1
     assert "ZeroDivisionError: two lines" in error_line(capsys)
     assert main(["cuts", "torchvision:resnet18", "--debug"]) == 1
@@ -384,8 +384,8 @@ def test_push_publishes_a_program_that_loads(
 ) -> None:
     import torch
 
-    from upriver.program.files import load
-    from upriver.program.names import load_model
+    from upriver.program.graph.artifact_store import load
+    from upriver.program.models.registry import load_model
     from upriver.store import Store
 
     (tmp_path / "pushed_models.py").write_text(

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from upriver.cli import main
-from upriver.profile.latency_files import kept, predictor_from_json, predictor_to_json
-from upriver.profile.ranges import RANGES
+from upriver.profile.latency.benchmark_configs import RANGES
+from upriver.profile.latency.serialization import kept, predictor_from_json, predictor_to_json
 
 
 @pytest.fixture(autouse=True)
 def two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {kind: RANGES[kind] for kind in ("activation.relu", "copy.flip")}
-    monkeypatch.setattr("upriver.profile.calibrate.RANGES", few)
+    monkeypatch.setattr("upriver.profile.latency.calibration.RANGES", few)
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path / "cache"))
 
 

@@ -20,12 +20,12 @@ from torch import nn
 from tests.program.nets import Small
 from upriver.cli import main
 from upriver.coldstart import publish_model
-from upriver.coldstart.programs import publish
-from upriver.program import files
-from upriver.program.capture import capture
-from upriver.program.constants import keys_read
-from upriver.program.names import load_model
-from upriver.program.program import Program
+from upriver.coldstart.load_program import publish
+from upriver.program.capture.prefix import capture
+from upriver.program.graph import artifact_store
+from upriver.program.graph.constants import keys_read
+from upriver.program.graph.executor import Program
+from upriver.program.models.registry import load_model
 from upriver.store import Store
 
 NET = ("torchvision:squeezenet1_1", "--input-shape", "3,48,48")
@@ -322,7 +322,7 @@ def test_a_program_without_a_manifest_is_read_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, store = made("small"), Store.open(tmp_path.as_uri())
-    files.publish(program, store)
+    artifact_store.publish(program, store)
     uri = f"{tmp_path.as_uri()}/.upriver/programs/{program.digest}"
     found = asked(capsys, uri, "--compare", "--stop", "1")
     assert found["streamed"] is False and "moments" not in found

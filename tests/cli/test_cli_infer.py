@@ -21,11 +21,11 @@ from upriver.cli import common, main
 from upriver.cli import infer as infer_module
 from upriver.cli.inputs import read_inputs
 from upriver.cli.stages import input_stages
-from upriver.client.inference import offload as offload_module
+from upriver.inference import offload as offload_module
 from upriver.pipeline import stored_tensor
-from upriver.program.example import Example
-from upriver.program.inputs import ModelInputs
-from upriver.program.names import load_model
+from upriver.program.capture.input_spec import ModelInputs
+from upriver.program.example_inputs import Example
+from upriver.program.models.registry import load_model
 
 OWN = """
 import torch
@@ -41,7 +41,7 @@ class Two(nn.Module):
         return {"hidden": hidden, "sum": hidden.sum(1)}
 
 def two():
-    from upriver.program.example import Example
+    from upriver.program.example_inputs import Example
     return Two(), Example(args=(torch.randn(2, 6),), kwargs={"other": torch.randn(2, 3)})
 
 def chain():

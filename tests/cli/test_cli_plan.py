@@ -19,9 +19,9 @@ from safetensors.torch import load, load_file
 
 from tests.planning import alexnet, cluster, stage
 from upriver.cli import main
-from upriver.cli.checkpoint import save_tensors
 from upriver.cli.options import parse_sweep
 from upriver.cli.output import write_whole
+from upriver.cli.train.checkpoint import save_tensors
 from upriver.errors import ConfigError, StoreError
 from upriver.policies import POLICIES, REQUEST_POLICIES
 from upriver.profile import cluster_from_json, cluster_to_json, profile_from_json, profile_to_json

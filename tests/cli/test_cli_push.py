@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from upriver.cli import main
-from upriver.coldstart import layout, load, loading, programs
+from upriver.coldstart import load, loading
+from upriver.coldstart import load_program as programs
+from upriver.coldstart.format import manifest as layout
 from upriver.errors import UpriverError
-from upriver.program import files
-from upriver.program.names import load_model
+from upriver.program.graph import artifact_store
+from upriver.program.models.registry import load_model
 from upriver.store import Store
 
 OWN = """
@@ -77,7 +79,7 @@ def test_each_micro_batch_and_length_is_a_program_of_its_own(
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
     store = Store.open(tmp_path.as_uri())
     for each in programs:
-        program = files.load(store, each["digest"])
+        program = artifact_store.load(store, each["digest"])
         assert program.weights_digest == document["weights_digest"]
         model, inputs = load_model("push_models:sound", input_shape=(each["length"],))
         given = inputs.example(each["micro_batch"])
@@ -90,7 +92,7 @@ def test_one_program_without_lists(tmp_path: Path, capsys: pytest.CaptureFixture
     document = pushed(tmp_path, capsys, "--freeze-to", "first")
     assert [each["micro_batch"] for each in document["programs"]] == [16]
     assert document["programs"][0]["length"] is None
-    assert files.load(Store.open(tmp_path.as_uri()), document["digest"]).stages[-1].name == "first"
+    assert artifact_store.load(Store.open(tmp_path.as_uri()), document["digest"]).stages[-1].name == "first"
 
 
 def test_weights_have_their_manifest_beside_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +103,7 @@ def test_weights_have_their_manifest_beside_them(tmp_path: Path, capsys: pytest.
     for each in document["programs"]:
         cold = programs.open(f"{tmp_path.as_uri()}/{each['graph']}")
         given = torch.randn(each["micro_batch"], 8)
-        expected = files.load(store, each["digest"]).run((given,), 0, cold.num_stages)
+        expected = artifact_store.load(store, each["digest"]).run((given,), 0, cold.num_stages)
         assert torch.equal(cold.run((given,), 0, cold.num_stages)[0], expected[0])
         coming = programs.arriving(cold)
         assert coming is None or coming.wait(60)
@@ -136,7 +138,7 @@ def test_what_is_damaged_is_written_anew(
         assert torch.equal(cold.run((given,), 0, cold.num_stages)[0], expected[0])
 
     document = pushed(tmp_path, capsys)
-    sound = files.load(Store.open(tmp_path.as_uri()), document["digest"])
+    sound = artifact_store.load(Store.open(tmp_path.as_uri()), document["digest"])
     load_it()
     file = tmp_path / document[damaged]
     before, status = file.read_bytes(), file.stat()

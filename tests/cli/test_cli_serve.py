@@ -19,7 +19,7 @@ import pytest
 
 from tests.server.running import wait_for
 from upriver.cli import app, main
-from upriver.cli.serving import leave, split_store
+from upriver.cli.serve.options import leave, split_store
 from upriver.errors import ConfigError
 
 pytestmark = pytest.mark.slow

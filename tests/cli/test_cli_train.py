@@ -23,8 +23,10 @@ from torch import nn
 
 from tests.conftest import fill
 from upriver import files
-from upriver.cli import checkpoint, main, train
-from upriver.cli.training import fit_classifier, make_optimizer
+from upriver.cli import main
+from upriver.cli.train import checkpoint
+from upriver.cli.train import command as train
+from upriver.cli.train.loop import fit_classifier, make_optimizer
 from upriver.errors import ConfigError, StoreError
 
 pytestmark = pytest.mark.slow
@@ -192,7 +194,7 @@ def test_interrupted_at_every_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interruption after each single step, and the same bits as without."""
-    from upriver.cli.training import Stop
+    from upriver.cli.train.loop import Stop
 
     whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
     path = config(folder, output="steps.st", more="epochs = 2")
@@ -212,8 +214,8 @@ def test_interrupted_at_every_step(
 def test_a_run_that_goes_on_keeps_the_micro_batch_it_chose(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from upriver.cli.training import Stop
-    from upriver.client.planner import Planner
+    from upriver.cli.train.loop import Stop
+    from upriver.finetune.planner import Planner
 
     def auto(output: str) -> str:
         path = config(folder, output=output, more="epochs = 2")
@@ -281,7 +283,7 @@ def test_an_evaluation_that_fails_costs_no_epoch(folder: Path, capsys: pytest.Ca
 def test_an_interrupted_evaluation_costs_no_epoch(
     ended: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from upriver.client.job import FinetuneJob
+    from upriver.finetune.job import FinetuneJob
 
     whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
     path = config(folder, output="parts.st", more="epochs = 2")
@@ -303,7 +305,7 @@ def test_an_interrupted_evaluation_costs_no_epoch(
 
 def last_of_first_epoch(folder: Path) -> tuple[int, Path]:
     """The sample that the first epoch takes last: its row and its file."""
-    from upriver.client.order import epoch_order
+    from upriver.finetune.prefetch.sampler import epoch_order
     from upriver.pipeline import imagenet_eval, index
     from upriver.store import Store
 
@@ -315,12 +317,12 @@ def last_of_first_epoch(folder: Path) -> tuple[int, Path]:
 def test_a_store_that_fails_costs_no_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from upriver.client import local
+    from upriver.finetune.prefetch import local_source
 
     whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
     path = config(folder, output="parts.st", more="epochs = 2")
     last, photo = last_of_first_epoch(folder)
-    real = local.read_samples
+    real = local_source.read_samples
 
     def read(dataset: Any, ids: Any, **options: Any) -> Any:
         if last in ids:
@@ -328,7 +330,7 @@ def test_a_store_that_fails_costs_no_step(
         return real(dataset, ids, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "read_samples", read)
+        patch.setattr(local_source, "read_samples", read)
         assert photo.name in broken_off(capsys, path).splitlines()[-1]
     state = checkpoint.job_state(folder / "parts.st.checkpoint")
     assert (state["epoch"], state["step"]) == (0, 2)  # its micro-batch begins in the third step
@@ -340,8 +342,8 @@ def test_a_store_that_fails_costs_no_step(
 def test_a_failure_after_the_last_step_trains_no_epoch_twice(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from upriver.client.job import FinetuneJob
     from upriver.errors import ServerUnavailable
+    from upriver.finetune.job import FinetuneJob
 
     whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
     path = config(folder, output="parts.st", more="epochs = 2")
@@ -377,7 +379,7 @@ def test_a_run_that_failed_at_a_sample_goes_on_as_one_that_skips(
 
 def interrupted_once(capsys: pytest.CaptureFixture[str], path: str, *options: str) -> None:
     """Leave a checkpoint after the first step."""
-    from upriver.cli.training import Stop
+    from upriver.cli.train.loop import Stop
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stop, "requested", True, raising=False)

@@ -16,13 +16,14 @@ import pytest
 
 from tests.cli.test_cli_serve import get
 from tests.server import allowing
-from upriver.cli import main, serve_file, worker
-from upriver.client.transport import ServerClient
+from upriver.cli import main, worker
+from upriver.cli.serve import config_file
 from upriver.errors import CodeFailed, Forbidden, NotAuthorized, QuotaExceeded
 from upriver.pipeline.mapstyle import DONE, START
-from upriver.profile import available
+from upriver.profile import resources
 from upriver.protocol import CodeRef, RunRequest
 from upriver.protocol.tree import build
+from upriver.rpc.client import ServerClient
 from upriver.server.tenants import hash_token
 
 BIRDS = """
@@ -132,7 +133,7 @@ def test_it_makes_what_lies_where_it_was_started_and_ends_with_0_on_sigterm(tmp_
     with working(tmp_path, "--allow", "birds") as (process, url, log):
         info = json.loads(get(url, "/v1/info")[1])
         assert (info["allow"], info["stores"], info["threads"]) == (["birds"], [], 1)
-        assert info["workers"] == available.available_cpus()
+        assert info["workers"] == resources.available_cpus()
         with ServerClient(url) as client:
             assert made(client, asking((3, 4))) == [
                 [{"bird": number, "wings": 2, "token": None} for number in (3, 4)]
@@ -240,7 +241,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_as_many_processes_as_cpus_and_requests_for_all_of_them(
     told: dict[str, Any], monkeypatch: pytest.MonkeyPatch, cpus: int, admitted: int, requests: int
 ) -> None:
-    monkeypatch.setattr(available, "available_cpus", lambda: cpus)
+    monkeypatch.setattr(resources, "available_cpus", lambda: cpus)
     assert main(["worker", "--allow", "a.b", "--allow", "c:d"]) == 0
     expected = {
         "allow": ("a.b", "c:d"),
@@ -305,4 +306,4 @@ def test_a_server_beside_a_store_runs_no_code_and_says_what_does(
     config.write_text('allow = ["a"]\n[stores]\na = "file:///tmp"\n')
     assert main(["serve", "--config", str(config)]) == 2
     assert "upriver worker" in capsys.readouterr().err
-    assert serve_file.check(serve_file.load(config), where="file").plain.allow == ["a"]
+    assert config_file.check(config_file.load(config), where="file").plain.allow == ["a"]

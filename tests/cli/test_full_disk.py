@@ -12,14 +12,14 @@ from typing import TextIO
 import numpy as np
 import pytest
 
-from tests.client.training import images
 from tests.conftest import fill
+from tests.finetune.training import images
 from upriver.cli import main
 from upriver.cli.common import progress_bar
 from upriver.cli.demo import BarWatcher
 from upriver.coldstart import publish_model
-from upriver.profile.ranges import RANGES
-from upriver.program.names import load_model
+from upriver.profile.latency.benchmark_configs import RANGES
+from upriver.program.models.registry import load_model
 
 MODELS = """
 from torch import nn
@@ -125,7 +125,7 @@ def full_file(disk: Path) -> Iterator[TextIO]:
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
     """A command whose input is there."""
     few = {kind: RANGES[kind] for kind in ("activation.relu",)}
-    monkeypatch.setattr("upriver.profile.calibrate.RANGES", few)
+    monkeypatch.setattr("upriver.profile.latency.calibration.RANGES", few)
     store = images(tmp_path / "store", 10)
     if request.param == "index":  # what is left out is said on stderr
         (tmp_path / "store" / "photos" / "class0" / "notes.doc").touch()

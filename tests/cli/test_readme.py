@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from upriver.cli import serve_file
+from upriver.cli.serve import config_file
 from upriver.server import ServerConfig
 from upriver.server.tenants import Tenants, hash_token
 
@@ -27,8 +27,8 @@ def test_the_server_of_the_readme_has_two_tenants_with_their_folders(tmp_path: P
     credentials = tmp_path / "photos.json"
     credentials.write_text(json.dumps({"access_key_id": "key", "secret_access_key": "secret"}))
     credentials.chmod(0o600)
-    document = serve_file.load(tmp_path / "server.toml")
-    config = ServerConfig(**serve_file.settings(serve_file.check(document, where="server.toml")))
+    document = config_file.load(tmp_path / "server.toml")
+    config = ServerConfig(**config_file.settings(config_file.check(document, where="server.toml")))
     assert config.host == "0.0.0.0"
     assert config.tls_certificate == str(tmp_path / "server.pem")
     assert config.audit_log == str(tmp_path / "audit.jsonl")

@@ -14,8 +14,9 @@ import pytest
 from tests.server.configured import bearer, configured
 from tests.server.configured import tenant as tenant_text
 from tests.server.running import ask
-from upriver.cli import main, serve_file
-from upriver.cli.serving import token_of
+from upriver.cli import main
+from upriver.cli.serve import config_file
+from upriver.cli.serve.options import token_of
 from upriver.errors import ConfigError
 from upriver.protocol import Caps
 from upriver.server import ServerConfig
@@ -116,11 +117,11 @@ def written(tmp_path: Path) -> Callable[[str], Path]:
 def of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token of ours, and the log stays as other tests expect it."""
     monkeypatch.delenv("UPRIVER_TOKEN", raising=False)
-    monkeypatch.setattr("upriver.server.logs.configure", lambda *arguments, **options: None)
+    monkeypatch.setattr("upriver.server.observability.logging.configure", lambda *arguments, **options: None)
 
 
 def read(path: Path) -> ServerConfig:
-    return ServerConfig(**serve_file.settings(serve_file.check(serve_file.load(path), where=str(path))))
+    return ServerConfig(**config_file.settings(config_file.check(config_file.load(path), where=str(path))))
 
 
 def private(path: Path, text: str) -> None:
@@ -354,7 +355,7 @@ def test_what_is_wrong_is_one_line_that_names_it(
     ],
 )
 def test_sizes(value: int | str, expected: int) -> None:
-    assert serve_file.size("some_bytes", value) == expected
+    assert config_file.size("some_bytes", value) == expected
 
 
 @pytest.mark.parametrize(
@@ -362,7 +363,7 @@ def test_sizes(value: int | str, expected: int) -> None:
 )
 def test_what_is_no_size_is_named(value: str) -> None:
     with pytest.raises(ConfigError, match="some_bytes"):
-        serve_file.size("some_bytes", value)
+        config_file.size("some_bytes", value)
 
 
 # ---------------------------------------------------------------------------------- options, environment
@@ -373,7 +374,7 @@ def test_the_one_token_of_the_environment_is_for_servers_without_tenants(
 ) -> None:
     monkeypatch.setenv("UPRIVER_TOKEN", "a-clients-own")
     for text, expected in ((STORES, "a-clients-own"), (STORES + TENANT, None)):
-        assert token_of(serve_file.check(serve_file.load(written(text)), where="file")) == expected
+        assert token_of(config_file.check(config_file.load(written(text)), where="file")) == expected
 
 
 @pytest.mark.parametrize(
@@ -407,7 +408,7 @@ def test_a_cluster_is_told_what_the_file_and_the_options_say(
     def run(document: dict[str, Any], **options: Any) -> None:
         told.update(options, document=document)
 
-    monkeypatch.setattr("upriver.cli.serve_ray.run", run)
+    monkeypatch.setattr("upriver.cli.serve.ray.run", run)
     path = written('token_file = "token"\nworkers = 2\n[stores.a]\nuri = "file:///data"\n')
     private(tmp_path / "token", "token-a")
     common = [

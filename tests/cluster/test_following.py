@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.client.scripted_http import Exchange, scripted
-from tests.client.scripted_transport import ScriptedServer
-from upriver.client.connection import Timeouts
-from upriver.client.discover import (
+from tests.rpc.scripted_http import Exchange, scripted
+from tests.rpc.scripted_transport import ScriptedServer
+from upriver.errors import ConfigError, Overloaded, ProtocolError, ServerUnavailable
+from upriver.rpc.discovery import (
     LISTING_BYTES,
     MAX_SERVERS,
     Changes,
@@ -26,8 +26,8 @@ from upriver.client.discover import (
     Roll,
     is_directory,
 )
-from upriver.client.pool import Transport
-from upriver.errors import ConfigError, Overloaded, ProtocolError, ServerUnavailable
+from upriver.rpc.http import Timeouts
+from upriver.rpc.server_pool import Transport
 
 LEASE_S = 10.0
 
@@ -179,7 +179,7 @@ def test_a_directory_that_hangs_up_or_says_nothing() -> None:
 
 
 def test_waiting_for_the_first_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("upriver.client.discover.POLL_S", 0.01)
+    monkeypatch.setattr("upriver.rpc.discovery.POLL_S", 0.01)
     answers = Answers()
     answers.status = 503
 

@@ -23,14 +23,14 @@ import pytest
 import torch
 
 import upriver
-from tests.client.training import MICRO, optimizer_of, photos, run, same, train
+from tests.finetune.training import MICRO, optimizer_of, photos, run, same, train
 from tests.program.nets import frozen_small
 from tests.server.running import free_port
-from upriver.client.discover import Directory
-from upriver.client.transport import ServerClient
 from upriver.errors import NotAuthorized, UpriverError
 from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
+from upriver.rpc.client import ServerClient
+from upriver.rpc.discovery import Directory
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,7 +48,7 @@ STEPS = 17
 
 QUEUE_SCRIPT = """
 import json, sys
-from upriver.cli.serve_ray import run
+from upriver.cli.serve.ray import run
 
 document, least, most = json.loads(sys.argv[1])
 run(document, address="local", replicas=(least, most), queue_bytes=1)

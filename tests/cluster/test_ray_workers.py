@@ -20,11 +20,11 @@ import psutil
 import pytest
 
 import upriver
-from upriver.client.fleet import Provider
-from upriver.client.transport import ServerClient
 from upriver.cluster.document import token_hash
 from upriver.cluster.ray_workers import MOST, RayWorkers, document
 from upriver.errors import ConfigError, NotAuthorized
+from upriver.rpc.client import ServerClient
+from upriver.rpc.worker_fleet import Provider
 
 CPUS = 3
 """Of the cluster, as Ray counts them."""
@@ -52,12 +52,12 @@ ray.shutdown()
 DRIVER = """
 import json, sys
 import upriver
-from tests.dataloader.datasets import same
+from tests.dataloader.toy_datasets import same
 from upriver.dataloader import Offloading
 
 COUNT = 60
 address, steps = sys.argv[1:3]
-data = upriver.dataset("tests.dataloader.datasets:Slow", count=COUNT)
+data = upriver.dataset("tests.dataloader.toy_datasets:Slow", count=COUNT)
 plain = upriver.DataLoader(data, batch_size=4, seed=3)
 expected = [list(plain) for _ in range(3)]
 
@@ -279,7 +279,9 @@ tell()
             training.hear()
             [front] = servers(started)
             everyone = with_children([front])
-            assert sum("boot.py" in " ".join(one.cmdline()) for one in everyone) == 2, "one for each CPU"
+            assert sum("worker_entry.py" in " ".join(one.cmdline()) for one in everyone) == 2, (
+                "one for each CPU"
+            )
             training.process.send_signal(signal.SIGKILL)
             training.process.wait()
         until(lambda: not any(map(lives, everyone)))
@@ -291,15 +293,16 @@ tell()
         steps = """
 def knowing(stalls):
     loader = upriver.DataLoader(
-        upriver.dataset("tests.dataloader.datasets:Noisy", count=300), batch_size=2, seed=3, num_workers=0,
-        collate_fn=lambda rows: rows, workers=upriver.ray_workers("auto", most=4, address=address),
+        upriver.dataset("tests.dataloader.toy_datasets:Noisy", count=300), batch_size=2, seed=3,
+        num_workers=0, collate_fn=lambda rows: rows, workers=upriver.ray_workers("auto", most=4,
+        address=address),
     )
     found = loader._measured
     found.gthp, found.lthp, found.pcycle = 100.0 if stalls else 1.0, 1.0, 1.0
     return loader
 
 plain = upriver.DataLoader(
-    upriver.dataset("tests.dataloader.datasets:Noisy", count=300), batch_size=2, seed=3,
+    upriver.dataset("tests.dataloader.toy_datasets:Noisy", count=300), batch_size=2, seed=3,
     collate_fn=lambda rows: rows,
 )
 loader = knowing(False)
@@ -372,7 +375,7 @@ tell(**told(loader, same=same(found, expected[:1]), folder=folder))
 
 
 def test_without_a_cluster_the_error_says_how_to_have_one() -> None:
-    data = upriver.dataset("tests.dataloader.datasets:Plain", count=3)
+    data = upriver.dataset("tests.dataloader.toy_datasets:Plain", count=3)
     with pytest.raises(ConfigError, match=r"ray\.init.*address='local'"):
         upriver.DataLoader(data, workers=upriver.ray_workers(2))
 

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from upriver.cli import serve_ray
+from upriver.cli.serve import ray as serve_ray
 from upriver.cluster import deploy
 from upriver.cluster.asking import get
 from upriver.cluster.autoscale import TARGET_BYTES

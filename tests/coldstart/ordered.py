@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from upriver.coldstart.flow import Link
-from upriver.coldstart.layout import publish
-from upriver.coldstart.source import Source, find
+from upriver.coldstart.format.checkpoint import Source, find
+from upriver.coldstart.format.manifest import publish
+from upriver.coldstart.link_estimator import Link
 from upriver.errors import StoreError, UpriverError
 from upriver.store import Store
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upriver.coldstart.construct import construct
+from upriver.coldstart.model.construction import construct
 
 
 def forms(model: nn.Module) -> list[tuple[Any, ...]]:

@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from upriver.coldstart import layout, source
-from upriver.coldstart.source import Placed, Source
+from upriver.coldstart.format import checkpoint as source
+from upriver.coldstart.format import manifest
+from upriver.coldstart.format.checkpoint import Placed, Source
 from upriver.errors import UpriverError
 from upriver.store import Store
 from upriver.store.places import Places
@@ -19,7 +20,7 @@ WAIT_S = 60.0
 
 def published(store: Store, path: str) -> Source:
     """What was published under that name."""
-    return source.published(store, path, layout.read(store, path))
+    return source.published(store, path, manifest.read(store, path))
 
 
 def lying(store: Any, places: Iterable[tuple[str, int, int]], **changed: Any) -> Source:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from upriver.coldstart.filling import memories, move
-from upriver.coldstart.source import Placed
+from upriver.coldstart.format.checkpoint import Placed
+from upriver.coldstart.model.assignment import memories, move
 
 on_accelerator = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 

@@ -30,11 +30,11 @@ from torch import nn
 from tests.coldstart.networks import Bare
 from tests.coldstart.ordered import Ordered
 from tests.server.running import wait_for
-from upriver.coldstart import grouping
-from upriver.coldstart import model_load as under_test
-from upriver.coldstart.filling import Memory
-from upriver.coldstart.layout import publish
-from upriver.coldstart.model_load import Loading, begin, load
+from upriver.coldstart import load_model as under_test
+from upriver.coldstart.format.manifest import publish
+from upriver.coldstart.grouping import groups
+from upriver.coldstart.load_model import Loading, begin, load
+from upriver.coldstart.model.assignment import Memory
 from upriver.errors import Cancelled, ObjectChanged, StoreError, UpriverError
 from upriver.store import Store
 
@@ -122,7 +122,7 @@ def test_a_file_that_is_written_in_place_meanwhile_is_no_model(
 def test_nobody_waits_for_what_is_written_down_for_the_next_one(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouping, "SMALL_BYTES", 0)
+    monkeypatch.setattr(groups, "SMALL_BYTES", 0)
     begun, may, written = threading.Event(), threading.Event(), threading.Event()
 
     def put(path: str, data: bytes) -> None:
@@ -217,7 +217,7 @@ def test_a_process_may_end_while_a_weight_is_copied(tmp_path: Path) -> None:
     save_file(nn.Linear(4, 4).state_dict(), tmp_path / "model.safetensors")
     ended = a_process(
         """
-        from upriver.coldstart.filling import Memory
+        from upriver.coldstart.model.assignment import Memory
 
         copies, one, other = threading.Event(), torch.zeros(10**6), torch.ones(10**6)
 

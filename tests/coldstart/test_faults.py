@@ -21,9 +21,9 @@ from tests.coldstart.networks import NETWORKS, answer
 from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer, _Faulty
 from upriver import coldstart
-from upriver.coldstart.layout import publish
-from upriver.coldstart.model_load import loading
-from upriver.coldstart.stream import StreamLimits
+from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.format.manifest import publish
+from upriver.coldstart.load_model import loading
 from upriver.errors import UpriverError
 from upriver.store import Store
 
@@ -80,7 +80,7 @@ class Told(logging.Handler):
 
 @pytest.fixture
 def told() -> Iterator[Told]:
-    handler, logger = Told(), logging.getLogger("upriver.coldstart.source")
+    handler, logger = Told(), logging.getLogger("upriver.coldstart.format.checkpoint")
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)

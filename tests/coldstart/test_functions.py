@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.coldstart.ordered import Awaited, published
-from upriver.coldstart import model_load
-from upriver.coldstart.construct import construct
-from upriver.coldstart.model_load import load
-from upriver.coldstart.order import recorded
+from upriver.coldstart import load_model
+from upriver.coldstart.format.access_order import recorded
+from upriver.coldstart.load_model import load
+from upriver.coldstart.model.construction import construct
 from upriver.errors import Cancelled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what it is about to drop
@@ -163,7 +163,7 @@ def _known(way: str) -> tuple[Net, Net, torch.Tensor]:
 
 def _loaded(model: Net, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Awaited]:
     stream = Awaited()
-    monkeypatch.setattr(model_load, "Stream", stream.of)
+    monkeypatch.setattr(load_model, "Stream", stream.of)
     return load(lambda: Net(model.way), "model", store=published(model, "functions")).eval(), stream
 
 

@@ -23,13 +23,14 @@ from tests.coldstart.leaving import threads
 from tests.coldstart.networks import EACH, NETWORKS, Bare, Encoder, Tied, all_made_up, answer
 from tests.coldstart.ordered import Ordered, hesitating, published
 from tests.server.running import wait_for
-from upriver.coldstart import grouping, kept
-from upriver.coldstart import model_load as under_test
-from upriver.coldstart.layout import publish
-from upriver.coldstart.model_load import load, loading
-from upriver.coldstart.order import publish_model
-from upriver.coldstart.plain import load_plainly
-from upriver.coldstart.source import find, order_path
+from upriver.coldstart import load_model as under_test
+from upriver.coldstart.format.access_order import publish_model
+from upriver.coldstart.format.checkpoint import find, order_path
+from upriver.coldstart.format.manifest import publish
+from upriver.coldstart.grouping import grouping_cache
+from upriver.coldstart.grouping import groups as grouping
+from upriver.coldstart.load_model import load, loading
+from upriver.coldstart.plain_load import load_plainly
 from upriver.errors import (
     ConfigError,
     Damaged,
@@ -212,14 +213,14 @@ def test_groupings_are_kept_for_the_next_one(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(model(x), reference(x))
         assert is_left_alone(model, Bare)
         source = find(store, "model")
-        groupings = kept.kept(source)
+        groupings = grouping_cache.kept(source)
         if not number:
             assert list(groupings.values()) and all(
                 [index for group in groups for index in group] == list(range(len(source.tensors)))
                 for groups in groupings.values()
             )
-    store.put(kept.path_of(source), b"{}")
-    assert kept.kept(source) == {}
+    store.put(grouping_cache.path_of(source), b"{}")
+    assert grouping_cache.kept(source) == {}
     assert torch.equal(load(Bare, "model", store=store)(x), reference(x))
 
 

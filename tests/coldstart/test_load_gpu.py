@@ -14,11 +14,11 @@ from torch import nn
 from tests.coldstart.networks import NETWORKS, Tied, all_made_up, answer
 from tests.coldstart.ordered import Ordered, hesitating, published
 from tests.program.nets import Small
-from upriver.coldstart import model_load as under_test
-from upriver.coldstart import programs
-from upriver.coldstart.model_load import load, loading
+from upriver.coldstart import load_model as under_test
+from upriver.coldstart import load_program
+from upriver.coldstart.load_model import load, loading
 from upriver.errors import StoreError
-from upriver.program.capture import capture
+from upriver.program.capture.prefix import capture
 from upriver.store import Store
 
 pytestmark = [
@@ -190,12 +190,12 @@ def test_a_program_runs_while_it_loads(stop: int | None) -> None:
     model, x = Small(64).eval(), torch.randn(2, 3, 16, 16)
     program = capture(model, x, granularity="op")
     store = Store.open("memory://program-gpu")
-    programs.publish(program, store)
-    coming = programs.open(store=store, digest=program.digest, device=DEVICE, stop=stop)
+    load_program.publish(program, store)
+    coming = load_program.open(store=store, digest=program.digest, device=DEVICE, stop=stop)
     last = program.num_stages if stop is None else stop
     found = coming.run((x.to(DEVICE),), 0, last)
-    again = programs.open(store=store, digest=program.digest, device=DEVICE)
-    if (arriving := programs.arriving(again)) is not None:
+    again = load_program.open(store=store, digest=program.digest, device=DEVICE)
+    if (arriving := load_program.arriving(again)) is not None:
         arriving.wait()
     assert same(list(found), list(again.run((x.to(DEVICE),), 0, last)))
     if stop is None:

@@ -14,14 +14,16 @@ from safetensors.torch import save
 from torch import nn
 
 from tests.store.s3_server import S3Server
-from upriver.coldstart import grouping, kept, model_load, publish_model, way
-from upriver.coldstart import programs as cold_programs
-from upriver.coldstart.flow import Link
-from upriver.coldstart.grouping import GROUPINGS, SMALL_BYTES, is_whole
-from upriver.coldstart.model_load import begin
-from upriver.coldstart.source import Source, find
-from upriver.coldstart.stream import StreamLimits
-from upriver.program.capture import capture
+from upriver.coldstart import load_model, publish_model
+from upriver.coldstart import load_program as cold_programs
+from upriver.coldstart.fetch import strategy
+from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.format.checkpoint import Source, find
+from upriver.coldstart.grouping import grouping_cache, groups
+from upriver.coldstart.grouping.groups import GROUPINGS, SMALL_BYTES, is_whole
+from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.load_model import begin
+from upriver.program.capture.prefix import capture
 from upriver.store import Store
 
 
@@ -71,7 +73,7 @@ def test_a_small_model_is_asked_for_in_one_go(server: S3Server) -> None:
     server.requests.clear()
     assert torch.equal(loaded(store), build()(X))
     assert set(asked(server)) == ONE_GO and len(server.requests) == 2
-    assert kept.kept(find(store, "net")) == {}
+    assert grouping_cache.kept(find(store, "net")) == {}
 
 
 @pytest.mark.parametrize("grouping_name", ["pisel", "layer_by_layer"])
@@ -81,7 +83,7 @@ def test_whoever_names_another_grouping_gets_it(grouping_name: str, server: S3Se
     server.requests.clear()
     assert torch.equal(loaded(store, grouping=grouping_name), build()(X))
     assert PROBE in asked(server) and LOOK in asked(server)
-    assert all(name.startswith(grouping_name) for name in kept.kept(find(store, "net")))
+    assert all(name.startswith(grouping_name) for name in grouping_cache.kept(find(store, "net")))
 
 
 @pytest.mark.parametrize("large", ["model", "request"])
@@ -90,7 +92,7 @@ def test_a_larger_one_is_grouped_for_the_link(
 ) -> None:
     limits = StreamLimits()
     if large == "model":
-        monkeypatch.setattr(grouping, "SMALL_BYTES", 1000)
+        monkeypatch.setattr(groups, "SMALL_BYTES", 1000)
     else:
         limits = StreamLimits(request_bytes=64 * 1024)
     store = connected(server)
@@ -100,7 +102,7 @@ def test_a_larger_one_is_grouped_for_the_link(
         assert torch.equal(loaded(store, limits=limits), build()(X))
         assert PROBE not in asked(server) and LOOK in asked(server)
         assert loads or ("PUT", "groupings.json") in asked(server)
-    assert kept.kept(find(store, "net"))
+    assert grouping_cache.kept(find(store, "net"))
 
 
 @pytest.mark.parametrize("grouping_name", GROUPINGS)
@@ -113,7 +115,7 @@ def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
 
     # 1 MB comes meanwhile, which two layers have together, the second 1.8.
     far = Link(latency_s=0.01, bandwidth_bytes_per_s=1e8)
-    monkeypatch.setattr(way.links, "link_to", lambda *_: far)
+    monkeypatch.setattr(strategy.links, "link_to", lambda *_: far)
     store, limits = connected(server), StreamLimits(request_bytes=64 << 10, in_flight_bytes=128 << 10)
     publish_model(wide(), store, "net.safetensors", (X,))
     model, handle = begin(wide, "net", store=store, grouping=grouping_name, limits=limits)
@@ -132,7 +134,7 @@ def test_ours_asks_for_groups_that_follow_each_other_together_and_the_others_do_
     store, program = connected(server), capture(build(), (X,))
     publish_model(build(), store, "net.safetensors", (X,))
     cold_programs.publish(program, store)
-    monkeypatch.setattr(cold_programs if kind == "program" else model_load, "grouped", _each_alone)
+    monkeypatch.setattr(cold_programs if kind == "program" else load_model, "grouped", _each_alone)
     num_reads = {}
     for name in GROUPINGS:
         server.requests.clear()
@@ -192,14 +194,14 @@ print(*sorted(name for name in sys.modules if name.startswith("upriver.")))
 """
 
 NOT_NEEDED = (
-    "upriver.coldstart.incoming",
-    "upriver.coldstart.order",
-    "upriver.coldstart.programs",
+    "upriver.coldstart.incoming_weights",
+    "upriver.coldstart.format.access_order",
+    "upriver.coldstart.load_program",
     "upriver.pipeline",
-    "upriver.program.check",
-    "upriver.program.names",
-    "upriver.program.program",
-    "upriver.program.trace",
+    "upriver.program.graph.validator",
+    "upriver.program.models.registry",
+    "upriver.program.graph.executor",
+    "upriver.program.split.module_trace",
 )
 
 
@@ -208,7 +210,7 @@ def test_a_load_of_a_model_imports_nothing_that_runs_or_records_one(tmp_path: Pa
     uri = f"{tmp_path.as_uri()}/net"
     found = subprocess.run([sys.executable, "-c", LOAD, uri], capture_output=True, text=True, check=True)
     names = set(found.stdout.split())
-    assert "upriver.coldstart.stream" in names
+    assert "upriver.coldstart.fetch.weight_stream" in names
     assert not names.intersection(NOT_NEEDED)
 
 

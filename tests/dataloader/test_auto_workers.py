@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from tests.dataloader.datasets import same
+from tests.dataloader.toy_datasets import same
 from tests.dataloader.world import BATCH, World, part
-from upriver.client.embedded import EmbeddedServer
-from upriver.client.fleet import Fleet, Provider, Serves
-from upriver.client.transport import ServerClient
 from upriver.dataloader import DataLoader, Offloading, dataset
-from upriver.dataloader.auto import Measured
-from upriver.dataloader.beside import LocalFleet, LocalWorkers, beside_training
+from upriver.dataloader.autotune.offload_tuner import Measured
+from upriver.dataloader.autotune.throughput_recall import Recall
+from upriver.dataloader.autotune.worker_count import Growth
 from upriver.dataloader.epoch import Epoch
-from upriver.dataloader.growth import Growth
-from upriver.dataloader.recall import Recall
+from upriver.dataloader.local_fleet import LocalFleet, LocalWorkers, beside_training
 from upriver.errors import ConfigError, NotAuthorized, ServerUnavailable
+from upriver.rpc.client import ServerClient
+from upriver.rpc.local_server import EmbeddedServer
+from upriver.rpc.worker_fleet import Fleet, Provider, Serves
 
 COUNT = 300
 
@@ -155,7 +155,7 @@ def test_where_the_one_does_nothing_it_is_released_and_that_is_said() -> None:
 
 
 def named(kind: str = "Noisy") -> Any:
-    return dataset(f"tests.dataloader.datasets:{kind}", count=COUNT)
+    return dataset(f"tests.dataloader.toy_datasets:{kind}", count=COUNT)
 
 
 def rows(batch: list[Any]) -> list[Any]:
@@ -271,7 +271,7 @@ def test_one_that_has_died_is_replaced(fleets: list[LocalFleet], reference: list
 
 @pytest.mark.full
 def test_a_fleet_that_is_stopped_starts_nobody() -> None:
-    fleet = LocalWorkers(number=1, most=1).open(Serves(allow=["tests.dataloader.datasets"]))
+    fleet = LocalWorkers(number=1, most=1).open(Serves(allow=["tests.dataloader.toy_datasets"]))
     fleet.stop()
     fleet.stop()
     with pytest.raises(ServerUnavailable, match="stopped"):
@@ -289,9 +289,12 @@ def named_rows(batch: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("collate_fn", "names"),
     [
-        (None, ["tests.dataloader.datasets:Noisy"]),
-        (rows, ["tests.dataloader.datasets:Noisy"]),
-        (named_rows, ["tests.dataloader.datasets:Noisy", "tests.dataloader.test_auto_workers:named_rows"]),
+        (None, ["tests.dataloader.toy_datasets:Noisy"]),
+        (rows, ["tests.dataloader.toy_datasets:Noisy"]),
+        (
+            named_rows,
+            ["tests.dataloader.toy_datasets:Noisy", "tests.dataloader.test_auto_workers:named_rows"],
+        ),
     ],
 )
 def test_what_is_allowed_is_what_makes_the_batches(collate_fn: Any, names: list[str]) -> None:
@@ -354,7 +357,7 @@ class Refusing(LocalFleet):
 
 @pytest.mark.full
 def test_those_that_can_be_started_are_used() -> None:
-    fleet = Refusing(Serves(allow=["tests.dataloader.datasets"]), most=4, can=1)
+    fleet = Refusing(Serves(allow=["tests.dataloader.toy_datasets"]), most=4, can=1)
     [url] = fleet.start(3)
     [server] = servers(fleet)
     assert server.url == url and server.running and fleet.room() == 3

@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 
-from upriver.client.transport import AnswerClosed
 from upriver.dataloader.epoch import Epoch
-from upriver.dataloader.local import Maker
-from upriver.dataloader.plan import Stretch
-from upriver.dataloader.remote import Canary, Workers
-from upriver.dataloader.share import AllHere, Part
-from upriver.dataloader.tasks import Arrival, Task
-from upriver.dataloader.worker import (
+from upriver.dataloader.local.workers import Maker
+from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.remote.worker import (
     HUNG_REST_S,
     LATE_S,
     LATE_TIMES,
@@ -28,6 +24,9 @@ from upriver.dataloader.worker import (
     SLOTS_EACH,
     Worker,
 )
+from upriver.dataloader.remote.workers import Canary, Workers
+from upriver.dataloader.share import AllHere, Part
+from upriver.dataloader.tasks import Arrival, Task
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
     BadSample,
@@ -42,6 +41,7 @@ from upriver.errors import (
 )
 from upriver.pipeline.mapstyle import DONE, START, MapStyle
 from upriver.protocol import DEFAULT_CAPS, Info
+from upriver.rpc.client import AnswerClosed
 
 PATIENCE_S = 60.0
 """Of the test for a thread, in real seconds; nothing is told by it."""

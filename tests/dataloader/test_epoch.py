@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from tests.dataloader.datasets import Divided, Noisy, same
-from upriver.dataloader import ahead
-from upriver.dataloader import batch as batch_module
+from tests.dataloader.toy_datasets import Divided, Noisy, same
 from upriver.dataloader import epoch as epoch_module
-from upriver.dataloader.ahead import Room
+from upriver.dataloader import pending_batch as batch_module
+from upriver.dataloader import prefetch_limit as ahead
 from upriver.dataloader.epoch import Epoch
-from upriver.dataloader.local import Maker, Processes
-from upriver.dataloader.pinning import Pinned, one_thread
-from upriver.dataloader.plan import Stretch
+from upriver.dataloader.local.pinned_memory import Pinned, one_thread
+from upriver.dataloader.local.workers import Maker, Processes
+from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.prefetch_limit import Room
 from upriver.dataloader.share import Part
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
+from upriver.rpc.local_server import EmbeddedServer
 
 COUNT = 12
 

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from tests.dataloader.datasets import same
-from upriver.client.embedded import EmbeddedServer
+from tests.dataloader.toy_datasets import same
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
+from upriver.rpc.local_server import EmbeddedServer
 
 COUNT = 24
 WHERE = [None, *((candidate, ratio) for candidate in ("p1", "p2", "p3") for ratio in (0.5, 1.0))]

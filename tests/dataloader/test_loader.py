@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
-from tests.dataloader.datasets import Broken, Buckets, Divided, Mute, Noisy, Plain, mute_rows, same
+from tests.dataloader.toy_datasets import Broken, Buckets, Divided, Mute, Noisy, Plain, mute_rows, same
 from upriver.dataloader import DataLoader
 from upriver.errors import ConfigError, DatasetError
 

@@ -12,12 +12,12 @@ import torch
 from torch.utils.data import ConcatDataset, SequentialSampler, Subset, random_split
 from torch.utils.data import DataLoader as TorchLoader
 
-from tests.dataloader.datasets import Broken, Plain, same
+from tests.dataloader.toy_datasets import Broken, Plain, same
 from tests.pipeline.making import encoded, pixels, write
-from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import Dataset, Decode, Normalize, RandomResizedCrop, index
+from upriver.rpc.local_server import EmbeddedServer
 
 COUNT = 12
 
@@ -176,9 +176,9 @@ STATES: dict[
         "its dataset is Plain, and here Other",
     ),
     "another name": (
-        lambda data, folder: DataLoader(dataset("tests.dataloader.datasets:Plain", count=5), seed=3),
-        lambda data, folder: DataLoader(dataset("tests.dataloader.datasets:Noisy", count=5), seed=3),
-        "its dataset is tests.dataloader.datasets:Plain, and here tests.dataloader.datasets:Noisy",
+        lambda data, folder: DataLoader(dataset("tests.dataloader.toy_datasets:Plain", count=5), seed=3),
+        lambda data, folder: DataLoader(dataset("tests.dataloader.toy_datasets:Noisy", count=5), seed=3),
+        "its dataset is tests.dataloader.toy_datasets:Plain, and here tests.dataloader.toy_datasets:Noisy",
     ),
     "another part": (
         lambda data, folder: DataLoader(Subset(Plain(5), [0, 1, 2]), seed=3),

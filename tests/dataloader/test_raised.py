@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from upriver import errors
-from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import BadSample, DatasetError, UpriverError
+from upriver.rpc.local_server import EmbeddedServer
 
 COUNT = 8
 NAME = "tests.dataloader.test_raised"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.dataloader.plan import Stretch
+from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.share import AllHere, Backlog, Evened, Part
 from upriver.errors import ConfigError
 from upriver.pipeline.mapstyle import DONE, START

@@ -23,10 +23,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.dataloader.datasets import Broken, Buckets, Noisy, Plain, same
-from upriver.client.embedded import EmbeddedServer
+from tests.dataloader.toy_datasets import Broken, Buckets, Noisy, Plain, same
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
+from upriver.rpc.local_server import EmbeddedServer
 
 COUNT = 30
 
@@ -274,7 +274,7 @@ def test_a_generator_that_is_seeded_after_loading_a_state_is_left_so() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_other_workers_and_another_share_go_on_with_the_same_order(share: float) -> None:
-    data = dataset("tests.dataloader.datasets:Divided", count=40)
+    data = dataset("tests.dataloader.toy_datasets:Divided", count=40)
     set_all(2)
     here = list(DataLoader(data, batch_size=3, shuffle=True, seed=3))
     with EmbeddedServer.start_worker(["tests.dataloader"], workers=1) as worker:
@@ -304,7 +304,7 @@ def test_other_workers_and_another_share_go_on_with_the_same_order(share: float)
 
 
 def test_every_rank_has_its_part_and_goes_on_with_it() -> None:
-    data = dataset("tests.dataloader.datasets:Divided", count=41)
+    data = dataset("tests.dataloader.toy_datasets:Divided", count=41)
 
     def loader_of_rank(rank: int, **more: Any) -> DataLoader:
         sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=True, seed=9)

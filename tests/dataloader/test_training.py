@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dataloader.datasets import same
-from upriver.client.embedded import EmbeddedServer
-from upriver.dataloader import DataLoader, Offloading, dataset, steer
+from tests.dataloader.toy_datasets import same
+from upriver.dataloader import DataLoader, Offloading, dataset
+from upriver.dataloader.autotune import ratio_controller
+from upriver.rpc.local_server import EmbeddedServer
 
 EPOCHS = 2
 COUNT = 400
@@ -27,7 +28,7 @@ def trained(**arguments: Any) -> tuple[DataLoader, list[torch.Tensor], list[torc
     torch.manual_seed(17)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 4), torch.nn.Dropout(0.2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    data = dataset("tests.dataloader.datasets:Images", count=COUNT)
+    data = dataset("tests.dataloader.toy_datasets:Images", count=COUNT)
     loader = DataLoader(data, batch_size=4, shuffle=True, **arguments)
     losses = []
     for _ in range(EPOCHS):
@@ -66,11 +67,11 @@ def promise_too_much(loader: DataLoader) -> None:
 def test_a_ratio_that_is_steered_changes_no_batch(
     worker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steer, "WINDOW_S", 0.05)
+    monkeypatch.setattr(ratio_controller, "WINDOW_S", 0.05)
 
     def job(**arguments: Any) -> tuple[list[Any], set[float], list[str]]:
         torch.manual_seed(3)
-        data = dataset("tests.dataloader.datasets:Slow", count=1200)
+        data = dataset("tests.dataloader.toy_datasets:Slow", count=1200)
         loader = DataLoader(data, batch_size=2, seed=5, shuffle=True, **arguments)
         if "workers" in arguments:  # by what a busy machine measures it may be best to offload nothing
             promise_too_much(loader)
@@ -96,7 +97,7 @@ def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
     worker: EmbeddedServer, num_workers: int, policy: str
 ) -> None:
     """Each takes a hundredth of a second, and nobody does anything with it; asking for four takes less."""
-    data = dataset("tests.dataloader.datasets:Slow", count=1500)
+    data = dataset("tests.dataloader.toy_datasets:Slow", count=1500)
     loader = DataLoader(data, batch_size=4, workers=[worker.url], num_workers=num_workers, policy=policy)
     ids, offloaded = [], []
     for raw, _ in loader:

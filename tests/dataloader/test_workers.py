@@ -25,15 +25,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import SubsetRandomSampler
 
-from tests.dataloader.datasets import STEPS, VICTIM, same
 from tests.dataloader.leaving import nothing_left
+from tests.dataloader.toy_datasets import STEPS, VICTIM, same
 from tests.server.running import wait_for
-from upriver.client.embedded import EmbeddedServer
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
+from upriver.rpc.local_server import EmbeddedServer
 
 ALLOW = ["tests.dataloader"]
-DATASETS = "tests.dataloader.datasets"
+DATASETS = "tests.dataloader.toy_datasets"
 COUNT = 60
 CANDIDATES = ("p1", "p2", "p3")
 
@@ -51,7 +51,7 @@ def urls(workers: list[EmbeddedServer]) -> list[str]:
 
 
 def named(kind: str = "Divided", **arguments: Any) -> Any:
-    return dataset(f"tests.dataloader.datasets:{kind}", count=COUNT, **arguments)
+    return dataset(f"tests.dataloader.toy_datasets:{kind}", count=COUNT, **arguments)
 
 
 def epochs(count: int = 2, **arguments: Any) -> list[list[Any]]:
@@ -108,7 +108,7 @@ def test_always_is_whole_batches_and_single_samples_where_nobody_there_can_colla
 @pytest.mark.parametrize("candidate", CANDIDATES)
 def test_batches_of_many_samples(workers: list[EmbeddedServer], candidate: Any) -> None:
     """More tensors than one answer may have."""
-    data = dataset("tests.dataloader.datasets:Divided", count=2100)
+    data = dataset("tests.dataloader.toy_datasets:Divided", count=2100)
     here = list(DataLoader(data, batch_size=2100, seed=3))
     offload = Offloading(candidate=candidate)
     loader = DataLoader(data, batch_size=2100, seed=3, workers=urls(workers), offload=offload)
@@ -157,7 +157,7 @@ def test_what_a_stopped_worker_was_given_is_made_here(
     reference: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before its connections time out; and it is asked again once it has gone on."""
-    monkeypatch.setattr("upriver.dataloader.worker.LATE_S", 0.5)
+    monkeypatch.setattr("upriver.dataloader.remote.worker.LATE_S", 0.5)
     monkeypatch.setattr("upriver.dataloader.epoch.LOOK_S", 0.1)
     with EmbeddedServer.start_worker(ALLOW, workers=1) as worker:
         loader = DataLoader(named(), batch_size=7, seed=3, workers=[worker.url], offload="always")
@@ -231,7 +231,7 @@ def test_what_cannot_be_sent_is_made_here(workers: list[EmbeddedServer]) -> None
 
 def test_what_a_sample_raises_is_raised_here(workers: list[EmbeddedServer]) -> None:
     loader = DataLoader(
-        dataset("tests.dataloader.datasets:Broken", count=12, bad=[5]),
+        dataset("tests.dataloader.toy_datasets:Broken", count=12, bad=[5]),
         batch_size=2,
         workers=urls(workers),
         offload="always",
@@ -251,7 +251,7 @@ def test_what_a_sample_raises_carries_where_it_was_raised_there(
     with EmbeddedServer.start_worker(ALLOW, workers=1) as worker:
         monkeypatch.delenv("MUTE_API_KEY")
         loader = DataLoader(
-            dataset("tests.dataloader.datasets:Mute", count=12, bad=[5]),
+            dataset("tests.dataloader.toy_datasets:Mute", count=12, bad=[5]),
             batch_size=2,
             workers=[worker.url],
             offload="always",
@@ -264,7 +264,7 @@ def test_what_a_sample_raises_carries_where_it_was_raised_there(
         told = "".join(traceback.format_exception(caught.value))
         here, _, there = told.partition(f"at worker {worker.url}: ")
         assert "raised for sample 5 of epoch 0" in here and "raised for sample 5 of epoch 0" in there
-        assert there.startswith("tests.dataloader.datasets:Mute, sample 5: ValueError: bad ***\n")
+        assert there.startswith("tests.dataloader.toy_datasets:Mute, sample 5: ValueError: bad ***\n")
         assert "datasets.py" in there and "in __getitem__" in there and "ValueError: bad ***" in there
         assert "sk-of-the-worker" not in told
         assert next(iterator)[1].tolist() == [6, 7]
@@ -277,7 +277,7 @@ def test_what_only_a_worker_cannot_make_is_made_here_and_told(
     with EmbeddedServer.start_worker(ALLOW, workers=1) as worker:
         monkeypatch.delenv("MUTE_API_KEY")
         loader = DataLoader(
-            dataset("tests.dataloader.datasets:Mute", count=12, bad_there=[5, 9]),
+            dataset("tests.dataloader.toy_datasets:Mute", count=12, bad_there=[5, 9]),
             batch_size=2,
             workers=[worker.url],
             offload="always",
@@ -334,7 +334,7 @@ def test_workers_that_cannot_make_batches_make_samples(
 
 def test_bad_samples_cost_their_batches_and_no_help(workers: list[EmbeddedServer]) -> None:
     bad = [5, 9, 10, 13, 16, 19, 22, 25, 30, 35]
-    data = dataset("tests.dataloader.datasets:Broken", count=COUNT, bad=bad)
+    data = dataset("tests.dataloader.toy_datasets:Broken", count=COUNT, bad=bad)
     loader = DataLoader(data, batch_size=3, workers=urls(workers), offload="always")
     for _ in range(2):
         iterator, found = iter(loader), list[int]()
@@ -380,8 +380,10 @@ def test_a_worker_that_is_killed_at_it_loses_nothing(
     count: int,
 ) -> None:
     """What it was at when it died is made by others, once each."""
-    monkeypatch.setattr("upriver.dataloader.worker.MOST_REST_S", 600.0)
-    monkeypatch.setattr("upriver.dataloader.worker.REST_S", 600.0)  # else a sample more is made, to prove it
+    monkeypatch.setattr("upriver.dataloader.remote.worker.MOST_REST_S", 600.0)
+    monkeypatch.setattr(
+        "upriver.dataloader.remote.worker.REST_S", 600.0
+    )  # else a sample more is made, to prove it
     data = named("Held", folder=str(tmp_path))
     all_of_them = [victim.url, *urls(workers)][:count]
     loader = DataLoader(
@@ -434,7 +436,7 @@ def kill_at_work(victim: EmbeddedServer, folder: Path) -> None:
 def test_the_same_batches_for_any_pipeline(
     workers: list[EmbeddedServer], reads: list[str], computes: list[str], batch_size: int, num_workers: int
 ) -> None:
-    data = dataset("tests.dataloader.datasets:Chained", count=17, reads=reads, computes=computes)
+    data = dataset("tests.dataloader.toy_datasets:Chained", count=17, reads=reads, computes=computes)
     arguments: dict[str, Any] = {"batch_size": batch_size, "seed": 3}
     reference = list(DataLoader(data, **arguments))
     never = DataLoader(data, workers=urls(workers), offload="never", num_workers=num_workers, **arguments)
@@ -454,7 +456,7 @@ def test_a_sample_that_cannot_be_made_and_is_not_asked_for_does_no_harm(
     workers: list[EmbeddedServer], offload: Any
 ) -> None:
     """As where the sampler leaves out what is broken: sample 0 is nothing special."""
-    data = dataset("tests.dataloader.datasets:Broken", count=12, bad=[0])
+    data = dataset("tests.dataloader.toy_datasets:Broken", count=12, bad=[0])
     loader = DataLoader(
         data, batch_size=3, sampler=list(range(1, 12)), workers=urls(workers), offload=offload
     )
@@ -464,7 +466,7 @@ def test_a_sample_that_cannot_be_made_and_is_not_asked_for_does_no_harm(
 
 
 def test_a_sample_that_cannot_be_made_takes_its_batch_and_no_other(workers: list[EmbeddedServer]) -> None:
-    data = dataset("tests.dataloader.datasets:Broken", count=12, bad=[0])
+    data = dataset("tests.dataloader.toy_datasets:Broken", count=12, bad=[0])
     loader = DataLoader(data, batch_size=3, workers=urls(workers), offload="always")
     for _ in range(2):
         iterator = iter(loader)
@@ -475,7 +477,7 @@ def test_a_sample_that_cannot_be_made_takes_its_batch_and_no_other(workers: list
 
 
 def test_where_none_can_be_made_here_nobody_is_asked_and_that_is_said(workers: list[EmbeddedServer]) -> None:
-    data = dataset("tests.dataloader.datasets:Broken", count=6, bad=list(range(6)))
+    data = dataset("tests.dataloader.toy_datasets:Broken", count=6, bad=list(range(6)))
     loader = DataLoader(data, batch_size=3, workers=urls(workers), offload="always", model="broken")
     iterator = iter(loader)
     for _ in range(2):
@@ -538,7 +540,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignore
 def interrupt(*args):
     os.kill(os.getpid(), signal.SIGINT)
 
-data = dataset("tests.dataloader.datasets:Slow", count=600)
+data = dataset("tests.dataloader.toy_datasets:Slow", count=600)
 loader = DataLoader(data, batch_size=7, num_workers=num_workers, workers=[url], offload="always")
 for number, batch in enumerate(loader):
     if number == 0:

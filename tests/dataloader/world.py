@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from upriver.dataloader.auto import Auto, Measured
+from upriver.dataloader.autotune.offload_tuner import Auto, Measured
 from upriver.dataloader.epoch import Epoch, Split
-from upriver.dataloader.local import Maker
-from upriver.dataloader.plan import Stretch
+from upriver.dataloader.local.workers import Maker
+from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.share import Part
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import DONE, START, MapStyle

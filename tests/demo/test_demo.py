@@ -167,7 +167,7 @@ def test_a_file_that_only_has_the_name_of_the_published_weights_is_not_used(tmp_
 def test_weights_from_a_safetensors_file(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from upriver.program.names import load_model
+    from upriver.program.models.registry import load_model
 
     source, _ = load_model("torchvision:resnet18", seed=5)
     save_file(source.state_dict(), tmp_path / "weights.safetensors")

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import upriver
-from tests.client.training import STAGES, png
+from tests.finetune.training import STAGES, png
 from tests.program.nets import frozen_small
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.errors import BadSample, ConfigError
 from upriver.pipeline import InputChain
 from upriver.program import Program
-from upriver.program.capture import capture
-from upriver.program.example import Source
+from upriver.program.capture.prefix import capture
+from upriver.program.example_inputs import Source
 
 MICRO = 4
 CHAIN = InputChain(STAGES)

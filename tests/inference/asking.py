@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 import torch
 from torch import nn
 
-from tests.client.scripted_http import Exchange, scripted
+from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import wait_for
-from upriver.client.inference.costs import Handling
-from upriver.client.inference.decide import Rule
-from upriver.client.inference.far import Far
-from upriver.client.inference.link import LinkWindow
-from upriver.client.inference.offload import Offload
+from upriver.inference.costs import Handling
+from upriver.inference.offload import Offload
+from upriver.inference.partition import Rule
+from upriver.inference.remote_server import Far
+from upriver.link import LinkWindow
 
 SELDOM = {"probe_s": 3600.0, "load_s": 3600.0, "deadline_s": 120.0}
 """Nothing but requests and what a test says changes what is known of a server, and one may take its time."""

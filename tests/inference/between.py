@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.client.scripted_http import Exchange, scripted
+from tests.rpc.scripted_http import Exchange, scripted
 from upriver.errors import Overloaded, UpriverError
 from upriver.protocol import PROCESS_HEADER, FrameDecoder, encode, error_body
 from upriver.types import Timings

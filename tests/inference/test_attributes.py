@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 
 import upriver
 from tests.inference.asking import here
-from upriver.client.inference.offload import Offload
 from upriver.errors import FrozenChanged
+from upriver.inference.offload import Offload
 
 
 class Kind(enum.Enum):

@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 import upriver
 from tests.inference.asking import SELDOM, chain, here
 from tests.server.running import Running
-from upriver.client.inference.offload import Offload
 from upriver.errors import ConfigError
+from upriver.inference.offload import Offload
 
 X = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import upriver
-from tests.client.scripted_http import Exchange, scripted
 from tests.inference.asking import (
     SELDOM,
     Chain,
@@ -30,10 +29,11 @@ from tests.inference.asking import (
     here,
     proxy,
 )
+from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import Running, free_port, running, wait_for
-from upriver.client.inference import far as far_module
-from upriver.client.inference.offload import Offload
 from upriver.errors import Overloaded, ProgramError
+from upriver.inference import remote_server as far_module
+from upriver.inference.offload import Offload
 from upriver.protocol import End, FrameDecoder
 from upriver.types import MicroBatch, Timings
 

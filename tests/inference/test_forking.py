@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import upriver
-from tests.client.children import ended, fork
-from tests.client.scripted_http import Exchange
+from tests.finetune.children import ended, fork
 from tests.inference.asking import SELDOM, chain, far_of, here, proxy
+from tests.rpc.scripted_http import Exchange
 from tests.server.running import Running, wait_for
-from upriver.client.inference.offload import Offload
 from upriver.errors import ConfigError
-from upriver.program import export
+from upriver.inference.offload import Offload
+from upriver.program.capture import export
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="here nothing is forked")
 

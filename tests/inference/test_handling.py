@@ -14,16 +14,16 @@ from torch import nn
 import upriver
 from tests.inference.asking import SELDOM, chain, here
 from tests.server.running import Running
-from upriver.client.inference import request as request_module
-from upriver.client.inference.admit import handling_of
-from upriver.client.inference.costs import Costs, Handling, crossing_bytes
-from upriver.client.inference.decide import ESTIMATES
-from upriver.client.inference.exchange import Finished, packing
-from upriver.client.inference.far import Far, Terms
-from upriver.client.inference.link import LinkWindow
-from upriver.client.transport import ServerClient
-from upriver.program.example import Example
-from upriver.program.whole import Captured, capture_whole
+from upriver.inference import executor as request_module
+from upriver.inference.costs import Costs, Handling, crossing_bytes
+from upriver.inference.exchange import Finished, packing
+from upriver.inference.partition import ESTIMATES
+from upriver.inference.remote_server import Far, Terms
+from upriver.inference.server_check import handling_of
+from upriver.link import LinkWindow
+from upriver.program.capture.whole_model import Captured, capture_whole
+from upriver.program.example_inputs import Example
+from upriver.rpc.client import ServerClient
 from upriver.types import Timings
 
 UP, DOWN, RTT_S = 1e6, 0.5e6, 0.02
@@ -37,7 +37,7 @@ PACK_S, UNPACK_S = 2e-8, 1e-8
 
 @pytest.fixture(autouse=True)
 def packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("upriver.client.inference.admit.packing", lambda: (PACK_S, UNPACK_S))
+    monkeypatch.setattr("upriver.inference.server_check.packing", lambda: (PACK_S, UNPACK_S))
 
 
 @pytest.fixture(scope="module")

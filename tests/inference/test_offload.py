@@ -33,16 +33,16 @@ from tests.inference.asking import (
 from tests.inference.between import between
 from tests.program.nets import Small
 from tests.server.running import Running, running, wait_for
-from upriver.client.inference import far as far_module
-from upriver.client.inference import offload as offload_module
-from upriver.client.inference.decide import Rule
-from upriver.client.inference.offload import Offload
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import CaptureError, ConfigError, ProgramNotFound
+from upriver.inference import offload as offload_module
+from upriver.inference import remote_server as far_module
+from upriver.inference.offload import Offload
+from upriver.inference.partition import Rule
 from upriver.policies import inference
-from upriver.program.example import Example
-from upriver.program.files import publish
-from upriver.program.names import load_model
+from upriver.program.example_inputs import Example
+from upriver.program.graph.artifact_store import publish
+from upriver.program.models.registry import load_model
 from upriver.store import Store
 from upriver.types import Workload
 
@@ -452,7 +452,7 @@ def test_a_server_that_computes_other_low_bits_is_not_asked(
 ) -> None:
     model, x = chain(), torch.randn(1, 64)
     other = {**fingerprint("cpu"), "onednn": "another"}
-    monkeypatch.setattr("upriver.client.servers.fingerprint", lambda device: other)
+    monkeypatch.setattr("upriver.rpc.server_verification.fingerprint", lambda device: other)
     with upriver.offload(model, example_inputs=x, servers=[server.url], cut=2) as answer:
         assert torch.equal(answer(x), here(model, x))
         assert answer.last is not None and answer.last.server == ""

@@ -15,16 +15,16 @@ import torch
 from tests.inference.asking import chain
 from tests.inference.between import between
 from tests.server.running import Running, wait_for
-from upriver.client.inference import far as far_module
-from upriver.client.inference import uplink as uplink_module
-from upriver.client.inference.admit import Admitted, admit
-from upriver.client.inference.costs import Costs
-from upriver.client.inference.far import Far, Terms
-from upriver.client.inference.link import LinkWindow
-from upriver.client.inference.uplink import Uplink
-from upriver.client.transport import ServerClient
-from upriver.program.example import Example
-from upriver.program.whole import Captured, capture_whole
+from upriver.inference import remote_server as far_module
+from upriver.inference import uplink as uplink_module
+from upriver.inference.costs import Costs
+from upriver.inference.remote_server import Far, Terms
+from upriver.inference.server_check import Admitted, admit
+from upriver.inference.uplink import Uplink
+from upriver.link import LinkWindow
+from upriver.program.capture.whole_model import Captured, capture_whole
+from upriver.program.example_inputs import Example
+from upriver.rpc.client import ServerClient
 
 
 @pytest.fixture(scope="module")

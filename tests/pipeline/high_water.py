@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.pipeline.making import npy, pixels, tone, wav
 from upriver.engine.engine import Engine
 from upriver.pipeline import (
     AddNoise,
@@ -39,8 +40,6 @@ from upriver.pipeline import (
     ToFloat,
     stored_tensor,
 )
-
-from .making import npy, pixels, tone, wav
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 SLACK_BYTES = 1 << 20

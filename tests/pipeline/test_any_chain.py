@@ -8,6 +8,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.pipeline.every_stage import EXAMPLES
+from tests.pipeline.making import encoded, npy, pixels, tone, wav
 from upriver.pipeline import (
     AddNoise,
     CenterCrop,
@@ -32,14 +34,11 @@ from upriver.pipeline import (
     Standardize,
     Stft,
     ToFloat,
-    audio,
     stored_tensor,
 )
-from upriver.pipeline.input_stage import ANY_SIZE
-from upriver.pipeline.stages import STAGES
-
-from .every_stage import EXAMPLES
-from .making import encoded, npy, pixels, tone, wav
+from upriver.pipeline.formats import audio
+from upriver.pipeline.stages.base import ANY_SIZE
+from upriver.pipeline.stages.registry import STAGES
 
 STORED = {
     "decode": [encoded(pixels(40, 30, seed=n)) for n in range(3)],

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pipeline.making import encoded, npy, pixels, tone, wav
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import (
     AddNoise,
@@ -39,8 +40,6 @@ from upriver.pipeline import (
     imagenet_train,
     stored_tensor,
 )
-
-from .making import encoded, npy, pixels, tone, wav
 
 TRAIN = InputChain(
     (Decode(), RandomResizedCrop(20), RandomHorizontalFlip(), RandomResizedCrop(16), Normalize())

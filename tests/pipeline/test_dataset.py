@@ -16,13 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.client.children import ended, fork
+from tests.finetune.children import ended, fork
+from tests.pipeline.making import samples, shard, write
 from upriver.errors import ConfigError, DatasetError, ObjectNotFound
 from upriver.pipeline import Dataset, InputChain, LoadTensor, Resize, imagenet_eval, imagenet_train, index
 from upriver.pipeline.manifest import decode_index
 from upriver.store import Store
-
-from .making import samples, shard, write
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pipeline.making import of_one_value
 from upriver.errors import DatasetError
 from upriver.pipeline.index_pages import MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS, count_pages
 from upriver.pipeline.manifest import (
@@ -25,8 +26,6 @@ from upriver.pipeline.manifest import (
     encode_index,
     encode_manifest,
 )
-
-from .making import of_one_value
 
 ROWS = 500
 

@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.pipeline.indexing.test_builder import JPEG, STAGES, stored
+from tests.pipeline.making import encoded, npy, pixels, shard, write
 from tests.store.s3_server import S3Server
 from upriver.cli import main
 from upriver.errors import ConfigError, DatasetError, StoreError
 from upriver.pipeline import Dataset, Decode, LeftOut, ToFloat, index
-from upriver.pipeline.image import decode
+from upriver.pipeline.formats.image import decode
 from upriver.store import Store
-
-from .making import encoded, npy, pixels, shard, write
-from .test_indexing import JPEG, STAGES, stored
 
 GREY = encoded(pixels(6, 5)[..., 0], "PPM")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.pipeline.high_water import ENVIRONMENT
 from upriver.pipeline import (
     CenterCrop,
     Decode,
@@ -25,9 +26,7 @@ from upriver.pipeline import (
     Stft,
     ToFloat,
 )
-from upriver.pipeline.audio import MAX_BYTES, MAX_CHANNELS
-
-from .high_water import ENVIRONMENT
+from upriver.pipeline.formats.audio import MAX_BYTES, MAX_CHANNELS
 
 INF = float("inf")
 

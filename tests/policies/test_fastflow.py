@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from upriver.errors import ConfigError
 from upriver.policies.fastflow import Offload, decide, estimate, lower, workers_needed
-from upriver.profile.metrics import Candidate, Metrics, metrics_from_json, metrics_to_json
+from upriver.profile.throughput import Candidate, Metrics, metrics_from_json, metrics_to_json
 
 
 def candidate(name: str, rthp: float, ocycle: float) -> Candidate:

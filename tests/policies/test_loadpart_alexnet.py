@@ -18,8 +18,8 @@ import pytest
 from upriver.cost import after, before
 from upriver.latency import Sums
 from upriver.policies.loadpart import decide
-from upriver.program.names import load_model
-from upriver.program.paper_nodes import PaperNode, paper_nodes
+from upriver.program.models.loadpart_nodes import PaperNode, paper_nodes
+from upriver.program.models.registry import load_model
 
 MULTIPLY_ADDS_PER_S = 16e9
 BYTES_PER_S = 2e9

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from upriver.policies import OFFLOAD_POLICIES
 from upriver.policies.pipeline import CLOSE, crossing, decide, highest, promise, smallest_ratio, throughput
-from upriver.profile.metrics import Candidate, Metrics
+from upriver.profile.throughput import Candidate, Metrics
 
 
 def candidate(name: str, rthp: float, ocycle: float) -> Candidate:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from upriver.program.example import Example
+from upriver.program.example_inputs import Example
 
 MICRO_BATCH = 4
 

@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from upriver.errors import CaptureError
-from upriver.profile.memory import tail_peak
+from upriver.profile.memory.estimator import tail_peak
+from upriver.program.capture.whole_model import capture_whole
 from upriver.program.freeze import keep_in_eval
-from upriver.program.split import split
-from upriver.program.whole import capture_whole
+from upriver.program.split.split import split
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what it is about to drop
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.program.nets import freeze
 from upriver._torchvision import ensure_torchvision
-from upriver.client.planning import measure_tail
-from upriver.client.wrapping import TailRunner, Wrapped
+from upriver.finetune.model_wrapper import TailRunner, Wrapped
+from upriver.finetune.planning.plan_builder import measure_tail
 from upriver.program.freeze import keep_in_eval
-from upriver.program.split import Split, split
+from upriver.program.split.split import Split, split
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from upriver.program import graph as format
-from upriver.program import weights
-from upriver.program.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.graph import schema as format
+from upriver.program.graph import weights_file
+from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 
 PAGE = (Path(__file__).parents[2] / "docs" / "program-file.md").read_text(encoding="utf-8")
 
@@ -52,7 +52,7 @@ def test_versions_and_types_are_those_of_the_code() -> None:
     types = table_after("A **spec**")["dtype"][1]
     assert [word.strip("` ") for word in types.removeprefix("one of").split(",")] == list(format.DTYPES)
     codes = PAGE.split("- Types are ")[1].split(", whose")[0].replace(" and", ",")
-    assert [word.strip("` \n") for word in codes.split(",")] == list(weights._CODES.values())
+    assert [word.strip("` \n") for word in codes.split(",")] == list(weights_file._CODES.values())
 
 
 def test_every_form_of_an_argument_is_there() -> None:

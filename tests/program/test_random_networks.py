@@ -22,15 +22,15 @@ from torch import nn
 from tests.program.random_networks import MICRO_BATCH, Block, Description, Do, Freeze, Net, descriptions
 from tests.program.random_oracle import Expected, expect
 from upriver.errors import ModelError
-from upriver.program import weights as weights_file
-from upriver.program.example import Example, tensors_in
-from upriver.program.files import load, publish
+from upriver.program.eval_mode import no_fast_path
+from upriver.program.example_inputs import Example, tensors_in
 from upriver.program.freeze import keep_in_eval
-from upriver.program.program import Program
-from upriver.program.reading import decode
-from upriver.program.split import Split, split
-from upriver.program.stages import Granularity
-from upriver.program.trace import no_fast_path
+from upriver.program.graph import weights_file
+from upriver.program.graph.artifact_store import load, publish
+from upriver.program.graph.executor import Program
+from upriver.program.graph.liveness import Granularity
+from upriver.program.graph.parser import decode
+from upriver.program.split.split import Split, split
 from upriver.protocol import Caps, encode, read_frame
 from upriver.store import Store
 from upriver.types import MicroBatch

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from upriver.errors import ProtocolError
-from upriver.program.alignment import as_shipped
+from upriver.program.graph.alignment import as_shipped
 from upriver.protocol import DTYPES, Caps, aligned_empty, encode, lay_out, read_frame
 from upriver.types import MicroBatch
 

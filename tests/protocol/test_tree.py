@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.dataloader.datasets import same
+from tests.dataloader.toy_datasets import same
 from upriver.errors import ConfigError, ProtocolError
 from upriver.protocol.tree import MAX_DEPTH, build, flatten, identical
 

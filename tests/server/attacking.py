@@ -32,7 +32,7 @@ from upriver.errors import UpriverError
 from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize, index
 from upriver.program import Program
 from upriver.protocol import DatasetRef, End, RunRequest, program_head, read_frame
-from upriver.server.status import STATUS
+from upriver.server.http.errors import STATUS
 from upriver.types import MicroBatch
 
 PIXELS = 1_000_000

@@ -15,13 +15,13 @@ from torch import nn
 
 from tests.server.running import Running, wait_for
 from tests.store.gated_server import GatedServer
-from upriver.coldstart.programs import find, publish
-from upriver.coldstart.stream import StreamLimits
+from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.load_program import find, publish
 from upriver.program import Program
-from upriver.program.capture import capture
+from upriver.program.capture.prefix import capture
 from upriver.protocol import RunRequest
 from upriver.server import Server, ServerConfig
-from upriver.server.cold import ColdFile
+from upriver.server.programs.streaming_weights import ColdFile
 from upriver.store import DEFAULT_PREFIX, Store
 from upriver.types import MicroBatch
 

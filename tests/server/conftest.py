@@ -12,8 +12,8 @@ from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, RandomHorizontalFlip, Resize, index
 from upriver.program import Program
-from upriver.program.capture import capture
-from upriver.program.example import Source
+from upriver.program.capture.prefix import capture
+from upriver.program.example_inputs import Source
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.store import Store
 

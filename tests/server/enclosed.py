@@ -12,9 +12,9 @@ from PIL import Image
 from tests.pipeline.making import encoded, npy, pixels
 from upriver.pipeline import Decode, InputChain, LoadTensor, Resize
 from upriver.protocol import DEFAULT_CAPS
-from upriver.server.handle import Job, WorkerHandle
-from upriver.server.jobs import Run, Setup
-from upriver.server.sandbox import NOT_SHUT_IN
+from upriver.server.execution.worker_process import Job, WorkerHandle
+from upriver.server.ipc.messages import Run, Setup
+from upriver.server.sandbox.bubblewrap import NOT_SHUT_IN
 
 SMALL = npy(pixels(8, 8))
 """A stored sample that hardly takes any memory."""

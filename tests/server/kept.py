@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from tests.server.cold import cold_file
-from upriver.coldstart import layout
-from upriver.coldstart.stream import StreamLimits
+from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.format import manifest as layout
 from upriver.program import graph_path, weights_path
-from upriver.server.cold import kept_bytes
+from upriver.server.programs.streaming_weights import kept_bytes
 from upriver.store import DEFAULT_PREFIX, Store
 
 NUM_TENSORS = 3000

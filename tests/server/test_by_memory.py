@@ -30,7 +30,7 @@ from tests.server.running import (
 from upriver.errors import DoesNotFit, Overloaded
 from upriver.pipeline import Decode, LoadTensor, Resize, ToFloat, index
 from upriver.protocol import DatasetRef, Larger, RunRequest, program_head
-from upriver.server.needs import DECODING_BYTES
+from upriver.server.scheduling.footprint import DECODING_BYTES
 from upriver.types import MicroBatch
 
 BATCHES = ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9))

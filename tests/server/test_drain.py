@@ -33,7 +33,7 @@ from tests.server.running import (
 from upriver.errors import ProtocolError
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, End, RunRequest, read_frame
-from upriver.server.groups import PREFIX, Groups
+from upriver.server.sandbox.cgroup import PREFIX, Groups
 from upriver.types import MicroBatch
 
 pytestmark = pytest.mark.slow
@@ -237,7 +237,7 @@ def test_a_worker_that_hangs_does_not_keep_a_server(long):
 
 HANGS = """
 import time
-from upriver.server.pool import WorkerPool
+from upriver.server.execution.worker_pool import WorkerPool
 
 async def close(self):
     time.sleep(3600)

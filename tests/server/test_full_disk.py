@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 import pytest
 
 import upriver
-from tests.client.training import photos, same
-from tests.client.training import run as train_job
 from tests.conftest import fill
+from tests.finetune.training import photos, same
+from tests.finetune.training import run as train_job
 from tests.server.conftest import make_program, make_world
+from tests.server.http.test_limits import upload
 from tests.server.running import Running, ask, run, wait_for
-from tests.server.test_http import upload
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ import torch
 from tests.pipeline.making import npy, write
 from tests.server.conftest import make_program, make_world
 from tests.server.enclosed import inner
+from tests.server.http.test_limits import same, upload
 from tests.server.running import alive, answering, ask, body_of, messages, run, running, wait_for
-from tests.server.test_http import same, upload
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, End, RunRequest, decode_info, read_frame
 from upriver.types import MicroBatch

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from tests.server.http.test_limits import same
 from tests.server.running import SERVE, ask, in_thread, run, running, wait_for
-from tests.server.test_http import same
 from upriver.errors import ConfigError
 from upriver.server import Server, ServerConfig, serve
-from upriver.server.pool import MAX_PAUSE_S, pause_s
+from upriver.server.execution.worker_pool import MAX_PAUSE_S, pause_s
 
 CLI = """
 import sys

@@ -7,16 +7,16 @@ import os
 import pytest
 
 import upriver
-from tests.client.training import photos, same
-from tests.client.training import run as train_job
+from tests.finetune.training import photos, same
+from tests.finetune.training import run as train_job
 from tests.server.configured import bearer
 from tests.server.conftest import make_program, make_world
+from tests.server.http.test_limits import upload
 from tests.server.running import ask, body_of, in_thread, wait_for
-from tests.server.test_http import upload
 from tests.store.s3_server import S3Server
-from upriver.cli.serve_file import StoreAt
-from upriver.coldstart.collect import collect, survey
-from upriver.program.files import graph_path, weights_path
+from upriver.cli.serve.config_file import StoreAt
+from upriver.coldstart.garbage_collection import collect, survey
+from upriver.program.graph.artifact_store import graph_path, weights_path
 from upriver.protocol import MAX_GRAPH_BYTES
 from upriver.server.tenants import Tenant, hash_token
 from upriver.store import Store

@@ -19,16 +19,16 @@ import torch
 
 from tests.server.configured import bearer, post_run, read_run, tenant
 from tests.server.running import Running, ask
-from upriver.server import limits
-from upriver.server.access import Access
-from upriver.server.audit import Audit
 from upriver.server.config import ServerConfig
-from upriver.server.http import ABORT, Held, make_room
-from upriver.server.limits import FRONT_FILES, connections
-from upriver.server.logs import AT_ONCE, JsonFormatter, Sparing, TextFormatter
-from upriver.server.looks import MAX_STRANGERS, SHARE, Looks
+from upriver.server.device_group import Units
+from upriver.server.http.auth import Access
+from upriver.server.http.light_requests import MAX_STRANGERS, SHARE, Looks
+from upriver.server.http.limits import ABORT, Held, make_room
+from upriver.server.observability.audit_log import Audit
+from upriver.server.observability.logging import AT_ONCE, JsonFormatter, Sparing, TextFormatter
+from upriver.server.sandbox import rlimits
+from upriver.server.sandbox.rlimits import FRONT_FILES, connections
 from upriver.server.tenants import Tenant, hash_token
-from upriver.server.unit import Units
 from upriver.types import MicroBatch
 
 FILES = 128
@@ -146,8 +146,8 @@ def test_as_many_connections_as_there_are_descriptors_for(
     monkeypatch, caplog, soft, hard, wanted, held, raised
 ):
     told = []
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda number: (soft, hard))
-    monkeypatch.setattr(limits.resource, "setrlimit", lambda number, pair: told.append(pair))
+    monkeypatch.setattr(rlimits.resource, "getrlimit", lambda number: (soft, hard))
+    monkeypatch.setattr(rlimits.resource, "setrlimit", lambda number, pair: told.append(pair))
     assert connections(wanted) == held
     assert told == ([] if raised is None else [(raised, hard)])
     assert [str(wanted) in record.getMessage() for record in caplog.records] == [True] * (held < wanted)

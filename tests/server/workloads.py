@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.dataloader.datasets import Broken, Divided, Noisy, Plain
+from tests.dataloader.toy_datasets import Broken, Divided, Noisy, Plain
 
 __all__ = ["Divided", "Noisy", "Plain", "run"]
 

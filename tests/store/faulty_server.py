@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from .s3_server import S3Server, _Handler, _path
+from tests.store.s3_server import S3Server, _Handler, _path
 
 Fault = Literal["stalled", "silent", "reset", "changed", "gone", "flipped", "short", "slow"]
 """What may come to the next requests, beside a status: a body that stops half way for good, no answer at all,

@@ -6,7 +6,7 @@ import re
 import threading
 from typing import Any
 
-from .s3_server import S3Server, _Handler, _path
+from tests.store.s3_server import S3Server, _Handler, _path
 
 PIECE_BYTES = 1 << 16
 WAIT_S = 180.0

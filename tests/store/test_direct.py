@@ -18,6 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server.running import wait_for
+from tests.store.faulty_server import FaultyServer, _Faulty
+from tests.store.s3_server import _etag
+from tests.store.test_store_faults import connect, num_opened, opened, tried
 from upriver.errors import ObjectChanged, StoreError
 from upriver.store import Store, direct
 from upriver.store.direct import (
@@ -31,10 +34,6 @@ from upriver.store.direct import (
     _Refused,
 )
 from upriver.store.places import Places
-
-from .faulty_server import FaultyServer, _Faulty
-from .s3_server import _etag
-from .test_store_faults import connect, num_opened, opened, tried
 
 BIG = random.Random(1).randbytes(3_000_000)
 Crook = Callable[[bytes, dict[str, str]], bytes]

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.store.s3_server import S3Server
 from upriver.errors import ConfigError, StorageFull, StoreError
 from upriver.store import Store
 from upriver.store.s3 import TIMEOUT_S, _number, _retry_config
-
-from .s3_server import S3Server
 
 KEY, SECRET = "AKIATESTKEY", "wJalrSECRETtest"
 

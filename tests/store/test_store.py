@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.client.children import ended, fork
+from tests.finetune.children import ended, fork
+from tests.store.s3_server import S3Server
 from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, ProgramError, StoreError
-from upriver.program.fetch import get_at_most
+from upriver.program.graph.fetch import get_at_most
 from upriver.store import ObjectInfo, Store
 from upriver.store import store as store_module
-
-from .s3_server import S3Server
 
 
 @pytest.fixture(params=["file", "memory", "s3"])

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.faulty_server import FaultyServer
 from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError
 from upriver.store import Store
 from upriver.store.direct import Direct
 from upriver.store.s3 import secrets_of
-
-from .faulty_server import FaultyServer
 
 CONTENT = bytes(number % 251 for number in range(200_000))
 START, STOP = 1_000, 199_000

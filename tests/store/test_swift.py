@@ -21,14 +21,8 @@ import psutil
 import pytest
 
 from tests.pipeline.making import samples, shard
-from upriver.engine.read import read_samples
-from upriver.errors import ObjectChanged, ObjectNotFound, StoreError
-from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, index
-from upriver.store import Store
-from upriver.store import store as store_module
-
-from .swift_server import CANNOT_RUN, KEYS, SCRIPT, Swift, running_swift
-from .test_store import (  # noqa: F401
+from tests.store.swift_server import CANNOT_RUN, KEYS, SCRIPT, Swift, running_swift
+from tests.store.test_store import (  # noqa: F401
     read_into,
     test_a_changed_object_is_noticed,
     test_a_missing_object_is_named,
@@ -46,7 +40,12 @@ from .test_store import (  # noqa: F401
 )
 
 # The contract itself, with the fixture `store` of this module.
-from .test_store_faults import opened
+from tests.store.test_store_faults import opened
+from upriver.engine.read import read_samples
+from upriver.errors import ObjectChanged, ObjectNotFound, StoreError
+from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, index
+from upriver.store import Store
+from upriver.store import store as store_module
 
 pytestmark = pytest.mark.slow
 

@@ -18,24 +18,13 @@ import typer
 from typer.exceptions import TyperException
 
 from upriver import __version__
-from upriver.cli import (
-    INTERRUPTED,
-    calibrate,
-    coldstart,
-    cuts,
-    demo,
-    gc,
-    index,
-    infer,
-    plan,
-    push,
-    serve,
-    serving,
-    token,
-    train,
-    worker,
-)
+from upriver.cli import INTERRUPTED, calibrate, cuts, demo, gc, index, infer, push, token, worker
+from upriver.cli.coldstart import command
 from upriver.cli.common import ReaderGone, checked_stdout
+from upriver.cli.plan import command as plan
+from upriver.cli.serve import command as serve
+from upriver.cli.serve import options
+from upriver.cli.train import command as train
 from upriver.errors import StoreError, UpriverError
 
 EXIT_ERROR, EXIT_BAD_INPUT = 1, 2
@@ -56,7 +45,7 @@ app.command("cuts")(cuts.cuts)
 app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("infer")(infer.infer)
-app.command("coldstart")(coldstart.coldstart)
+app.command("coldstart")(command.coldstart)
 app.command("serve")(serve.serve)
 app.command("gc")(gc.gc)
 app.command("token")(token.token)
@@ -95,7 +84,7 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Whoever ends this process with SIGTERM wants what it started to be stopped too, as for Ctrl-C. A server
     # is ended that way in its normal life, and has not started anything before it has handlers of its own.
-    ending = serving.leave if arguments[:1] in (["serve"], ["worker"]) else signal.default_int_handler
+    ending = options.leave if arguments[:1] in (["serve"], ["worker"]) else signal.default_int_handler
     before = signal.signal(signal.SIGTERM, ending)
     try:
         result = app(arguments, prog_name="upriver", standalone_mode=False)

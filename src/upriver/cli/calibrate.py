@@ -21,7 +21,7 @@ from upriver.cli.common import (
 from upriver.cli.output import check_output, write_whole
 
 if TYPE_CHECKING:
-    from upriver.profile.predict import KindError, Predictor
+    from upriver.profile.latency.predictor import KindError, Predictor
 
 MINUTES, QUICK_MINUTES = 10.0, 2.0
 """How long it may take where nothing is said: about as long as all configurations take on one core."""
@@ -50,8 +50,8 @@ def calibrate(
     LoADPart's paper reports (Table III).
     """
     check_output(output, "--output")
-    from upriver.profile import calibrate as calibration
-    from upriver.profile.latency_files import keep, predictor_to_json
+    from upriver.profile.latency import calibration
+    from upriver.profile.latency.serialization import keep, predictor_to_json
 
     allowed = minutes if minutes is not None else QUICK_MINUTES if quick else MINUTES
     with progress_bar() as bar, named_as_options(minutes="--minutes"):
@@ -89,7 +89,7 @@ def _document(predictor: Predictor, kept: Path | None) -> dict[str, Any]:
 
 def _paper() -> list[dict[str, Any]]:
     """Table III, in the words of the rest of the document."""
-    from upriver.profile.calibrate import TABLE_III
+    from upriver.profile.latency.calibration import TABLE_III
 
     return [
         {"kind": kind, "model": side, "rmse_us": rmse, "mape_percent": mape}

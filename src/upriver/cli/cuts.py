@@ -25,8 +25,8 @@ from upriver.cli.output import check_picture, write_whole
 from upriver.errors import ConfigError
 
 if TYPE_CHECKING:
-    from upriver.program.paper_nodes import PaperNode
-    from upriver.program.survey import Survey
+    from upriver.program.models.loadpart_nodes import PaperNode
+    from upriver.program.split.cut_survey import Survey
 
 
 def cuts(
@@ -53,10 +53,10 @@ def cuts(
     With --freeze-to, everything that the last frozen module needs comes first. With --nodes paper, the list
     is that of LoADPart (ICDCS 2022): its nodes by its numbers, and what crosses a cut after each.
     """
-    from upriver.program.names import load_model
-    from upriver.program.paper_nodes import paper_nodes
-    from upriver.program.precision import autocast_dtype
-    from upriver.program.survey import survey
+    from upriver.program.graph.autocast import autocast_dtype
+    from upriver.program.models.loadpart_nodes import paper_nodes
+    from upriver.program.models.registry import load_model
+    from upriver.program.split.cut_survey import survey
 
     check_micro_batch(micro_batch)
     ends = check_granularity(granularity)

@@ -18,7 +18,7 @@ from upriver.text import bytes_text, printable
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from upriver.coldstart.collect import Removed
+    from upriver.coldstart.garbage_collection import Removed
 
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([hdw])", re.ASCII)
 _HOURS = {"h": 1, "d": 24, "w": 7 * 24}
@@ -67,7 +67,7 @@ def gc(
     Servers note in the store what they use, once an hour. Weights stay as long as a program that stays needs
     them. Datasets are left alone. It may run while servers do; one at a time for a store.
     """
-    from upriver.coldstart.collect import check_asked, collect, folders, why_kept
+    from upriver.coldstart.garbage_collection import check_asked, collect, folders, why_kept
     from upriver.server.tenants import check_tenant_name
     from upriver.store import DEFAULT_PREFIX, Store, check_name
 

@@ -23,7 +23,7 @@ from upriver.cli.common import (
 from upriver.cli.inputs import read_inputs
 from upriver.cli.options import InputShapeOption, ModelArgument, WeightsOption, fill, parse_shape
 from upriver.cli.output import check_output
-from upriver.cli.serving import read_token
+from upriver.cli.serve.options import read_token
 from upriver.errors import CaptureError, ConfigError
 from upriver.text import bytes_text
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from upriver.client.inference.offload import Offload
-    from upriver.client.inference.request import Served
-    from upriver.program.example import Example
-    from upriver.program.inputs import ModelInputs
+    from upriver.inference.executor import Served
+    from upriver.inference.offload import Offload
+    from upriver.program.capture.input_spec import ModelInputs
+    from upriver.program.example_inputs import Example
 
 TOP = 5
 """Classes that are printed."""
@@ -88,10 +88,10 @@ def infer(
         raise ConfigError("--cut takes the place of a policy; give it or --policy")
     check_output(output, "--output")
     token = read_token(token_file)
-    from upriver.cli.checkpoint import save_tensors
-    from upriver.client.inference.offload import offload
-    from upriver.program.example import tensors_in
-    from upriver.program.names import load_model
+    from upriver.cli.train.checkpoint import save_tensors
+    from upriver.inference.offload import offload
+    from upriver.program.example_inputs import tensors_in
+    from upriver.program.models.registry import load_model
 
     network, inputs = load_model(model, input_shape=parse_shape(input_shape))
     fill(network, weights)
@@ -127,7 +127,7 @@ def infer(
 
 def _call(file: Path, inputs: ModelInputs, network: nn.Module) -> Example:
     """What a file holds, as a call with samples."""
-    from upriver.program.example import Example
+    from upriver.program.example_inputs import Example
 
     call = read_inputs(file, inputs, network)
     try:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from upriver.program.example import Example
-    from upriver.program.inputs import InputSpec, ModelInputs
+    from upriver.program.capture.input_spec import InputSpec, ModelInputs
+    from upriver.program.example_inputs import Example
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 
@@ -36,7 +36,7 @@ def read_inputs(path: Path, inputs: ModelInputs, model: nn.Module | None = None)
     Raises:
         ConfigError: If the file cannot be read, or holds something else than the model takes.
     """
-    from upriver.program.example import Example
+    from upriver.program.example_inputs import Example
 
     ending = path.suffix.lower()
     if ending in IMAGES:
@@ -108,7 +108,7 @@ def _call(
     tensors: Mapping[str, torch.Tensor], inputs: ModelInputs, path: Path, model: nn.Module | None
 ) -> Example:
     """A call with these tensors, by name or in order."""
-    from upriver.program.example import Example, tensors_in
+    from upriver.program.example_inputs import Example, tensors_in
 
     given = inputs.given
     positional = given.args if given is not None else inputs.positional

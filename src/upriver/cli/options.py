@@ -13,7 +13,7 @@ from upriver.text import parse_rate
 if TYPE_CHECKING:
     from torch import nn
 
-    from upriver.program.stages import Granularity
+    from upriver.program.graph.liveness import Granularity
 
 ModelArgument = Annotated[
     str, typer.Argument(help="torchvision:NAME, timm:NAME, transformers:NAME or package.module:callable.")
@@ -45,7 +45,7 @@ def fill(model: nn.Module, weights: Path | None) -> None:
         UpriverError: If there are no such weights, or they are not the model's.
     """
     if weights is not None:
-        from upriver.coldstart.plain import load_weights
+        from upriver.coldstart.plain_load import load_weights
 
         load_weights(model, weights)
 
@@ -152,7 +152,7 @@ def check_micro_batch(micro_batch: int) -> int:
     Raises:
         ConfigError: If it has not.
     """
-    from upriver.program.caps import DEFAULT_CAPS
+    from upriver.program.graph.caps import DEFAULT_CAPS
 
     if not 1 <= micro_batch <= DEFAULT_CAPS.micro_batch:
         raise ConfigError(f"micro_batch must be 1 to {DEFAULT_CAPS.micro_batch}, got {micro_batch}")

@@ -28,8 +28,8 @@ from upriver.cli.options import (
 from upriver.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from upriver.program.inputs import ModelInputs
-    from upriver.program.program import Program
+    from upriver.program.capture.input_spec import ModelInputs
+    from upriver.program.graph.executor import Program
 
 MICRO_BATCH = "16"
 """Where nothing is said (decision 10)."""
@@ -95,11 +95,11 @@ def push(
         found = _push_weights(model, uri, weights_to, weights, input_shape, store_options(option))
         emit(found, as_json=as_json, text=lambda: print_fields(found))
         return
-    from upriver.coldstart.programs import publish
-    from upriver.program.buckets import capture_buckets
-    from upriver.program.names import load_model
-    from upriver.program.precision import autocast_dtype
-    from upriver.program.survey import answers_of
+    from upriver.coldstart.load_program import publish
+    from upriver.program.capture.buckets import capture_buckets
+    from upriver.program.graph.autocast import autocast_dtype
+    from upriver.program.models.registry import load_model
+    from upriver.program.split.cut_survey import answers_of
     from upriver.store import DEFAULT_PREFIX, Store
 
     folder = DEFAULT_PREFIX if prefix is None else prefix
@@ -147,9 +147,9 @@ def _push_weights(
 ) -> dict[str, object]:
     """Publish a model's weights in the order in which it reads them; gives what is said of it."""
     from upriver.coldstart import publish_model
-    from upriver.coldstart.layout import ENDING, manifest_path
-    from upriver.program.example import Example
-    from upriver.program.names import load_model
+    from upriver.coldstart.format.manifest import ENDING, manifest_path
+    from upriver.program.example_inputs import Example
+    from upriver.program.models.registry import load_model
     from upriver.store import Store, check_name
 
     path = check_name(name).removesuffix(ENDING) + ENDING
@@ -218,8 +218,8 @@ def _of_length(inputs: ModelInputs, length: int | None) -> ModelInputs:
 def _document(
     model: str, programs: Sequence[Program], lengths: Sequence[int | None], uri: str, prefix: str
 ) -> dict[str, object]:
-    from upriver.coldstart.uris import program_uri
-    from upriver.program.files import graph_path, weights_path
+    from upriver.coldstart.format.uris import program_uri
+    from upriver.program.graph.artifact_store import graph_path, weights_path
 
     first = programs[0]
     buckets = [

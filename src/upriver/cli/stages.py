@@ -45,7 +45,7 @@ def input_stages(text: str, *, size: int = 224) -> InputChain:
 
 def _whole(table: object) -> object:
     """A stage with the defaults of what was left out; a file need not repeat them, a stored chain does."""
-    from upriver.pipeline.stages import STAGES
+    from upriver.pipeline.stages.registry import STAGES
 
     if not isinstance(table, Mapping) or table.get("stage") not in STAGES:
         return table

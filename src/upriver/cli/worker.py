@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from upriver.cli import serve_file
 from upriver.cli.common import DebugOption, JsonOption
-from upriver.cli.serve_file import Checked
-from upriver.cli.serving import (
+from upriver.cli.serve import config_file
+from upriver.cli.serve.config_file import Checked
+from upriver.cli.serve.options import (
     ConfigOption,
     HostOption,
     ParentPipeOption,
@@ -83,12 +83,12 @@ def worker(
         token = token_of(file)
         if parent_pipe is not None:
             stop_with_parent(parent_pipe)
-        serve_here({**_defaults(file), **serve_file.settings(file)}, token)
+        serve_here({**_defaults(file), **config_file.settings(file)}, token)
 
 
 def _defaults(file: Checked) -> dict[str, Any]:
     """What a worker does otherwise than a server beside a store, where nobody says."""
-    from upriver.profile.available import available_cpus
+    from upriver.profile.resources import available_cpus
 
     workers = file.plain.workers if file.plain.workers is not None else available_cpus()
     admitted = max(ADMITTED, ADMITTED_EACH * workers)

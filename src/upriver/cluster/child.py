@@ -19,10 +19,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from upriver.client.spawned import START_TIMEOUT_S, Lifeline, Tail, announced_url, end
 from upriver.cluster.asking import get, own_server
 from upriver.cluster.document import for_replica, tls_files, toml_text
 from upriver.errors import ServerUnavailable
+from upriver.rpc.child_server import START_TIMEOUT_S, Lifeline, Tail, announced_url, end
 from upriver.text import said
 
 ASK_S = 5.0

@@ -21,12 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from upriver.client.fleet import Fleet, Provider, Serves
-from upriver.client.spawned import START_TIMEOUT_S
 from upriver.cluster.child import ServerProcess
 from upriver.cluster.deploy import LOCAL, before_import, join, reason, start
 from upriver.cluster.document import ANYONE, token_hash
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
+from upriver.rpc.child_server import START_TIMEOUT_S
+from upriver.rpc.worker_fleet import Fleet, Provider, Serves
 from upriver.text import printable, said
 
 log = logging.getLogger(__name__)

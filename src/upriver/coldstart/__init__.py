@@ -9,23 +9,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from upriver.coldstart.model_load import Loading, begin, load, loading
-from upriver.coldstart.stream import StreamLimits
+from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.load_model import Loading, begin, load, loading
 
 _PLACES = {
-    "Arriving": "incoming",
-    "arriving": "incoming",
-    "open": "programs",
-    "publish_model": "order",
+    "Arriving": "incoming_weights",
+    "arriving": "incoming_weights",
+    "open": "load_program",
+    "publish_model": "format.access_order",
 }
 
 __all__ = ["Loading", "StreamLimits", "begin", "load", "loading", *sorted(_PLACES)]
 
 if TYPE_CHECKING:
-    from upriver.coldstart.incoming import Arriving as Arriving
-    from upriver.coldstart.incoming import arriving as arriving
-    from upriver.coldstart.order import publish_model as publish_model
-    from upriver.coldstart.programs import open as open
+    from upriver.coldstart.format.access_order import publish_model as publish_model
+    from upriver.coldstart.incoming_weights import Arriving as Arriving
+    from upriver.coldstart.incoming_weights import arriving as arriving
+    from upriver.coldstart.load_program import open as open
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """A drop-in for PyTorch's loader: the same batches in the same order, wherever their samples are made."""
 
+from upriver.dataloader.datasets.named import NamedDataset, dataset
 from upriver.dataloader.loader import DataLoader
-from upriver.dataloader.named import NamedDataset, dataset
-from upriver.dataloader.plan import Offloading
+from upriver.dataloader.offload_stretch import Offloading
 
 __all__ = ["DataLoader", "NamedDataset", "Offloading", "dataset"]

@@ -18,11 +18,11 @@ from dataclasses import dataclass, fields
 from queue import Empty
 from typing import Any, Protocol
 
-from upriver.dataloader.ahead import Room
-from upriver.dataloader.batch import Batch, Work
-from upriver.dataloader.local import Fed, Maker, Processes, ProcessesEnded, Running
-from upriver.dataloader.pinning import Pinned, pinned
-from upriver.dataloader.plan import Stretch
+from upriver.dataloader.local.pinned_memory import Pinned, pinned
+from upriver.dataloader.local.workers import Fed, Maker, Processes, ProcessesEnded, Running
+from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.pending_batch import Batch, Work
+from upriver.dataloader.prefetch_limit import Room
 from upriver.dataloader.share import Backlog
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
 from upriver.errors import CodeFailed

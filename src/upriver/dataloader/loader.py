@@ -27,28 +27,24 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
-from upriver.client import checks
-from upriver.client.fleet import Provider
-from upriver.client.tls import FilePath, client_context
-from upriver.client.transport import ServerClient
-from upriver.dataloader.ahead import Room
-from upriver.dataloader.asked import Asked, ByName, InStore
-from upriver.dataloader.auto import Auto, Measured
-from upriver.dataloader.beside import provider_of
-from upriver.dataloader.closing import closed_with
-from upriver.dataloader.contents import Contents, generators_in
-from upriver.dataloader.cycles import CpuSeconds
-from upriver.dataloader.declared import Declared
-from upriver.dataloader.divided import check_divided
+from upriver.dataloader.autotune.offload_tuner import Auto, Measured
+from upriver.dataloader.autotune.throughput_recall import Recall
+from upriver.dataloader.autotune.worker_count import growth
+from upriver.dataloader.datasets.declared import Declared
+from upriver.dataloader.datasets.digests import Contents, generators_in
+from upriver.dataloader.datasets.divided import check_divided
+from upriver.dataloader.datasets.named import NamedDataset, name_of
+from upriver.dataloader.datasets.worker_spec import Asked, ByName, InStore
+from upriver.dataloader.deferred_close import closed_with
 from upriver.dataloader.epoch import Epoch, Split
-from upriver.dataloader.growth import growth
-from upriver.dataloader.hired import Hired
-from upriver.dataloader.local import Fed, Maker, Processes, Source
-from upriver.dataloader.named import NamedDataset, name_of
-from upriver.dataloader.onward import Onward
-from upriver.dataloader.pinning import Pinned, pins
-from upriver.dataloader.plan import CANDIDATES, Offloading, stretch_of
-from upriver.dataloader.recall import Recall
+from upriver.dataloader.local.cpu_seconds import CpuSeconds
+from upriver.dataloader.local.pinned_memory import Pinned, pins
+from upriver.dataloader.local.workers import Fed, Maker, Processes, Source
+from upriver.dataloader.local_fleet import provider_of
+from upriver.dataloader.offload_stretch import CANDIDATES, Offloading, stretch_of
+from upriver.dataloader.prefetch_limit import Room
+from upriver.dataloader.remote.provisioning import Hired
+from upriver.dataloader.resumed_order import Onward
 from upriver.dataloader.share import AllHere, Part
 from upriver.dataloader.state import (
     Counted,
@@ -71,6 +67,10 @@ from upriver.pipeline import Dataset
 from upriver.pipeline.mapstyle import RAW, MapStyle, whole_number
 from upriver.pipeline.subset import Rows, whole_of
 from upriver.policies import OFFLOAD_POLICIES, OffloadPolicy
+from upriver.rpc import validation
+from upriver.rpc.client import ServerClient
+from upriver.rpc.tls import FilePath, client_context
+from upriver.rpc.worker_fleet import Provider
 
 Word: TypeAlias = Literal["auto", "never", "always"]
 Offload: TypeAlias = Word | Offloading
@@ -586,14 +586,14 @@ class DataLoader(TorchLoader[Any]):
     def _hire(self, dataset: Any, workers: Sequence[str] | int | Provider, access: Access) -> Hired | None:
         """Whoever may make samples; nobody where none was named."""
         provider = provider_of(workers, num_workers=self.num_workers)
-        urls = () if provider is not None else checks.addresses(cast(Sequence[str], workers))
+        urls = () if provider is not None else validation.addresses(cast(Sequence[str], workers))
         if not urls and provider is None:
             return None
         tls = client_context(ca=access.ca, certificate=access.certificate, key=access.key)
         return Hired(
             self._asked(dataset),
             self._maker,
-            clients=[ServerClient(url, token=checks.token(access.token), tls=tls) for url in urls],
+            clients=[ServerClient(url, token=validation.token(access.token), tls=tls) for url in urls],
             provider=provider,
             as_made=dataset.as_made if isinstance(dataset, NamedDataset) else None,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from upriver.dataloader.plan import Stretch
+from upriver.dataloader.offload_stretch import Stretch
 from upriver.pipeline.mapstyle import DONE, START
 from upriver.types import require_finite
 

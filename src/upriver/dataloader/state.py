@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from upriver.dataloader.named import NamedDataset
-from upriver.dataloader.onward import Onward, Stood
+from upriver.dataloader.datasets.named import NamedDataset
+from upriver.dataloader.resumed_order import Onward, Stood
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
 from upriver.pipeline.seeding import NUMBER_OF_WORDS, apart

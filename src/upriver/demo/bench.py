@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from upriver.client.connect import Near, connect
-from upriver.client.embedded import EmbeddedServer
-from upriver.client.job import FinetuneJob
-from upriver.client.link import LinkMeter
 from upriver.demo.result import Part, Way
 from upriver.demo.settings import DemoSettings, Watcher
+from upriver.finetune.job import FinetuneJob
+from upriver.finetune.session import Near, connect
 from upriver.pipeline import Dataset
+from upriver.rpc.link_meter import LinkMeter
+from upriver.rpc.local_server import EmbeddedServer
 
 WORKER_TRIALS = (1, 2)
 """Loader threads to try for the plain way. One reads or decodes; two overlap both and come to the link's

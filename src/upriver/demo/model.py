@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from upriver.coldstart.plain import load_weights
+from upriver.coldstart.plain_load import load_weights
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.pipeline import Dataset
 from upriver.program.freeze import freeze_to
-from upriver.program.names import load_model
+from upriver.program.models.registry import load_model
 
 FREEZE_TO = "layer4.0"
 """Last frozen module: layer4.1 and the classifier train."""

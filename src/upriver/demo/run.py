@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from upriver.client.embedded import EmbeddedServer
 from upriver.demo.bench import Bench, same_state
 from upriver.demo.data import DemoData, demo_data
 from upriver.demo.model import build_model, calibrate, freeze
@@ -31,6 +30,7 @@ from upriver.pipeline import (
     index,
 )
 from upriver.report.demo_plot import Curve, plot_demo
+from upriver.rpc.local_server import EmbeddedServer
 from upriver.store import Store
 from upriver.types import DEFAULT_POLICY
 

@@ -1,23 +1,23 @@
 """Input stages, per-sample randomness, dataset index."""
 
-from upriver.pipeline.audio_stages import AddNoise, DecodeWav, Fft, FixLength, Resample, Spectrogram, Stft
-from upriver.pipeline.augment_stages import (
+from upriver.pipeline.chain import InputChain, stored_tensor
+from upriver.pipeline.dataset import Dataset, SampleRef
+from upriver.pipeline.draw import Draw
+from upriver.pipeline.errors import SampleError
+from upriver.pipeline.indexing.builder import index
+from upriver.pipeline.left_out import LeftOut
+from upriver.pipeline.stages.audio import AddNoise, DecodeWav, Fft, FixLength, Resample, Spectrogram, Stft
+from upriver.pipeline.stages.augmentation import (
     ColorJitter,
     RandAugment,
     RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
 )
-from upriver.pipeline.chain import InputChain, stored_tensor
-from upriver.pipeline.dataset import Dataset, SampleRef
-from upriver.pipeline.draw import Draw
-from upriver.pipeline.errors import SampleError
-from upriver.pipeline.image_stages import CenterCrop, Decode, Normalize, Resize, ToFloat
-from upriver.pipeline.indexing import index
-from upriver.pipeline.input_stage import InputStage
-from upriver.pipeline.left_out import LeftOut
-from upriver.pipeline.stages import imagenet_eval, imagenet_train
-from upriver.pipeline.tensor_stages import LoadTensor, Standardize
+from upriver.pipeline.stages.base import InputStage
+from upriver.pipeline.stages.image import CenterCrop, Decode, Normalize, Resize, ToFloat
+from upriver.pipeline.stages.registry import imagenet_eval, imagenet_train
+from upriver.pipeline.stages.tensor import LoadTensor, Standardize
 
 __all__ = [
     "AddNoise",

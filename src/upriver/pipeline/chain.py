@@ -13,8 +13,8 @@ import torch
 
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline.draw import Draw
-from upriver.pipeline.input_stage import ANY_SIZE, InputStage, Kind, Sizes, Spec
-from upriver.pipeline.stages import stage_from_json
+from upriver.pipeline.stages.base import ANY_SIZE, InputStage, Kind, Sizes, Spec
+from upriver.pipeline.stages.registry import stage_from_json
 
 MAX_STAGES = 64
 """More than any chain has a use for; a cap on what is read from a store."""

@@ -20,12 +20,12 @@ import torch
 
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import manifest as files
-from upriver.pipeline.audio_stages import DecodeWav
 from upriver.pipeline.chain import InputChain
-from upriver.pipeline.input_stage import InputStage
 from upriver.pipeline.left_out import LeftOut
 from upriver.pipeline.manifest import Manifest
-from upriver.pipeline.tensor_stages import LoadTensor
+from upriver.pipeline.stages.audio import DecodeWav
+from upriver.pipeline.stages.base import InputStage
+from upriver.pipeline.stages.tensor import LoadTensor
 from upriver.store import DEFAULT_PREFIX, Store, check_name
 
 _CHECKED_AT_ONCE = 2**14

@@ -39,7 +39,7 @@ class Divided(Protocol):
     """A dataset whose reading and computing can be apart.
 
     For every index ``dataset[index]`` is ``self.transform(self.read(index))`` and no more. Many a dataset has
-    something else by these names, so that is looked at (`upriver.dataloader.divided`).
+    something else by these names, so that is looked at (`upriver.dataloader.datasets.divided`).
     """
 
     def read(self, index: int) -> Any:

@@ -20,7 +20,7 @@ import torch
 from numpy import random as numpy_random
 
 from upriver.pipeline.draw import Draw
-from upriver.program.devices import generators_kept
+from upriver.program.graph.devices import generators_kept
 
 _WORD = 2**32
 _WORDS = "<u4"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from upriver.profile.metrics import Metrics
+from upriver.profile.throughput import Metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ import math
 
 from upriver.errors import ConfigError
 from upriver.policies._offload import Offload, here, unless_it_stalls
-from upriver.profile.metrics import Candidate, Metrics
+from upriver.profile.throughput import Candidate, Metrics
 
 POLICY = "fastflow"
 

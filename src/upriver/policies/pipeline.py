@@ -27,7 +27,7 @@ Choice
 from __future__ import annotations
 
 from upriver.policies._offload import Offload, here, unless_it_stalls
-from upriver.profile.metrics import Candidate, Metrics
+from upriver.profile.throughput import Candidate, Metrics
 
 POLICY = "upriver"
 

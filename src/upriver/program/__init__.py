@@ -6,35 +6,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _PLACES = {
-    "Graph": "graph",
-    "Program": "program",
-    "Stage": "graph",
-    "Tail": "tail",
-    "TensorSpec": "graph",
-    "check_digest": "files",
-    "digest_of": "graph",
-    "graph_path": "files",
-    "load": "files",
-    "publish": "files",
-    "weights_digest_of": "files",
-    "weights_path": "files",
+    "Graph": "graph.schema",
+    "Program": "graph.executor",
+    "Stage": "graph.schema",
+    "Tail": "split.tail",
+    "TensorSpec": "graph.schema",
+    "check_digest": "graph.artifact_store",
+    "digest_of": "graph.schema",
+    "graph_path": "graph.artifact_store",
+    "load": "graph.artifact_store",
+    "publish": "graph.artifact_store",
+    "weights_digest_of": "graph.artifact_store",
+    "weights_path": "graph.artifact_store",
 }
 
 __all__ = sorted(_PLACES)
 
 if TYPE_CHECKING:
-    from upriver.program.files import check_digest as check_digest
-    from upriver.program.files import graph_path as graph_path
-    from upriver.program.files import load as load
-    from upriver.program.files import publish as publish
-    from upriver.program.files import weights_digest_of as weights_digest_of
-    from upriver.program.files import weights_path as weights_path
-    from upriver.program.graph import Graph as Graph
-    from upriver.program.graph import Stage as Stage
-    from upriver.program.graph import TensorSpec as TensorSpec
-    from upriver.program.graph import digest_of as digest_of
-    from upriver.program.program import Program as Program
-    from upriver.program.tail import Tail as Tail
+    from upriver.program.graph.artifact_store import check_digest as check_digest
+    from upriver.program.graph.artifact_store import graph_path as graph_path
+    from upriver.program.graph.artifact_store import load as load
+    from upriver.program.graph.artifact_store import publish as publish
+    from upriver.program.graph.artifact_store import weights_digest_of as weights_digest_of
+    from upriver.program.graph.artifact_store import weights_path as weights_path
+    from upriver.program.graph.executor import Program as Program
+    from upriver.program.graph.schema import Graph as Graph
+    from upriver.program.graph.schema import Stage as Stage
+    from upriver.program.graph.schema import TensorSpec as TensorSpec
+    from upriver.program.graph.schema import digest_of as digest_of
+    from upriver.program.split.tail import Tail as Tail
 
 
 def __getattr__(name: str) -> Any:

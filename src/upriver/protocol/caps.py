@@ -32,8 +32,8 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         body_bytes: Body of one run request: it is held until its last byte is there.
         program_bytes: Graph and weights of one uploaded program.
         pixels: Width times height of a stored image, and of what it is resized to. By default what input
-            stages allow by themselves (`upriver.pipeline.image.MAX_PIXELS`): then no image is one for the
-            plain way alone.
+            stages allow by themselves (`upriver.pipeline.formats.image.MAX_PIXELS`): then no image is one for
+            the plain way alone.
     """
 
     header_bytes: int = 1 << 20

@@ -28,29 +28,31 @@ from upriver.errors import (
     TooLarge,
     UpriverError,
 )
-from upriver.program.devices import check_device
+from upriver.program.graph.devices import check_device
 from upriver.protocol import Info, Load, Uploaded, valid_digest
-from upriver.server import logs, openapi, ui
-from upriver.server.access import Access, tenant_of
-from upriver.server.audit import WEIGHTS_WANTED, Audit, Came, Entry
 from upriver.server.config import ServerConfig
-from upriver.server.datasets import Datasets
-from upriver.server.line import Full
-from upriver.server.load import LoadMeter
-from upriver.server.looks import Looks
-from upriver.server.metrics import Metrics
-from upriver.server.needs import Stretch
-from upriver.server.order import until
-from upriver.server.profiling import BODY_BYTES, Profiler
-from upriver.server.requests import Arriving, check_length, content_length, number, while_there, zeros
-from upriver.server.rows import program_rows, tenant_rows
-from upriver.server.state import Snapshot
-from upriver.server.status import Wording, code_of, counted, http_errors
-from upriver.server.stream import FrameStream
+from upriver.server.device_group import Unit, Units
+from upriver.server.execution.run_context import until
+from upriver.server.http import dashboard as ui
+from upriver.server.http import openapi
+from upriver.server.http.auth import Access, tenant_of
+from upriver.server.http.errors import Wording, code_of, counted, http_errors
+from upriver.server.http.light_requests import Looks
+from upriver.server.http.requests import Arriving, check_length, content_length, number, while_there, zeros
+from upriver.server.http.response_stream import FrameStream
+from upriver.server.observability import logging as logs
+from upriver.server.observability.audit_log import WEIGHTS_WANTED, Audit, Came, Entry
+from upriver.server.observability.load import LoadMeter
+from upriver.server.observability.metrics import Metrics
+from upriver.server.observability.snapshot import Snapshot
+from upriver.server.observability.tracing import Traced, traced
+from upriver.server.observability.utilisation import look_at, watch
+from upriver.server.profile_handler import BODY_BYTES, Profiler
+from upriver.server.programs.datasets import Datasets
+from upriver.server.scheduling.admission_queue import Full
+from upriver.server.scheduling.footprint import Stretch
+from upriver.server.snapshot_rows import program_rows, tenant_rows
 from upriver.server.tenants import ANYONE, Tenant, missing_folders
-from upriver.server.tracing import Traced, traced
-from upriver.server.unit import Unit, Units
-from upriver.server.utilisation import look_at, watch
 from upriver.types import DEFAULT_MICRO_BATCH
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args, runtime_checkable
 from urllib.parse import urlsplit
 
-from upriver.coldstart.stream import StreamLimits
+from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.errors import ConfigError
-from upriver.pipeline.image import PIXEL_CEILING
+from upriver.pipeline.formats.image import PIXEL_CEILING
 from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
-from upriver.server.allowed import require_allow
-from upriver.server.budget import BASE, INDEXES
-from upriver.server.load import FREE_BELOW, WINDOW_S
+from upriver.server.code_allowlist import require_allow
+from upriver.server.observability.load import FREE_BELOW, WINDOW_S
+from upriver.server.scheduling.memory_budget import BASE, INDEXES
 from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token, require_count
 from upriver.store import DEFAULT_PREFIX, Store, check_name
 from upriver.store.names import check_prefix
@@ -59,7 +59,7 @@ more only takes memory."""
 
 ANYWAY = 64
 """So many are taken on any machine: trainers may have more cores, and equal bits need as many threads. Their
-stacks are a quarter of what a worker may take beside its work (`upriver.server.limits`)."""
+stacks are a quarter of what a worker may take beside its work (`upriver.server.sandbox.rlimits`)."""
 
 _CHOICES = {
     "admission": Admission,

@@ -30,9 +30,9 @@ from upriver.errors import ConfigError
 from upriver.protocol import PROCESS_HEADER
 from upriver.server.app import Front, create_app
 from upriver.server.config import ServerConfig
-from upriver.server.http import Held, HttpLimits, bounded_http, make_room
-from upriver.server.limits import connections
-from upriver.server.tls import bounded_https, server_context
+from upriver.server.http.limits import Held, HttpLimits, bounded_http, make_room
+from upriver.server.http.tls import bounded_https, server_context
+from upriver.server.sandbox.rlimits import connections
 
 log = logging.getLogger(__name__)
 

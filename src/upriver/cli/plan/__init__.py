@@ -1,0 +1,1 @@
+"""Implement ``upriver plan``."""

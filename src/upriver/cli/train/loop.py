@@ -1,0 +1,230 @@
+"""The training loop of ``upriver train``: an ordinary one, with a checkpoint it can go on from."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from upriver.cli.common import note
+from upriver.cli.train import checkpoint
+from upriver.errors import ConfigError, FrozenChanged, StoreError, UpriverError
+
+if TYPE_CHECKING:
+    from upriver.finetune.job import Features, FinetuneJob
+    from upriver.pipeline import Dataset
+
+
+def fit_classifier(model: nn.Module, name: str | None, num_classes: int, *, seed: int) -> str | None:
+    """Give the model a new last layer when its own tells another number of classes apart.
+
+    Args:
+        name: The layer; the last linear one of the model if None.
+
+    Returns:
+        Name of the layer that was replaced, or None.
+
+    Raises:
+        ConfigError: If there is no such linear layer.
+    """
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if name is None and not linear:
+        raise ConfigError("the model has no linear layer; name its classifier's module under 'classifier'")
+    path = name if name is not None else linear[-1]
+    if path not in linear:
+        raise ConfigError(
+            f"classifier must be a linear layer of the model, got {path!r}; the last is {linear[-1:]}"
+        )
+    old = model.get_submodule(path)
+    if not isinstance(old, nn.Linear) or old.out_features == num_classes:
+        return None
+    parent, _, last = path.rpartition(".")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        new = nn.Linear(old.in_features, num_classes, bias=old.bias is not None)
+    setattr(model.get_submodule(parent), last, new)
+    return path
+
+
+def make_optimizer(name: str, model: nn.Module, *, lr: float, momentum: float, weight_decay: float) -> Any:
+    """An optimizer over what is trainable."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=lr, weight_decay=weight_decay)
+
+
+def accuracy(outputs: Any, targets: torch.Tensor) -> float:
+    """Share of samples told right."""
+    return float((logits(outputs).argmax(1) == targets).float().mean())
+
+
+def logits(outputs: Any) -> torch.Tensor:
+    """What a classifier gives: a tensor, or an object that has it under ``logits``."""
+    result: torch.Tensor = getattr(outputs, "logits", outputs)
+    return result
+
+
+class Stop:
+    """Turns the first Ctrl-C or SIGTERM into a request that is met between two steps; the second one ends."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _request(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+class Trainer:
+    """A run: epochs of an ordinary loop, a checkpoint after each, and when it is interrupted or fails.
+
+    Attributes:
+        epochs: One record for each trained epoch; the last one has no ``accuracy`` before it is evaluated.
+        saved: Whether the last checkpoint could be written, or is not due yet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: FinetuneJob,
+        optimizer: torch.optim.Optimizer,
+        *,
+        config: dict[str, Any],
+        checkpoint_path: Path,
+        heldout: Dataset | None,
+        link_bytes: Callable[[], int],
+        on_step: Callable[[int], None],
+        on_epoch: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.epochs: list[dict[str, Any]] = []
+        self.saved = True
+        self._losses: list[tuple[float, int]] = []
+        self._model, self._job, self._optimizer = model, job, optimizer
+        self._config, self._path, self._heldout = config, checkpoint_path, heldout
+        self._link_bytes, self._on_step, self._on_epoch = link_bytes, on_step, on_epoch
+
+    def resume(self) -> bool:
+        """Go on from the checkpoint, if there is one.
+
+        Raises:
+            ConfigError: If it is of a run with other settings, or on other data.
+        """
+        if not self._path.exists():
+            return False
+        saved = checkpoint.load(self._path, config=self._config)
+        progress = saved.progress
+        try:
+            self._job.load_state_dict(progress.job)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; delete {self._path} to start anew") from error
+        checkpoint.restore(saved, self._model, self._optimizer)
+        self.epochs, self._losses = progress.epochs, progress.losses
+        self._on_step(sum(count for _, count in progress.losses))
+        return True
+
+    def run(self, epochs: int) -> None:
+        """Train until that many epochs are done.
+
+        Raises:
+            KeyboardInterrupt: If it was interrupted; the checkpoint holds everything up to the last step.
+            UpriverError: What the job raises; the checkpoint holds everything up to the last step.
+            ConfigError: If more epochs are trained already.
+        """
+        begun = len(self.epochs) + bool(self._losses)
+        if begun > epochs:
+            raise ConfigError(
+                f"{self._path} is in epoch {begun}, so epochs must be at least {begun}, got {epochs}; delete "
+                "it to start anew"
+            )
+        with Stop() as stop:
+            self._evaluate()
+            while len(self.epochs) < epochs:
+                self._epoch(stop)
+                self._evaluate()
+                if stop.requested and len(self.epochs) < epochs:
+                    raise KeyboardInterrupt
+
+    def _epoch(self, stop: Stop) -> None:
+        """Train what is left of an epoch."""
+        began, bytes_before = time.perf_counter(), self._link_bytes()
+        if len(self._losses) < len(self._job):  # else the job, which has no step left, begins another epoch
+            self._train(stop)
+        losses, self._losses = self._losses, []
+        self.epochs.append(
+            {
+                "epoch": len(self.epochs) + 1,
+                "loss": sum(loss * count for loss, count in losses) / sum(count for _, count in losses),
+                "losses": [loss for loss, _ in losses],
+                "seconds": time.perf_counter() - began,
+                "bytes": self._link_bytes() - bytes_before,
+            }
+        )
+
+    def _train(self, stop: Stop) -> None:
+        self._model.train()
+        for inputs, targets in self._batches():
+            loss = nn.functional.cross_entropy(logits(self._job(inputs)), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._losses.append((loss.item(), len(targets)))
+            self._on_step(len(targets))
+            if stop.requested and len(self._losses) < len(self._job):
+                self._save()
+                raise KeyboardInterrupt
+
+    def _batches(self) -> Iterator[tuple[Features, torch.Tensor]]:
+        """What the job yields. Where it fails, everything it has yielded is trained: a checkpoint first."""
+        try:
+            yield from self._job
+        except FrozenChanged:  # then it is not known since when
+            raise
+        except UpriverError:
+            if self._losses:
+                self._save()
+            raise
+
+    def _evaluate(self) -> None:
+        """Evaluate the last epoch, unless that was done; if it fails or is interrupted, no step is lost."""
+        if not self.epochs or "accuracy" in self.epochs[-1]:
+            return
+        record = self.epochs[-1]
+        if self._heldout is None:
+            record["accuracy"] = None
+        else:
+            self._save()
+            record["accuracy"] = self._job.evaluate(self._heldout, accuracy)
+        self._save()
+        self._on_epoch(record)
+
+    def _save(self) -> None:
+        """Write a checkpoint; where it cannot be written the old one stays, and the next one may fit."""
+        progress = checkpoint.Progress(
+            config=self._config, job=self._job.state_dict(), epochs=self.epochs, losses=self._losses
+        )
+        try:
+            checkpoint.save(self._path, self._model, self._optimizer, progress)
+        except StoreError as error:
+            note(f"error: {error}; no checkpoint of epoch {len(self.epochs) + bool(self._losses)}")
+            self.saved = False
+        else:
+            self.saved = True

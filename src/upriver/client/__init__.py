@@ -1,1 +1,0 @@
-"""Transport, loader, fine-tuning job."""

@@ -1,0 +1,244 @@
+"""What a store is asked for: each group of tensors as ranges of objects, each range as a few requests.
+
+Groups are virtual. Those of its tensors that lie side by side are one range, whatever their order; what lies
+between two of them, padding or somebody else's tensor, is read along where that is less work than one more
+request. So may groups be that follow each other: a stream puts each weight in its place as it comes, so
+nobody waits for the end of a request. Requests begin and end where a checksum's bytes do, so that what has
+come can be checked at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from upriver.coldstart.format.checkpoint import Placed, Source
+from upriver.errors import ConfigError
+
+PADDING = -1
+"""Stands for a tensor where bytes are read along that nobody wants."""
+
+
+class Part(NamedTuple):
+    """Bytes of one tensor, of one checksum's at most.
+
+    Attributes:
+        tensor: Its index in the source, or `PADDING`.
+        start: Its first byte, counted from the tensor's.
+        stop: The byte behind its last one.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """One range of one object.
+
+    Attributes:
+        path: The object.
+        start: Its first byte that is asked for.
+        parts: What the bytes from there on are.
+        tensors: Whose bytes are among them.
+        nbytes: How many there are.
+    """
+
+    path: str
+    start: int
+    parts: tuple[Part, ...]
+    tensors: frozenset[int]
+    nbytes: int
+
+    @classmethod
+    def of(cls, path: str, start: int, parts: Sequence[Part]) -> Request:
+        """For these parts, the first of which lies at ``start``."""
+        return cls(
+            path=path,
+            start=start,
+            parts=tuple(parts),
+            tensors=frozenset(part.tensor for part in parts) - {PADDING},
+            nbytes=sum(part.nbytes for part in parts),
+        )
+
+    @property
+    def span(self) -> range:
+        """From the first of its tensors to the last, by their indices."""
+        return range(min(self.tensors), max(self.tensors) + 1)
+
+    @property
+    def stop(self) -> int:
+        """The byte of the object behind its last one."""
+        return self.start + self.nbytes
+
+    def segments(self) -> list[Part]:
+        """Its parts, those joined that follow each other in one tensor."""
+        found: list[Part] = []
+        for part in self.parts:
+            if found and part.tensor == found[-1].tensor != PADDING and part.start == found[-1].stop:
+                found[-1] = found[-1]._replace(stop=part.stop)
+            else:
+                found.append(part)
+        return found
+
+
+def requests_for(
+    source: Source, groups: Sequence[range], *, request_bytes: int, along_bytes: int, join_bytes: int = 0
+) -> list[Request]:
+    """The requests for all tensors, group by group, and in each group for the first tensors first.
+
+    Args:
+        source: Where the tensors lie.
+        groups: Ranges over its tensors; together all of them, in order.
+        request_bytes: Of one request, at most.
+        along_bytes: Between two tensors, at most, where these are read along.
+        join_bytes: Of a request that asks for what several groups have, where one follows the other in an
+            object; at most as many as ``request_bytes``.
+
+    Raises:
+        ConfigError: If a tensor is in no group, or in two, or out of order.
+    """
+    _check_groups(groups, len(source.tensors))
+    found: list[Request] = []
+    for group in groups:
+        requests = _requests_of(source, group, request_bytes=request_bytes, along_bytes=along_bytes)
+        found += sorted(requests, key=lambda request: request.span.start)
+    return list(_joined(found, join_bytes=join_bytes, along_bytes=along_bytes)) if join_bytes else found
+
+
+def apart(requests: Iterable[Request], path: str, stop: int) -> tuple[list[Request], list[Request]]:
+    """Those requests whose bytes are among an object's first ones, and all others; some of them are divided.
+
+    Args:
+        requests: Each of which begins and ends with a tensor.
+        path: The object.
+        stop: The byte behind those.
+    """
+    among: list[Request] = []
+    others: list[Request] = []
+    for request in requests:
+        if request.path != path or request.start >= stop:
+            others.append(request)
+        elif request.stop <= stop:
+            among.append(request)
+        else:
+            first, second = _divided(request, stop)
+            among.append(first)
+            others.append(second)
+    return among, others
+
+
+def _divided(request: Request, at: int) -> tuple[Request, Request]:
+    """The same by two requests, before and behind a byte of the object that is within it."""
+    before: list[Part] = []
+    rest, left = deque(request.parts), at - request.start
+    while rest[0].nbytes <= left:
+        before.append(rest.popleft())
+        left -= before[-1].nbytes
+    if left:
+        part = rest.popleft()
+        middle = part.start + left
+        before.append(part._replace(stop=middle))
+        rest.appendleft(part._replace(start=middle))
+    path = request.path
+    return _without_padding(path, request.start, before), _without_padding(path, at, list(rest))
+
+
+def parts_of(index: int, tensor: Placed, *, chunk_bytes: int, request_bytes: int) -> Iterator[Part]:
+    """A tensor, cut where its checksums' bytes end, and wherever there would be too many for a request."""
+    nbytes = tensor.stop - tensor.start
+    if not tensor.crc32c:
+        yield from cut(Part(index, 0, nbytes), request_bytes)
+        return
+    for chunk in range(-(-nbytes // chunk_bytes)):
+        yield from cut(chunk_of(index, tensor, chunk, chunk_bytes=chunk_bytes), request_bytes)
+
+
+def chunk_of(index: int, tensor: Placed, chunk: int, *, chunk_bytes: int) -> Part:
+    """What one of a tensor's checksums is for."""
+    start = chunk * chunk_bytes
+    return Part(index, start, min(start + chunk_bytes, tensor.stop - tensor.start))
+
+
+def cut(part: Part, most_bytes: int) -> Iterator[Part]:
+    """The same bytes, so many at once."""
+    for start in range(part.start, part.stop, most_bytes):
+        yield Part(part.tensor, start, min(start + most_bytes, part.stop))
+
+
+def _requests_of(source: Source, group: range, *, request_bytes: int, along_bytes: int) -> Iterator[Request]:
+    """The requests for one group, as its tensors lie."""
+    path, begin, end = "", 0, 0
+    parts: list[Part] = []
+    for part in _as_they_lie(source, group, request_bytes):
+        tensor = source.tensors[part.tensor]
+        start, stop = tensor.start + part.start, tensor.start + part.stop
+        beside = tensor.path == path and 0 <= start - end <= along_bytes
+        if parts and not (beside and stop - begin <= request_bytes):
+            yield Request.of(path, begin, parts)
+            parts = []
+        if not parts:
+            path, begin, end = tensor.path, start, start
+        if start > end:
+            parts.append(Part(PADDING, 0, start - end))
+        parts.append(part)
+        end = stop
+    if parts:
+        yield Request.of(path, begin, parts)
+
+
+def _joined(requests: Iterable[Request], *, join_bytes: int, along_bytes: int) -> Iterator[Request]:
+    """The same bytes in the same order, by as few requests as there may be if the first are filled first."""
+    path, begin, end = "", 0, 0
+    parts: list[Part] = []
+    for request in requests:
+        rest, at = deque(request.parts), request.start
+        if parts and request.path == path and 0 <= at - end <= along_bytes:
+            if at > end:
+                rest.appendleft(Part(PADDING, 0, at - end))
+                at = end
+            while rest and at + rest[0].nbytes - begin <= join_bytes:
+                parts.append(rest.popleft())
+                at = end = at + parts[-1].nbytes
+        if not rest:
+            continue
+        if parts:
+            yield _without_padding(path, begin, parts)
+        path, begin, end = request.path, at, request.start + request.nbytes
+        parts = list(rest)
+    if parts:
+        yield _without_padding(path, begin, parts)
+
+
+def _without_padding(path: str, start: int, parts: Sequence[Part]) -> Request:
+    """A request for these parts from the first tensor's to the last one's."""
+    tensors = [number for number, part in enumerate(parts) if part.tensor != PADDING]
+    start += sum(part.nbytes for part in parts[: tensors[0]])
+    return Request.of(path, start, parts[tensors[0] : tensors[-1] + 1])
+
+
+def _as_they_lie(source: Source, group: range, request_bytes: int) -> Iterator[Part]:
+    tensors = source.tensors
+    there: Iterable[int] = (index for index in group if tensors[index].start < tensors[index].stop)
+    for index in sorted(there, key=lambda index: (tensors[index].path, tensors[index].start)):
+        yield from parts_of(
+            index, tensors[index], chunk_bytes=source.chunk_bytes, request_bytes=request_bytes
+        )
+
+
+def _check_groups(groups: Sequence[range], num_tensors: int) -> None:
+    expected = 0
+    for group in groups:
+        if group.step != 1 or group.start != expected or group.stop <= expected:
+            raise ConfigError(f"groups must follow each other from tensor 0 on, got {group} at {expected}")
+        expected = group.stop
+    if expected != num_tensors:
+        raise ConfigError(f"groups must have all {num_tensors} tensors, got {expected}")

@@ -1,0 +1,563 @@
+"""From the store into memory: a model's weights, straight to where they belong, checked before they are used.
+
+One thread asks for the ranges of :mod:`upriver.coldstart.fetch.range_planner` and puts what arrives into the
+memory of whoever waits for it, piece by piece: there is no temporary file, and no body in memory beside its
+weights. It sends the next request as PISeL does, when what is left of those before arrives while that one
+waits for its first byte, and keeps more under way where one connection does not fill the link
+(:mod:`upriver.coldstart.link_estimator`).
+
+The thread runs an event loop, as a request that blocks could not be broken off: a cancel, or a store that
+says nothing, would hold its thread and its connection until the store's own timeouts have passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, Protocol
+
+from crc32c import crc32c
+
+from upriver.coldstart.event_loop import Loop
+from upriver.coldstart.fetch.heap_trim import Heap
+from upriver.coldstart.fetch.openmp_wait import sleep_sooner
+from upriver.coldstart.fetch.range_planner import PADDING, Part, Request, apart, chunk_of, cut, requests_for
+from upriver.coldstart.format.checkpoint import Source, damaged_error
+from upriver.coldstart.format.readahead import Ahead
+from upriver.coldstart.grouping.timeline import check_link
+from upriver.coldstart.link_estimator import Cap, Flow, Link
+from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
+from upriver.program.graph.weights_file import ALIGNMENT
+from upriver.store.direct import Direct
+from upriver.store.places import Places
+from upriver.text import error_text
+from upriver.types import Limits
+
+log = logging.getLogger("upriver")
+
+MIB = 1 << 20
+
+REQUEST_S = 0.0005
+"""What a request costs both sides beside its latency; what comes in less is read along, wanted or not."""
+
+MOST_ALONG_BYTES = MIB
+
+PIECE_S = 0.01
+MOST_PIECE_BYTES, FIRST_PIECE_BYTES, FEWEST_PIECE_BYTES = 2 * MIB, 256 * 1024, 64 * 1024
+"""Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece. No more
+than the first until the link has shown itself: a slow one may bring less while a request may be silent. The
+most is of one request by itself; several share it, down to the first. Each piece takes the processor from
+whoever computes there meanwhile: with half a MiB at most a load takes a few per cent longer on one core."""
+
+
+class Sink(Protocol):
+    """Takes a model's weights.
+
+    All of it is called from one thread, the stream's, which reads nothing meanwhile.
+    """
+
+    def room(self, index: int) -> memoryview:
+        """Where a tensor of the source belongs: writable memory of exactly its bytes.
+
+        Asked once, before its first byte is requested; never for a tensor without bytes.
+        """
+
+    def filled(self, index: int) -> None:
+        """All bytes of a tensor are there, and their checksums right."""
+
+    def failed(self, error: UpriverError) -> None:
+        """What is not filled yet never will be. Called once at most; nothing is called or written then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamLimits:
+    """What a stream may take of a link and of memory.
+
+    Attributes:
+        request_bytes: Of one request, at most. Stores serve 8 to 16 MB well: less makes many requests, with
+            more a wrong byte or a cancel comes late.
+        concurrency: Requests under way, at most.
+        in_flight_bytes: Asked for and not yet in their place, at most.
+        bandwidth_bytes_per_s: At most; infinite for what the link gives.
+        timeout_s: How long a request may bring nothing.
+    """
+
+    request_bytes: int = 16 * MIB
+    concurrency: int = 8
+    in_flight_bytes: int = 128 * MIB
+    bandwidth_bytes_per_s: float = float("inf")
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what is no number, or too much or too little."""
+        for name, limits in _LIMITS.items():
+            limits.check(name, getattr(self, name))
+        for name in ("request_bytes", "concurrency", "in_flight_bytes"):
+            if not isinstance(getattr(self, name), int):
+                raise ConfigError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        if self.in_flight_bytes < self.request_bytes:
+            raise ConfigError(
+                f"in_flight_bytes must be at least request_bytes ({self.request_bytes}), got "
+                f"{self.in_flight_bytes}"
+            )
+
+
+_LIMITS = {
+    "request_bytes": Limits(least=ALIGNMENT, most=1024 * MIB),
+    "concurrency": Limits(least=1, most=1024),
+    "in_flight_bytes": Limits(least=ALIGNMENT, most=10**15),
+    "bandwidth_bytes_per_s": Limits(most=10**15, positive=True, or_infinite=True),
+    "timeout_s": Limits(most=10**6, positive=True),
+}
+
+DEFAULT_LIMITS = StreamLimits()
+"""For a stream that was not told otherwise."""
+
+Kind = Literal["request", "first_byte", "filled", "refetch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that happened, for a timeline.
+
+    Attributes:
+        kind: A request was sent, or is sent once more for a wrong checksum; its answer began; or a tensor is
+            filled.
+        tensors: Whose bytes these are: from the first to the last by their indices in the source.
+        at_s: Seconds since the start; less than none if it was asked for before.
+        nbytes: How many.
+    """
+
+    kind: Kind
+    tensors: range
+    at_s: float
+    nbytes: int
+
+
+class Stream:
+    """Brings the tensors of a source to a sink.
+
+    Attributes:
+        events: What has happened so far.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        groups: Sequence[range],
+        sink: Sink,
+        *,
+        limits: StreamLimits = DEFAULT_LIMITS,
+        link: Link,
+        joins_s: float = 0.0,
+        ahead: Ahead | None = None,
+    ) -> None:
+        """Plan the requests; nothing is asked for yet.
+
+        Args:
+            source: Where the weights are.
+            groups: Ranges over its tensors, in the order in which these are asked for.
+            sink: Takes them.
+            limits: What may be taken of link and memory.
+            link: As far as it is known.
+            joins_s: What comes in so many seconds may be asked for at once, whatever its groups.
+            ahead: What was asked for before. A stream that is started ends it.
+
+        Raises:
+            ConfigError: If the groups have not all tensors once and in order, or a number cannot be.
+        """
+        check_link(link.latency_s, link.bandwidth_bytes_per_s)
+        rate = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
+        self.events: list[Event] = []
+        self._source, self._sink, self._limits = source, sink, limits
+        along_bytes = int(min(max(rate * REQUEST_S, ALIGNMENT), MOST_ALONG_BYTES))
+        self._ahead = ahead
+        requests = requests_for(
+            source,
+            groups,
+            request_bytes=limits.request_bytes,
+            along_bytes=along_bytes,
+            join_bytes=int(min(rate * joins_s, limits.request_bytes)),
+        )
+        there, others = (
+            ([], requests) if ahead is None else apart(requests, ahead.path, ahead.stop_of(source.etags))
+        )
+        self._there, self._news = set(there), asyncio.Event()
+        self._waiting = deque((*there, *others))
+        self._urgent: deque[Request] = deque()
+        self._bodies: set[_Body] = set()
+        self._flow = Flow(
+            replace(link, bandwidth_bytes_per_s=rate),
+            most=limits.concurrency,
+            bound_bytes_per_s=limits.bandwidth_bytes_per_s,
+        )
+        self._cap, self._heap = Cap(limits.bandwidth_bytes_per_s), Heap()
+        self._padding = memoryview(bytearray(along_bytes))
+        self._rooms: dict[int, memoryview] = {}
+        self._missing = [tensor.stop - tensor.start for tensor in source.tensors]
+        self._num_unfilled = len(source.tensors)
+        self._partly: dict[tuple[int, int], int] = {}
+        self._refetched: set[Part] = set()
+        self._broken: UpriverError | None = None
+        self._began_s = 0.0
+        self._lock = threading.RLock()  # the collector may cancel on top of anything
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+        self._direct: Direct | None = None
+        self._told: list[Callable[[], None]] = []
+        self._thread = threading.Thread(target=self._work, name="upriver-coldstart-stream", daemon=True)
+
+    # ------------------------------------------------------------------------- from any thread
+
+    @property
+    def measured(self) -> Link:
+        """The link as it has shown itself so far, or where it has not, as it was said to be."""
+        return self._flow.link
+
+    @property
+    def bounded(self) -> bool:
+        """Whether `measured` is what it was allowed to take, and not what the link gives."""
+        return self._flow.bounded
+
+    def start(self) -> None:
+        """Begin. A stream is started once."""
+        self._began_s = time.monotonic()
+        self._thread.start()
+        if self._ahead is not None:
+            self._ahead.taken = True
+
+    def hurry(self, index: int) -> None:
+        """Somebody waits for this tensor: ask for it before all others that were not asked for yet."""
+        self._tell(partial(self._prefer, index))
+
+    def cancel(self, error: UpriverError | None = None) -> None:
+        """End soon; a stream that was not started yet ends when it is.
+
+        Args:
+            error: What the sink is told, unless all is there.
+        """
+        told = error or Cancelled(f"the load of {self._source.path!r} was cancelled")
+        self._tell(partial(self._break_off, told))
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the stream is over and has no thread left, so long at most; not from within a sink."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def forked(self) -> None:
+        """In a child of the process that it runs in: nothing is asked of it any more."""
+        self._lock, self._loop = threading.RLock(), None
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        with self._lock:
+            if self._loop is None:
+                self._told.append(what)
+            else:
+                self._loop.call_soon_threadsafe(what)
+
+    # --------------------------------------------------------------------- in the stream's thread
+
+    def _work(self) -> None:
+        try:
+            sleep_sooner()
+            with asyncio.Runner(loop_factory=Loop) as runner:
+                runner.run(self._run())
+        except BaseException as raised:
+            self._fail(raised)
+        finally:
+            self._rooms.clear()
+            if self._ahead is not None:
+                self._ahead.close()
+            del self._sink  # which holds this stream, as a rule
+
+    def _fail(self, raised: BaseException) -> None:
+        """Tell the sink, with an error that holds on to nothing of this stream."""
+        error = _taken_apart(raised)
+        if not isinstance(error, UpriverError):
+            log.error("a cold start's stream broke off", exc_info=error)
+            error = UpriverError(f"the load of {self._source.path!r} broke off: {error_text(error)}")
+        try:
+            self._sink.failed(bare(error))
+        except Exception:
+            log.exception("a cold start's sink failed while it was told of %s", error_text(error))
+
+    async def _run(self) -> None:
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+        for what in self._told:
+            what()
+        self._told.clear()
+        for index, nbytes in enumerate(self._missing):
+            if not nbytes and self._broken is None:
+                self._fill(index)
+        if self._ahead is not None and self._there:
+            self._ahead.tell(partial(self._tell, self._more_is_there))
+        self._ahead_is_used()
+        direct = self._source.store.direct(self._limits.concurrency)
+        async with direct or nullcontext() as self._direct, asyncio.TaskGroup() as fetching:
+            while self._num_unfilled:
+                if self._broken is not None:
+                    raise self._broken
+                while (queue := self._next()) is not None:
+                    body = self._open(queue.popleft(), urgent=queue is self._urgent)
+                    self._connect(body.request.path)
+                    fetching.create_task(self._fetch(body))
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _connect(self, path: str) -> None:
+        """Have connections ready for the requests that come after this one."""
+        num_others = len(self._waiting) + len(self._urgent) - len(self._there)
+        if self._direct is not None and num_others > 0:
+            # One request more is sent while the last bytes of those before arrive.
+            self._direct.open(path, min(self._flow.wanted + 1, num_others))
+
+    def _prefer(self, index: int) -> None:
+        wanted = [each for each in (*self._urgent, *self._waiting) if index in each.tensors]
+        self._urgent = deque((*wanted, *(each for each in self._urgent if index not in each.tensors)))
+        self._waiting = deque(each for each in self._waiting if index not in each.tensors)
+        self._changed.set()
+
+    def _break_off(self, error: UpriverError) -> None:
+        self._broken = self._broken or error
+        self._changed.set()
+
+    def _next(self) -> deque[Request] | None:
+        """Where the request stands that may be sent now; None where there is none, or it has to wait."""
+        queue = self._urgent or self._waiting
+        if not queue or len(self._bodies) >= self._limits.concurrency:
+            return None
+        in_flight = sum(body.left for body in self._bodies)
+        if self._bodies and in_flight + queue[0].nbytes > self._limits.in_flight_bytes:
+            return None
+        hidden, wanted = self._flow.link.hidden_bytes, self._flow.wanted
+        coming = [body.coming for body in self._bodies if body.urgent or queue is self._waiting]
+        if not coming or sum(coming) <= hidden:
+            return queue
+        if wanted > 1 and sum(wanted * nbytes > hidden for nbytes in coming) < wanted:
+            return queue
+        return None
+
+    def _open(self, request: Request, *, urgent: bool) -> _Body:
+        """Make room for what a request will bring."""
+        for index in sorted(request.tensors - self._rooms.keys()):
+            self._rooms[index] = self._room(index)
+        ahead = self._ahead if request in self._there else None
+        body = _Body(request, self._piece_bytes(), urgent=urgent, ahead=ahead)
+        self._note("request", request.span, request.nbytes, body.sent_s)
+        self._bodies.add(body)
+        return body
+
+    def _piece_bytes(self) -> int:
+        """Of a request that is sent now."""
+        most = FIRST_PIECE_BYTES
+        if self._flow.known:
+            most = max(most, MOST_PIECE_BYTES // self._flow.wanted)
+        return int(min(max(self._flow.link.bandwidth_bytes_per_s * PIECE_S, FEWEST_PIECE_BYTES), most))
+
+    def _room(self, index: int) -> memoryview:
+        room, nbytes = self._sink.room(index), self._missing[index]
+        if room.nbytes != nbytes:
+            name = self._source.tensors[index].name
+            raise ConfigError(f"weight {name!r} has {nbytes} bytes, and there is room for {room.nbytes}")
+        return room.cast("B")
+
+    async def _fetch(self, body: _Body) -> None:
+        request, store, timeout_s = body.request, self._source.store, self._limits.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+
+                async def came(num_bytes: int) -> None:
+                    pause_s = self._came(body, num_bytes)
+                    until_s = asyncio.get_running_loop().time() + pause_s + timeout_s
+                    deadline.reschedule(until_s)  # noqa: F821 - deleted when no more comes
+                    await asyncio.sleep(pause_s)
+
+                if body.ahead is not None:
+                    await self._take_over(body, body.ahead, came)
+                    return
+                await store.read_into_async(
+                    request.path,
+                    request.start,
+                    [self._memory(part) for part in request.segments()],
+                    etag=self._source.etags.get(request.path) or None,
+                    on_bytes=came,
+                    piece_bytes=body.piece_bytes,
+                    direct=self._direct,
+                )
+        except ObjectChanged:
+            raise ObjectChanged(
+                f"object {request.path!r} in store {store.name!r} was replaced since its weights were looked "
+                "up; load again"
+            ) from None
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # somebody else's
+            raise StoreError(
+                f"object {request.path!r} in store {store.name!r}: not a byte came for {timeout_s:g} s"
+            ) from None
+        finally:
+            del deadline  # which holds this task, and with it all that is on its stack
+            self._bodies.remove(body)
+            if body.begun and body.ahead is None:
+                self._flow.ended(time.monotonic())
+            self._changed.set()
+
+    async def _take_over(self, body: _Body, ahead: Ahead, came: Callable[[int], Awaitable[None]]) -> None:
+        """Put what was asked for before in its place; what does not come of it is asked for again."""
+        request = body.request
+        places = Places([self._memory(part) for part in request.segments()])
+        while places.left:
+            self._news.clear()
+            piece = ahead.at(request.stop - places.left)
+            if piece is None:
+                break
+            if not piece:
+                await self._news.wait()
+                continue
+            piece = piece[: min(places.left, MOST_PIECE_BYTES)]
+            if not body.begun:
+                await came(0)
+            places.take(piece)
+            await came(len(piece))
+        if rest := body.rest():
+            num_bytes = sum(part.nbytes for part in rest)
+            self._urgent.appendleft(Request.of(request.path, request.stop - num_bytes, rest))
+        self._there.remove(request)
+        self._ahead_is_used()
+
+    def _more_is_there(self) -> None:
+        self._news.set()
+        self._changed.set()
+
+    def _ahead_is_used(self) -> None:
+        """What nobody needs any more is let go of."""
+        if self._ahead is not None and not self._there:
+            self._ahead.cancel()
+
+    def _memory(self, part: Part) -> memoryview:
+        if part.tensor == PADDING:
+            return self._padding[: part.nbytes]
+        return self._rooms[part.tensor][part.start : part.stop]
+
+    def _came(self, body: _Body, num_bytes: int) -> float:
+        """An answer began, or bytes are in their place; the seconds for which no more may come."""
+        now_s = time.monotonic()
+        self._changed.set()
+        ahead = body.ahead  # whose bytes say nothing of the link
+        if not body.begun:
+            body.begun = True
+            if ahead is None:
+                self._flow.begun(now_s, now_s - body.sent_s)
+            at_s = now_s if ahead is None else ahead.first_s
+            self._note("first_byte", body.request.span, body.request.nbytes, at_s)
+        if num_bytes:
+            if ahead is None:
+                self._flow.came(now_s, num_bytes)
+            self._heap.came(num_bytes)
+            for part in body.came(num_bytes):
+                self._check(part)
+        return self._cap.taken(now_s, num_bytes)
+
+    def _check(self, part: Part) -> None:
+        """A part has come: hold what it completes against its checksum."""
+        if part.tensor == PADDING:
+            return
+        tensor, chunk_bytes = self._source.tensors[part.tensor], self._source.chunk_bytes
+        if not tensor.crc32c:
+            self._right(part)
+            return
+        number = part.start // chunk_bytes
+        chunk = chunk_of(part.tensor, tensor, number, chunk_bytes=chunk_bytes)
+        left = self._partly.pop((part.tensor, number), chunk.nbytes) - part.nbytes
+        if left:
+            self._partly[part.tensor, number] = left
+        elif crc32c(self._memory(chunk)) == tensor.crc32c[number]:
+            self._right(chunk)
+        elif chunk not in self._refetched:
+            self._refetched.add(chunk)
+            self._note("refetch", range(part.tensor, part.tensor + 1), chunk.nbytes)
+            pieces = cut(chunk, self._limits.request_bytes)
+            self._urgent.extendleft(
+                Request.of(tensor.path, tensor.start + each.start, [each]) for each in pieces
+            )
+        else:
+            raise damaged_error(self._source, tensor, range(chunk.start, chunk.stop))
+
+    def _right(self, part: Part) -> None:
+        """These bytes of a tensor are there, and are what they should be."""
+        self._missing[part.tensor] -= part.nbytes
+        if not self._missing[part.tensor]:
+            self._fill(part.tensor)
+
+    def _fill(self, index: int) -> None:
+        tensor = self._source.tensors[index]
+        self._rooms.pop(index, None)
+        self._num_unfilled -= 1
+        if not self._num_unfilled:
+            self._heap.ended()  # a call that waits for the last weight may need the most then
+        self._note("filled", range(index, index + 1), tensor.stop - tensor.start)
+        self._sink.filled(index)
+
+    def _note(self, kind: Kind, tensors: range, nbytes: int, at_s: float | None = None) -> None:
+        at_s = (time.monotonic() if at_s is None else at_s) - self._began_s
+        self.events.append(Event(kind=kind, tensors=tensors, at_s=at_s, nbytes=nbytes))
+
+
+class _Body:
+    """What a request brings, as far as it has come.
+
+    Attributes:
+        request: It.
+        piece_bytes: Put in place at once, at least.
+        urgent: Whether somebody waits for it.
+        ahead: What it is taken from, where it was asked for before.
+        sent_s: When it was sent.
+        begun: Whether its answer has begun.
+        left: Bytes that are not in their place yet.
+    """
+
+    def __init__(self, request: Request, piece_bytes: int, *, urgent: bool, ahead: Ahead | None) -> None:
+        self.request, self.piece_bytes, self.urgent, self.ahead = request, piece_bytes, urgent, ahead
+        self.sent_s = time.monotonic() if ahead is None else ahead.sent_s
+        self.begun = False
+        self.left = request.nbytes
+        self._parts = deque(request.parts)
+        self._unclaimed = 0
+
+    @property
+    def coming(self) -> int:
+        """Bytes that are on their way for certain: a piece may have arrived that is not complete yet."""
+        if self.ahead is not None:
+            return max(0, self.request.stop - self.ahead.come)
+        return max(0, self.left - self.piece_bytes) if self.begun else self.left
+
+    def came(self, num_bytes: int) -> Iterator[Part]:
+        """So many more bytes are in their place; gives the parts that are complete with them."""
+        self.left -= num_bytes
+        self._unclaimed += num_bytes
+        while self._parts and self._parts[0].nbytes <= self._unclaimed:
+            part = self._parts.popleft()
+            self._unclaimed -= part.nbytes
+            yield part
+
+    def rest(self) -> list[Part]:
+        """The parts that are not complete."""
+        return list(self._parts)
+
+
+def _taken_apart(raised: BaseException) -> BaseException:
+    """What was raised first, and of the others nothing that holds on to their stacks."""
+    while isinstance(raised, BaseExceptionGroup):
+        raised.__traceback__ = raised.__context__ = None  # their frames hold the group itself
+        raised, *others = raised.exceptions
+        for other in others:
+            bare(other)
+    return raised

@@ -1,0 +1,1 @@
+"""Describe published weights: manifests, checkpoints, access order and URIs."""

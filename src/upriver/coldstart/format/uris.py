@@ -1,0 +1,80 @@
+"""Where weights and programs are said to be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from upriver.coldstart.format.checkpoint import INDEX_ENDING
+from upriver.coldstart.format.manifest import ENDING
+from upriver.errors import ConfigError
+from upriver.store import Store
+
+
+def opened(uri: str, options: Mapping[str, str] | None = None) -> tuple[Store, str]:
+    """A store at the folder that a URI's last part lies in, and that part.
+
+    Args:
+        uri: ``s3://BUCKET/NAME`` or ``file:///FOLDER/NAME``.
+        options: Of an S3 store.
+
+    Raises:
+        ConfigError: If that is no URI of an object.
+        StoreError: If there is no such folder.
+    """
+    folder, _, name = uri.rstrip("/").rpartition("/")
+    if not name or "://" not in folder or folder.endswith(":/"):
+        raise ConfigError(f"weights are s3://BUCKET/NAME or file:///FOLDER/NAME, got {uri!r}")
+    store = Store.open(folder, options=options)
+    if folder.startswith("file://"):
+        there, path = file_at(Path(unquote(urlsplit(folder).path)) / name)
+        return (store, name) if path == name else (there, path)
+    return store, name
+
+
+def file_at(path: Path) -> tuple[Store, str]:
+    """A store that holds weights of this machine and what their links lead to, and their name in it.
+
+    The cache of Hugging Face's libraries has links in a model's folder to files in another.
+
+    Args:
+        path: Of a file or a folder, as :func:`~upriver.coldstart.format.checkpoint.find` takes it.
+
+    Raises:
+        StoreError: If there is no such folder.
+    """
+    path = Path(os.path.abspath(path))
+    root = path.parent
+    inside = [path / f"model{ending}" for ending in (ENDING, INDEX_ENDING)]
+    for each in (path.with_name(path.name + ENDING), path, *inside):
+        real = Path(os.path.realpath(each))
+        if real.is_file() and not real.is_relative_to(os.path.realpath(root)):
+            root = Path(os.path.commonpath([root, real.parent]))
+    return Store.open(root.as_uri()), path.relative_to(root).as_posix()
+
+
+def program_at(uri: str) -> tuple[str, str, str]:
+    """Where a program is: the URI of its store, the folder there that programs are kept under, its digest.
+
+    Args:
+        uri: ``STORE/PREFIX/programs/DIGEST``, as :func:`program_uri` gives it, or of its ``graph.json``.
+
+    Raises:
+        ConfigError: If that is no URI of a program.
+    """
+    folder, _, digest = uri.rstrip("/").removesuffix("/graph.json").rpartition("/")
+    root, _, prefix = folder.removesuffix("/programs").rpartition("/")
+    if not folder.endswith("/programs") or not prefix or "://" not in root or root.endswith(":/"):
+        raise ConfigError(f"a program is STORE/PREFIX/programs/DIGEST, as push says it, got {uri!r}")
+    return root, prefix, digest
+
+
+def program_uri(store_uri: str, prefix: str, digest: str) -> str:
+    """The URI of a program: what :func:`upriver.coldstart.open` takes."""
+    from upriver.program.graph.artifact_store import (
+        graph_path,  # what runs programs, which a model's load does without
+    )
+
+    return f"{store_uri.rstrip('/')}/{graph_path(prefix, digest).removesuffix('/graph.json')}"

@@ -1,0 +1,86 @@
+"""What is known of the way to a store: how long a request takes to begin, and how fast bytes come then.
+
+RL and BW of PISeL (CIKM 2024, section 3.1). RL is measured each time, by a read of one byte; BW is what came
+of the last load, and with it how many requests at once it took, one small file a bucket or disk under
+``$UPRIVER_CACHE`` or the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import msgspec
+
+from upriver.cache import Cache
+from upriver.coldstart.link_estimator import Link
+from upriver.store import Store
+from upriver.types import BANDWIDTH
+
+SCHEMA: Literal["upriver.store-link/2"] = "upriver.store-link/2"
+
+UNKNOWN = Link(latency_s=0.0, bandwidth_bytes_per_s=100e6)
+"""Before anything has come from a store: about what an object store gives one connection."""
+
+SETTLED_BYTES = 4 << 20
+"""A load of less says little of a link."""
+
+_LINKS = Cache("links")
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file of a site holds."""
+
+    schema: Literal["upriver.store-link/2"]
+    bandwidth_bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=BANDWIDTH.most)]
+    requests: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_counter) -> Link:
+    """The way to a store as it is now, as far as it is known.
+
+    Args:
+        store: Which.
+        path: An object with a byte in it.
+        clock: Seconds.
+
+    Raises:
+        StoreError: If it cannot be read.
+    """
+    began = clock()
+    store.get_range(path, 0, 1)
+    return replace(last_known(store), latency_s=clock() - began)
+
+
+def last_known(store: Store) -> Link:
+    """The way to a store as the last load has found it, without a latency; nothing is read of it."""
+    return _kept(store) or UNKNOWN
+
+
+def keep(store: Store, link: Link, *, nbytes: int) -> None:
+    """What a load of so many bytes found, for the next one. A cache that cannot be written is no error."""
+    if nbytes < SETTLED_BYTES or not 0 < link.bandwidth_bytes_per_s <= BANDWIDTH.most:
+        return
+    name = _name_of(store)
+    if name is None:
+        return
+    found = _File(schema=SCHEMA, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, requests=link.requests)
+    _LINKS.save(name, msgspec.json.encode(found).decode() + "\n")
+
+
+def _kept(store: Store) -> Link | None:
+    name = _name_of(store)
+    found = None if name is None else _LINKS.load(name, msgspec.json.Decoder(_File).decode)
+    if found is None:
+        return None
+    return replace(UNKNOWN, bandwidth_bytes_per_s=found.bandwidth_bytes_per_s, requests=found.requests)
+
+
+def _name_of(store: Store) -> str | None:
+    try:
+        return hashlib.sha256(store.site().encode()).hexdigest()
+    except OSError:  # the store's folder is gone
+        return None

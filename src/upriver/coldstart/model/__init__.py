@@ -1,0 +1,1 @@
+"""Make a model callable while its weights arrive: construction, barrier, assignment."""

@@ -1,0 +1,219 @@
+"""A model as its constructor makes it, but for random weights that a load is about to overwrite.
+
+Most of a plain cold start is initialisation: random numbers, drawn for weights that lie in a store. Here the
+constructor runs as it is while two modes watch it. Fills of memory that it has allocated (``normal_``,
+``zero_``, the arithmetic that follows them) are put off; whatever else reads that memory has them run first,
+so that what is computed from weights is right. At the end what a loader will overwrite is left as it was
+allocated, and the rest is filled: buffers, tensors in attributes, weights that the state dict does not name.
+
+What is put off is decided in :mod:`upriver.coldstart.model.deferred_init`; in what order it is run, and what
+becomes of random numbers, in :mod:`upriver.coldstart.model.deferred_fills`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+
+from upriver.coldstart.model.deferred_fills import storage_key
+from upriver.coldstart.model.deferred_init import Watch, is_plain, nobody, span_of
+from upriver.errors import ModelError
+from upriver.program.compiled_code import entering
+
+
+def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
+    """Build a model without filling the weights that its state dict names.
+
+    Everything else is as ``build()`` makes it, bit for bit from the same random state: buffers, attributes,
+    ties, views, strides, and what is computed from weights. Contents of parameters, and of views of them, are
+    undefined until they are loaded; parameters that ``state_dict()`` does not name are filled.
+
+    Nothing global stays changed, whether ``build`` returns or raises. Random generators end as if what was
+    not filled had never been asked for, so other numbers follow than after ``build()``. During the
+    construction ``torch.initial_seed()`` means nothing, nor does a state that is saved for later use. Where
+    several threads construct at once from one generator, random numbers are any, as ever.
+
+    Not seen, and so undefined, is what reads memory that has not been filled behind torch's back: another
+    thread, or ``torch.Tensor([...])`` of a list of tensors.
+
+    Args:
+        build: Makes the model, or a name as :func:`~upriver.program.models.registry.load_model` takes it,
+            such as ``package.module:callable`` or ``torchvision:NAME``. It runs in this thread.
+
+    Raises:
+        ModelError: If what ``build`` returns is no module, or there is no model of that name. What ``build``
+            itself raises is passed on.
+    """
+    watch = Watch()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_truncation_seen())
+        stack.callback(watch.notes.close)
+        stack.enter_context(_watching(watch))
+        stack.enter_context(_RawReads(watch))
+        stack.enter_context(entering(watch.ignore_compile_internals))
+        try:
+            model = _named(build) if isinstance(build, str) else build()
+            if not isinstance(model, nn.Module):
+                raise ModelError(f"build_model must return a torch module, got {type(model).__name__}")
+            if "_modules" not in vars(model):
+                raise ModelError(
+                    f"{type(model).__name__} is no module yet: it does not call super().__init__()"
+                )
+            state = model.state_dict()
+        except BaseException:
+            with watch.aside():
+                watch.notes.finish()  # what others hold, such as constants of a module that was imported
+            raise
+        with watch.aside():
+            watch.notes.finish(_loaded(model, state))
+    return model
+
+
+@contextlib.contextmanager
+def _watching(watch: Watch) -> Iterator[None]:
+    """Have it see operators. Its own ``with`` keeps flags of the whole process."""
+    _push_mode(watch)
+    try:
+        yield
+    finally:
+        _pop_mode()
+
+
+def _named(name: str) -> nn.Module:
+    from upriver.program.models.registry import load_model  # which knows many models, and what they take
+
+    return load_model(name)[0]
+
+
+def _loaded(model: nn.Module, state: Mapping[str, Any]) -> frozenset[int]:
+    """Storages that a load into a model overwrites to the last byte: those of parameters in its state."""
+    own = {_region(parameter) for parameter in model.parameters() if is_plain(parameter)}
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    sizes: dict[int, int] = {}
+    for value in state.values():
+        if not isinstance(value, torch.Tensor) or not is_plain(value) or _region(value) not in own:
+            continue
+        if span := span_of(value):
+            spans[storage_key(value)].append(span)
+            sizes[storage_key(value)] = value.untyped_storage().nbytes()
+    return frozenset(key for key, found in spans.items() if _reach(found) >= sizes[key])
+
+
+def _region(tensor: torch.Tensor) -> tuple[object, ...]:
+    return storage_key(tensor), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def _reach(spans: Sequence[tuple[int, int]]) -> int:
+    """How far some bytes go on from the first one without a gap."""
+    end = 0
+    for start, stop in sorted(spans):
+        if start > end:
+            break
+        end = max(end, stop)
+    return end
+
+
+# --------------------------------------------------------------------- what operators do not show
+
+
+_METHODS = (
+    "numpy tolist data_ptr untyped_storage storage _typed_storage new new_tensor share_memory_ __array__ "
+    "__dlpack__ __reduce_ex__ __deepcopy__"
+)
+
+
+def _raw_reads() -> frozenset[Any]:
+    methods = {getattr(torch.Tensor, name) for name in _METHODS.split()}
+    interface: Any = torch.Tensor.__cuda_array_interface__
+    return frozenset({*methods, interface.__get__, torch.tensor, torch.as_tensor, torch.asarray})
+
+
+class _RawReads(TorchFunctionMode):
+    """Has memory settled before Python gets hold of it, until nothing is put off any more."""
+
+    _functions = _raw_reads()
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+        self._is_left = False
+        watch.left = self._leave
+
+    def __exit__(self, *_raised: object) -> None:
+        self._watch.left = nobody
+        if not self._is_left:
+            torch._C._pop_torch_function_stack()
+
+    def _leave(self) -> None:
+        """The compiler would compile this, too; other modes that were entered meanwhile stay."""
+        modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
+        if self in modes:
+            self._is_left = True
+            for _ in modes[modes.index(self) :]:
+                torch._C._pop_torch_function_stack()
+            for mode in modes[modes.index(self) + 1 :]:
+                torch._C._push_on_torch_function_stack(mode)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._functions:
+            self._watch.expose((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+_TRUNCATION = "_no_grad_trunc_normal_"
+"""What fills for ``nn.init.trunc_normal_``, whoever has imported that."""
+
+_lock = threading.Lock()
+
+_num_watching = 0
+
+_truncation: Callable[..., torch.Tensor] | None = None
+
+
+@contextlib.contextmanager
+def _truncation_seen() -> Iterator[None]:
+    """Let ``nn.init.trunc_normal_`` ask who watches; in other threads it does as ever.
+
+    It draws again what lies outside its bounds, so it looks at what it has filled, and a mode that sees only
+    operators could not put it off. The first of several constructions at once changes the function, the last
+    one changes it back. Where this torch has none of that form, it is run.
+    """
+    global _num_watching, _truncation
+    with _lock:
+        found = getattr(nn.init, _TRUNCATION, None)
+        if found is not None and found is not _truncate:
+            expected = ["tensor", "mean", "std", "a", "b", "generator"]
+            if list(inspect.signature(found).parameters) == expected:
+                _truncation = found
+                setattr(nn.init, _TRUNCATION, _truncate)
+        _num_watching += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_watching -= 1
+            if not _num_watching and getattr(nn.init, _TRUNCATION, None) is _truncate:
+                setattr(nn.init, _TRUNCATION, _truncation)
+
+
+def _truncate(
+    tensor: torch.Tensor, mean: Any, std: Any, a: Any, b: Any, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """``nn.init.trunc_normal_``, put off where this thread builds."""
+    real = _truncation
+    assert real is not None
+    fill = functools.partial(real, mean=mean, std=std, a=a, b=b, generator=generator)
+    watch = _get_current_dispatch_mode()
+    if isinstance(watch, Watch) and watch.truncated(tensor, (mean, std, a, b), generator, fill):
+        return tensor
+    return fill(tensor)

@@ -1,0 +1,419 @@
+"""Watches a constructor's operators, and puts off those that fill memory which nobody reads yet.
+
+Each operator is taken for one of few kinds. Fills of memory that was allocated while watching become notes
+(:mod:`upriver.coldstart.model.deferred_fills`), with the arithmetic in place that follows them, and copies of
+what is not filled yet. Before any other operator runs, what it reads is settled. Fills of memory that was
+there before, or that Python has got hold of, run as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from upriver.coldstart.model.deferred_fills import Notes, storage_key, weak
+from upriver.coldstart.model.weight_barrier import only_views
+from upriver.program.compiled_code import as_written, runs_functions
+
+
+class _Way(Enum):
+    """What is done about an operator."""
+
+    RUN = auto()  # what it reads is settled first
+    BLIND = auto()  # it reads no values
+    FILL = auto()
+    STEP = auto()  # changes each element by itself, in place
+    COPY = auto()
+    TWIN = auto()  # makes a tensor of another one's values
+    DRAW = auto()  # makes a tensor of random numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Traits:
+    """What is known of an operator.
+
+    Attributes:
+        way: What is done about it.
+        is_random: Whether it draws from a generator.
+        is_writing: Whether it writes into its arguments.
+        is_making: Whether it allocates what it returns.
+    """
+
+    way: _Way
+    is_random: bool
+    is_writing: bool
+    is_making: bool
+
+
+_NAMES = {
+    _Way.FILL: "zero_ fill_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_",
+    _Way.STEP: "add_ sub_ mul_ div_ pow_ neg_ abs_ exp_ expm1_ log_ log1p_ sqrt_ rsqrt_ reciprocal_ sin_ "
+    "cos_ tanh_ sigmoid_ erf_ erfinv_ clamp_ clamp_min_ clamp_max_ floor_ ceil_ round_ sign_",
+    _Way.BLIND: "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_empty_strided "
+    "new_zeros new_ones new_full is_same_size _has_compatible_shallow_copy_type "
+    "detach_ t_ transpose_ squeeze_ unsqueeze_ as_strided_",
+    _Way.COPY: "copy_",
+    _Way.TWIN: "clone _to_copy",
+    _Way.DRAW: "rand randn",
+}
+
+_WAYS = {name: way for way, names in _NAMES.items() for name in names.split()}
+
+_FILL_OF = {"rand": torch.ops.aten.uniform_.default, "randn": torch.ops.aten.normal_.default}
+"""With what ATen fills an empty tensor to make one of random numbers; their defaults are what it takes."""
+
+_SHARING = frozenset({"from_file", "_unsafe_view"})
+"""Their results lie in memory that others have, though their schema does not say so."""
+
+_DEVICES = ("cpu", "cuda")
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+"""What classes have that leave operators to torch, parameters among them."""
+
+_SMALL_BYTES = 64 << 10
+"""A constant fill of so few bytes is sooner done than noted."""
+
+
+@functools.cache
+def _traits(func: Any) -> _Traits:
+    namespace, _, name = func._schema.name.partition("::")
+    way = _WAYS.get(name, _Way.RUN) if namespace == "aten" else _Way.RUN
+    if way is _Way.DRAW and func._overloadname not in ("default", "generator"):
+        way = _Way.RUN
+    if way is _Way.RUN and not any("Tensor" in str(argument.type) for argument in func._schema.arguments):
+        way = _Way.BLIND
+    return _Traits(
+        way=_Way.BLIND if only_views(func) else way,
+        is_random=torch.Tag.nondeterministic_seeded in func.tags
+        or any(argument.name == "generator" for argument in func._schema.arguments),
+        is_writing=func._schema.is_mutable,
+        is_making=namespace == "aten"
+        and not (func.is_view or func._schema.is_mutable)
+        and name not in _SHARING,
+    )
+
+
+def nobody() -> None:
+    """Is told."""
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Puts off fills of memory that was allocated while it watched.
+
+    Attributes:
+        notes: What was put off.
+        left: Called when nothing is put off any more, since code that is not seen is about to run.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.notes = Notes()
+        self.left: Callable[[], object] = nobody
+        self._own: dict[int, StorageWeakRef] = {}  # storages that nobody can read unseen
+        self._is_aside = False
+        self._probes: dict[torch.device, torch.Generator] = {}
+
+    @as_written
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_aside:
+            return func(*args, **kwargs)
+        if runs_functions(func):
+            with torch._C.DisableTorchFunction():
+                self.notes.settle_all()
+            return func(*args, **kwargs)
+        traits = _traits(func)
+        foreign = types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)
+        if foreign or traits.is_random or traits.way is not _Way.BLIND:
+            with torch._C.DisableTorchFunction():
+                if foreign:  # what such tensors do with their memory is not seen
+                    self.notes.settle_all()
+                elif (taken := self._instead(func, traits, args, kwargs)) is not None:
+                    return taken
+        result = func(*args, **kwargs)
+        if traits.is_making and not foreign:
+            with torch._C.DisableTorchFunction():
+                self._adopt(result, () if traits.way is _Way.BLIND else (args, kwargs))
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Refuse a wrapper: see :func:`~upriver.program.compiled_code.as_written`."""
+        return False
+
+    @as_written
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Let code be compiled, and run: everything is settled before, and nothing is put off any more.
+
+        The compiler asks before it looks at a function. Where it is not let, it marks the function never to
+        be compiled again, for all models of the process.
+        """
+        if not self._is_aside:
+            with self.aside():
+                self.notes.settle_all()
+            self._own.clear()
+            self._is_aside = True
+            self.left()
+        return True
+
+    # ---------------------------------------------------------------------------- what is put off
+
+    def _instead(
+        self, func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """What an operator returns, if it need not run; else what it needs is run first."""
+        taken: torch.Tensor | None = None
+        match traits.way:
+            case _Way.FILL | _Way.STEP:
+                taken = self._fill(func, traits, args, kwargs)
+            case _Way.COPY:
+                taken = self._copy(*args)
+            case _Way.TWIN:
+                taken = self._twin(*args, **kwargs)
+            case _Way.DRAW:
+                taken = self._draw(func, *args, **kwargs)
+        if taken is not None:
+            return taken
+        if traits.is_random:
+            given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator))
+            self.notes.catch_up(next(given, None))
+        if traits.way is not _Way.BLIND:
+            self._settle((args, kwargs), written=traits.is_writing)
+        return None
+
+    def _fill(
+        self, func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        target: torch.Tensor = args[0]
+        key = self._mine(target)
+        if key is None:
+            return None
+        is_cheap = traits.way is _Way.STEP or target.nbytes <= _SMALL_BYTES
+        if is_cheap and not traits.is_random and not self.notes.is_behind(key):
+            return None
+        generator = None
+        if traits.is_random:
+            generator = kwargs.get("generator") or _default_generator(target.device)
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        return target if self._put_off(func, target, args[1:], kwargs, generator) else None
+
+    def _put_off(
+        self,
+        func: Any,
+        target: torch.Tensor,
+        rest: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        generator: torch.Generator | None,
+    ) -> bool:
+        """Note a call, unless it reads more than numbers and what it writes into.
+
+        It is made at once on a tensor of no elements, so that arguments which are refused are refused now.
+        """
+        if generator is not None and generator.device.type != target.device.type:
+            return False
+        if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+            return False
+        if not all(self._is_number(value) for value in rest if isinstance(value, torch.Tensor)):
+            return False
+        fixed = [value.clone() if isinstance(value, torch.Tensor) else value for value in rest]
+        nothing = torch.empty(0, dtype=target.dtype, device=target.device)
+        func(nothing, *fixed, **kwargs, **self._drawing(generator and self._probe(target.device)))
+        drawing = self._drawing(generator)
+        self.notes.fill(target, lambda into: func(into, *fixed, **kwargs, **drawing), generator)
+        return True
+
+    @staticmethod
+    def _drawing(generator: torch.Generator | None) -> dict[str, torch.Generator]:
+        return {} if generator is None else {"generator": generator}
+
+    def _probe(self, device: torch.device) -> torch.Generator:
+        """A generator to try arguments with."""
+        if device not in self._probes:
+            self._probes[device] = torch.Generator(device)
+        return self._probes[device]
+
+    def _is_number(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one number, known by now."""
+        return not tensor.dim() and is_plain(tensor) and not self.notes.is_behind(storage_key(tensor))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, *_rest: Any) -> torch.Tensor | None:
+        key, read = self._mine(target), self._mine(source)
+        if key is None or not _has_memory(source) or storage_key(source) == key:
+            return None
+        is_whole = span_of(target) == (0, target.untyped_storage().nbytes())
+        if self._is_late(read) or (read is not None and self._is_late(key) and not is_whole):
+            if target.shape == source.shape and target.is_complex() == source.is_complex():
+                self.notes.copy(target, source)
+                return target
+        elif is_whole and _fits(source, target):
+            self.notes.replace(key)
+        return None
+
+    def _twin(self, source: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+        if not self._is_late(self._mine(source)) or not source.is_contiguous():
+            return None
+        dtype = kwargs.get("dtype") or source.dtype
+        device = torch.device(kwargs.get("device") or source.device)
+        if device.type not in _DEVICES or dtype.is_complex != source.dtype.is_complex:
+            return None
+        if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("pin_memory"):
+            return None
+        if kwargs.get("memory_format") not in (None, torch.preserve_format):
+            return None
+        result = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=device)
+        self._own[storage_key(result)] = weak(result)
+        self.notes.copy(result, source)
+        return result
+
+    def _draw(
+        self, func: Any, size: Any, *, generator: torch.Generator | None = None, **kwargs: Any
+    ) -> torch.Tensor | None:
+        device = torch.device(kwargs.get("device") or "cpu")
+        if device.type not in _DEVICES or kwargs.get("layout") not in (None, torch.strided):
+            return None
+        if generator is not None and generator.device.type != device.type:
+            return None
+        result: torch.Tensor = torch.ops.aten.empty.memory_format(size, **kwargs)
+        fill = _FILL_OF[func._schema.name.partition("::")[2]]
+        self._put_off(fill, result, (), {}, generator or _default_generator(result.device))
+        self._own[storage_key(result)] = weak(result)
+        return result
+
+    def truncated(
+        self,
+        target: Any,
+        values: Sequence[Any],
+        generator: torch.Generator | None,
+        fill: Callable[[torch.Tensor], object],
+    ) -> bool:
+        """Put off ``trunc_normal_``, which looks at what it has drawn.
+
+        Args:
+            target: What it fills.
+            values: Mean, deviation, least, most.
+            generator: What it draws from, if not the default.
+            fill: Does it to any tensor.
+
+        Returns:
+            Whether it was put off; where it would warn or raise it is not.
+        """
+        with self.aside():
+            if self._mine(target) is None or not target.is_floating_point():
+                return False
+            generator = generator or _default_generator(target.device)
+            if generator.device.type != target.device.type or not _is_truncation(*values):
+                return False
+            self.notes.fill(target, fill, generator)
+        return True
+
+    # ----------------------------------------------------------------------------- what is known
+
+    def expose(self, values: Any) -> None:
+        """Settle tensors whose memory is about to be read unseen, now or later."""
+        with self.aside():
+            for leaf in pytree.tree_leaves(values):
+                if isinstance(leaf, torch.Tensor) and _has_memory(leaf):
+                    self.notes.settle(storage_key(leaf), written=True)
+                    self._own.pop(storage_key(leaf), None)
+
+    def _is_late(self, key: int | None) -> bool:
+        return key is not None and self.notes.is_behind(key)
+
+    def _mine(self, tensor: Any) -> int | None:
+        """The key of a storage that nobody reads unseen; nothing for others."""
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor) or tensor.device.type not in _DEVICES:
+            return None
+        key = storage_key(tensor)
+        return key if key in self._own else None
+
+    def _adopt(self, result: Any, given: Any) -> None:
+        """Remember the memory that an operator has allocated."""
+        for tensor in _tensors(result):
+            if type(tensor) is torch.Tensor and is_plain(tensor):
+                key = storage_key(tensor)
+                others = (other for other in _tensors(given) if _has_memory(other))
+                if key not in self._own and all(storage_key(other) != key for other in others):
+                    self._own[key] = weak(tensor)
+
+    def _settle(self, values: Any, *, written: bool) -> None:
+        for tensor in _tensors(values):
+            if _has_memory(tensor):
+                self.notes.settle(storage_key(tensor), written=written)
+            else:  # a sparse one, say, whose values may be anybody's
+                self.notes.settle_all()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Meanwhile it watches nothing."""
+        before, self._is_aside = self._is_aside, True
+        try:
+            with torch._C.DisableTorchFunction():
+                yield
+        finally:
+            self._is_aside = before
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            if not isinstance(value, (int, float)):
+                yield from _tensors(value)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and torch._C._has_storage(tensor)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory, as it lies there, is its elements."""
+    if is_lazy(tensor) or not _has_memory(tensor):
+        return False
+    return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _fits(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether one can be copied into the other."""
+    pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
+    return source.dim() <= target.dim() and all(size in (1, other) for size, other in pairs)
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The bytes of its storage that a tensor has, if it has each once and all in between."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return None
+            expected *= size
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + tensor.nbytes
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _is_truncation(mean: Any, deviation: Any, least: Any, most: Any) -> bool:
+    """Whether it neither warns nor raises: the mean is within two deviations of finite bounds."""
+    if not all(isinstance(value, int | float) for value in (mean, deviation, least, most)):
+        return False
+    far = 2 * deviation
+    return bool(deviation > 0 and least < most and least - far <= mean <= most + far)

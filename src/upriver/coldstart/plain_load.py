@@ -1,0 +1,116 @@
+"""The plain way: construct, read all, copy, and only then answer. What the others are held against.
+
+And how a model on this machine gets the weights of a file, its own loading code included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from upriver.coldstart.format.checkpoint import INDEX_ENDING, Placed, Source, damaged_error, find, find_any
+from upriver.coldstart.format.manifest import ENDING, damaged
+from upriver.coldstart.format.saved_names import is_pretrained
+from upriver.coldstart.format.uris import file_at, opened
+from upriver.coldstart.model.assignment import Memory, match, memories
+from upriver.errors import ConfigError, Damaged, ModelError, StoreError
+from upriver.program.graph.schema import DTYPES
+from upriver.program.graph.weights_file import is_dense, place_of
+from upriver.store import Store
+
+
+def load_plainly(
+    build_model: Callable[[], nn.Module],
+    uri: str,
+    *,
+    store: Store | None = None,
+    store_options: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """A model with its weights, one step after the other: the weights are in memory twice meanwhile.
+
+    Args:
+        build_model: Makes it.
+        uri: As for :func:`upriver.coldstart.load`.
+        store: As there.
+        store_options: As there.
+
+    Raises:
+        ModelError: If the weights are not those of such a model.
+        ProgramError: If the file is not what it should be.
+        Damaged: If a weight has another checksum than was published.
+        StoreError: If the store cannot be read.
+    """
+    where, path = (store, uri) if store is not None else opened(uri, store_options)
+    model, source = build_model(), find(where, path)
+    files = {name: memoryview(where.get(name, etag=etag or None)) for name, etag in source.etags.items()}
+    matched = match(model, source)
+    for placed, memory in zip(
+        matched.source.tensors, memories(matched.source.tensors, matched.targets), strict=True
+    ):
+        found = files[placed.path][placed.start : placed.stop]
+        if placed.crc32c and (wrong := damaged(placed, found, chunk_bytes=source.chunk_bytes)):
+            raise damaged_error(source, placed, wrong[0])
+        memory.room()[:] = found
+        memory.settle()
+    return model
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load weights of this machine into a model, by its own ``load_state_dict``.
+
+    Args:
+        model: As it was constructed. A tied weight needs to be there under one of its names.
+        path: A safetensors file of any name, an index of several, or a folder, as for :func:`find`.
+
+    Raises:
+        ModelError: If there are no such weights, or they are not the model's.
+        ProgramError: If a file is not what it should be.
+        Damaged: If a weight has another checksum than was published.
+    """
+    try:
+        source = _found(path)
+        state = {placed.name: _read(source, placed) for placed in source.tensors}
+    except Damaged:
+        raise
+    except (StoreError, ConfigError) as error:
+        raise ModelError(f"cannot read weights from {path}: {error}") from None
+    if is_pretrained(model) and (matched := match(model, source)).converted:
+        with torch.no_grad():
+            for placed, targets in zip(matched.source.tensors, matched.targets, strict=True):
+                for target in targets:
+                    target.copy_(state[placed.name])
+        return
+    state |= {tie: state[name] for tie, name in source.ties.items()}
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise ModelError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from error
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    places = {name: place_of(value) for name, value in tensors.items() if is_dense(value) and value.numel()}
+    there = {places[name] for name in state.keys() & places.keys()}
+    missing = [name for name in missing if places.get(name) not in there]
+    for what, names in (("lacks", missing), ("has, and the model has not,", unexpected)):
+        if names:
+            raise ModelError(f"{path} {what} {len(names)} tensors, first {sorted(names)[0]!r}")
+
+
+def _found(path: Path) -> Source:
+    store, name = file_at(path)
+    is_other = path.is_file() and not name.endswith((ENDING, INDEX_ENDING))
+    return find_any(store, name) if is_other else find(store, name)
+
+
+def _read(source: Source, placed: Placed) -> torch.Tensor:
+    """All of one tensor, held against its checksums."""
+    tensor = torch.empty(placed.shape, dtype=DTYPES[placed.dtype], device="cpu")
+    memory = Memory(placed, (tensor,), {})
+    room = memory.room()
+    if room.nbytes:
+        source.store.read_into(placed.path, placed.start, room, etag=source.etags[placed.path] or None)
+    if placed.crc32c and (wrong := damaged(placed, room, chunk_bytes=source.chunk_bytes)):
+        raise damaged_error(source, placed, wrong[0])
+    memory.settle()
+    return tensor

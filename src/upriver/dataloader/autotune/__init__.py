@@ -1,0 +1,1 @@
+"""Decide which stages to offload, and for which share of the samples."""

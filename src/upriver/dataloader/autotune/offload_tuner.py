@@ -1,0 +1,671 @@
+"""Whether to offload, decided while training goes on: every batch that is made for measuring is handed out.
+
+FastFlow's metrics (PVLDB 16(5), Table 1 and section 5.1), with what the loader sees of the training loop: how
+long it waits for a batch, and how long its consumer takes until it asks for the next.
+
+    Pcycle, Ocycle   CPU seconds of this process and its loader processes while some batches are prepared and
+                     nobody trains
+    Gthp             while these are consumed, and nobody prepares any
+    Lthp, Rthp       while both go on, all of it here, all of it offloaded
+
+Departures
+    - The model is not run on a copy: the steps that are timed are the user's own, on batches that are ready.
+    - A candidate is measured only where something stalls, as in the paper, and can be left out by name.
+    - Pcycle and each Ocycle are of different batches, some of the job's own each, as none is made twice.
+    - What the training node has made in place of a worker is no throughput of workers. Where that is more
+      than a tenth of a measurement, this is made once more; after `TRIES` the candidate is left out.
+    - Where a batch shows no bytes (a class of the user's, PIL images), each of its samples counts as 1 MB.
+      What is decided goes by ratios of throughputs.
+
+What an epoch leaves unfinished the next goes on with. A policy that promises a throughput is held to it: the
+ratio is steered, and where a job lacks too much of it all is measured anew
+(`upriver.dataloader.autotune.ratio_controller`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from upriver.dataloader.autotune.candidate_trials import HERE, Rivals
+from upriver.dataloader.autotune.ratio_controller import (
+    FAILED,
+    WINDOW,
+    Kept,
+    Steering,
+    Step,
+    Watch,
+    Window,
+    settling,
+    window_of,
+)
+from upriver.dataloader.epoch import Epoch, Split
+from upriver.dataloader.local.cpu_seconds import CpuSeconds
+from upriver.dataloader.prefetch_limit import num_bytes
+from upriver.dataloader.share import AllHere, Evened, Part
+from upriver.policies import OFFLOAD_POLICIES, Offload, OffloadPolicy, stalls
+from upriver.profile.throughput import SPEEDUP_THRESHOLD, Candidate, Metrics
+
+MOST_STEPS = 50
+"""Of one throughput: FastFlow found 50 to 100 steps to be enough (section 5.1)."""
+
+LEAST_STEPS = 8
+SETTLED = 0.02
+"""Fewer do where the standard error of a step's seconds is below this part of their mean."""
+
+FAR_SLOWER = 3.0
+"""Where workers prepare batches so many times slower than the model takes them, training waits for nothing
+else: how fast they were prepared is how fast they come then, too."""
+
+SKIPPED = 2
+"""Steps after a change that do not count: what was under way is not yet what is measured."""
+
+PREPARED = 8
+"""Batches that are prepared while nobody trains."""
+
+TRIES = 3
+"""Measurements of a candidate in which the training node has made too much itself."""
+
+REST = 50
+"""Batches between measuring and measuring anew, for each that was handed out for measuring: 2 % of them are
+at most. Twice as many each time that nothing came of it."""
+
+MOST_REST = 1600
+
+SAME = 0.1
+"""Nothing came of it where the ratio differs by less."""
+
+MEGA = 1e6
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+Course = Generator[None, Step | None, None]
+"""Stops where a batch is to be handed out, and is told how that went; None where the dataset failed."""
+
+
+@dataclass(eq=False, slots=True)
+class Steps:
+    """Steps that were timed.
+
+    Attributes:
+        seconds: Of each, by what they are timed for.
+        nbytes: Of each step's batch; of what workers were to make, such as they have made.
+        returned: Share of what they were to make that they have not, of each.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    returned: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, nbytes: int, returned: float = 0.0) -> None:
+        """One more."""
+        self.seconds.append(seconds)
+        self.nbytes.append(round(nbytes * (1 - returned)))
+        self.returned.append(returned)
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether they tell too little of workers."""
+        return len(self.returned) >= LEAST_STEPS and statistics.fmean(self.returned) > FAILED
+
+    def enough(self, alone: float = 0.0) -> bool:
+        """Whether further ones would change little.
+
+        Args:
+            alone: MB/s that the training node makes meanwhile, where these are of what others make: those add
+                to it, so the slower they are the less exactly it need be known.
+        """
+        if len(self.seconds) >= MOST_STEPS:
+            return True
+        if len(self.seconds) < LEAST_STEPS:
+            return False
+        error = statistics.stdev(self.seconds) / len(self.seconds) ** 0.5
+        settled = SETTLED * max(1.0, alone / _positive(self.throughput))
+        return bool(error <= settled * statistics.fmean(self.seconds))
+
+    @property
+    def throughput(self) -> float:
+        """MB/s; of no step at all it is 0."""
+        total_s = sum(self.seconds)
+        return sum(self.nbytes) / total_s / MEGA if total_s > 0 else 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Timed:
+    """What has been timed of one way to make batches.
+
+    Attributes:
+        cpu_s: CPU seconds of batches prepared while nobody trained.
+        prepared: How many these are.
+        prepared_s: Seconds in which they were.
+        alone: Steps of the consumer alone.
+        both: Steps of both.
+        short: Whether an epoch has had too few batches to warm up with.
+        returned: Of the batches that were prepared, what workers were to make and have not.
+        tries: Times that it was too much.
+        away: Whether nobody could be asked the last time.
+        came: Whether somebody could be asked after that, who was not there before.
+    """
+
+    cpu_s: float = 0.0
+    prepared: int = 0
+    prepared_s: float = 0.0
+    alone: Steps = field(default_factory=Steps)
+    both: Steps = field(default_factory=Steps)
+    short: bool = False
+    returned: float = 0.0
+    tries: int = 0
+    away: bool = False
+    came: bool = False
+
+    @property
+    def useless(self) -> bool:
+        """Whether nothing can be measured of it."""
+        return self.tries >= TRIES
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing of it was made by anybody else."""
+        return not self.returned and not any(self.both.returned)
+
+    @property
+    def lacking(self) -> int:
+        """Batches to prepare."""
+        return PREPARED - min(self.prepared, len(self.alone.seconds))
+
+    @property
+    def prepared_throughput(self) -> float:
+        """MB/s at which they were prepared, if all batches are about as large."""
+        nbytes = (self.prepared - self.returned) * statistics.fmean(self.alone.nbytes)
+        return nbytes / _positive(self.prepared_s) / MEGA
+
+    def ocycle(self, pcycle: float) -> float:
+        """CPU seconds of a batch that workers make, without what others have cost."""
+        return max(0.0, self.cpu_s - self.returned * pcycle) / (self.prepared - self.returned)
+
+    @property
+    def throughput(self) -> float:
+        """MB/s of both; where that was not timed, of what it can be but little more or less than."""
+        return self.both.throughput if self.both.seconds else self.prepared_throughput
+
+
+@dataclass(eq=False, slots=True)
+class Measured:
+    """What has been measured so far; an epoch that ends early leaves the rest to the next.
+
+    Attributes:
+        gthp: MB/s of the consumer alone.
+        lthp: MB/s of both, all of it here.
+        pcycle: CPU seconds of a batch, all of it here.
+        pseconds: Seconds of a batch at ``lthp``.
+        ocycles: CPU seconds of a batch, where a candidate makes it.
+        rthp: MB/s of both, all of it offloaded, by candidate.
+        decision: Once there is one; its ratio is the one in force.
+        rivals: Candidates that are being tried in turns, before the decision stands.
+        kept: How the decision is held to its promise.
+        anew: Whether it is being measured anew.
+        waiting: Whether candidates were not measured because nobody could be asked.
+        timed: What is not finished yet, by candidate.
+        spent: Batches handed out for measuring.
+        since: Batches handed out after it.
+        rest: Batches before it is measured anew, for each that was handed out for measuring.
+        by_samples: Whether sizes are numbers of samples; None before there was a batch.
+    """
+
+    gthp: float | None = None
+    lthp: float | None = None
+    pcycle: float | None = None
+    pseconds: float | None = None
+    ocycles: dict[str, float] = field(default_factory=dict)
+    rthp: dict[str, float] = field(default_factory=dict)
+    decision: Offload | None = None
+    rivals: Rivals | None = None
+    kept: Kept | None = None
+    anew: bool = False
+    waiting: bool = False
+    timed: dict[str, Timed] = field(default_factory=dict)
+    spent: int = 0
+    since: int = 0
+    rest: int = REST
+    by_samples: bool | None = None
+
+    def size_of(self, batch: Any, samples: int) -> int:
+        """Bytes of a batch. Where the first one shows none, samples count from then on."""
+        nbytes = num_bytes(batch)
+        if self.by_samples is None:
+            self.by_samples = nbytes == 0
+        return int(MEGA) * samples if self.by_samples else nbytes
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the next batch is handed out for measuring."""
+        return self.decision is None or self.anew
+
+    @property
+    def settled(self) -> bool:
+        """Whether what is decided stands."""
+        return self.decision is not None and self.rivals is None
+
+    @property
+    def in_force(self) -> str | None:
+        """The candidate by which batches are planned now; None where nothing is offloaded."""
+        if self.rivals is not None and self.rivals.next is not None:
+            return self.rivals.next or None
+        return None if self.decision is None else self.decision.candidate
+
+    @property
+    def ratio(self) -> float:
+        """For what share of the samples."""
+        if self.rivals is not None and (name := self.rivals.next) is not None:
+            return self.rivals.ratio(name)
+        return 0.0 if self.decision is None else self.decision.ratio
+
+    def forget(self) -> None:
+        """All figures, to be measured anew; what was decided holds until there is another decision."""
+        self.gthp = self.lthp = self.pcycle = self.pseconds = None
+        self.ocycles, self.rthp, self.timed, self.rivals = {}, {}, {}, None
+        self.anew, self.spent = True, 0
+
+    def forget_candidates(self) -> None:
+        """What workers deliver, as there are others now; what was decided holds until it is decided anew."""
+        self.rthp.clear()
+        self.ocycles.clear()
+        self.timed = {name: timed for name, timed in self.timed.items() if name == HERE}
+        self.rivals = None
+        self.anew, self.spent = True, 0
+
+    @property
+    def useless(self) -> list[str]:
+        """Candidates of which nothing could be measured, as workers have made too little."""
+        return [name for name, timed in self.timed.items() if timed.useless]
+
+    @property
+    def nobody(self) -> bool:
+        """Whether nothing could be measured of any."""
+        return bool(self.useless) and not self.rthp
+
+    def decide(
+        self,
+        policy: OffloadPolicy,
+        threshold: float,
+        names: Sequence[str],
+        why_not: Mapping[str, str] = NOTHING,
+    ) -> None:
+        """By the policy.
+
+        Args:
+            policy: Which.
+            threshold: FastFlow's SpeedUpThreshold.
+            names: Of the candidates.
+            why_not: What workers have failed with, by address.
+        """
+        metrics, before = self.metrics(threshold, names), self.decision
+        found = self.decision = self._told(policy.decide(metrics), names, why_not)
+        if before is not None:
+            as_before = found.candidate == before.candidate and abs(found.ratio - before.ratio) < SAME
+            self.rest = min(MOST_REST, 2 * self.rest) if as_before else REST
+        if policy.promise is not None:
+            promised = policy.promise(metrics, found)
+            self.kept = Kept(
+                why=found.why,
+                watch=Watch(promised, 1 - promised / metrics.gthp),
+                steering=self._steering(found),
+            )
+        self.rivals = Rivals.of(policy, metrics, found) if self.spent else None
+        self.anew, self.since = False, 0
+
+    def _told(self, found: Offload, names: Sequence[str], why_not: Mapping[str, str]) -> Offload:
+        """With what could not be measured, and why."""
+        if not self.useless:
+            return found
+        faults = "; ".join(f"{url}: {fault.removeprefix(f'{url}: ')}" for url, fault in why_not.items())
+        faults = faults or "what they were given has come back"
+        if self.nobody:
+            return replace(found, why=f"nothing is offloaded, as no worker could be used ({faults})")
+        names = ", ".join(name for name in names if name not in self.rthp)
+        return replace(found, why=f"{found.why}; not {names}, which workers could not be used for ({faults})")
+
+    def settle(self, rivals: Rivals) -> None:
+        """By what came of the turns, which tell more of candidates than figures of other moments."""
+        decision, kept, best = self.decision, self.kept, rivals.best
+        assert decision is not None and kept is not None
+        kept.why = f"{kept.why}; {rivals.told()}"
+        if best == HERE:
+            kept.steering = None
+            self.decision = replace(decision, offload=False, candidate=None, ratio=0.0, why=kept.why)
+        else:
+            kept.steering = rivals.steered[best]
+            self.decision = replace(decision, candidate=best, ratio=rivals.ratio(best), why=kept.why)
+        self.rivals = None
+        self.rthp |= dict.fromkeys(rivals.useless, 0.0)
+        self.rthp |= {name: rivals.factor(name) * self.rthp[name] for name in rivals.seen if name != HERE}
+        promised = rivals.throughput(best)
+        kept.watch.expect(promised=promised, waited=1 - promised / _positive(self.gthp))
+
+    def _steering(self, found: Offload) -> Steering | None:
+        if found.candidate is None:
+            return None
+        here, elsewhere = _positive(self.lthp), _positive(self.rthp[found.candidate])
+        return Steering(found.ratio, here=here, elsewhere=elsewhere)
+
+    def steer(self, seen: Window) -> float:
+        """The ratio in force from now on."""
+        decision, kept = self.decision, self.kept
+        if decision is None or kept is None or kept.steering is None:
+            return 0.0
+        ratio = kept.steering.turn(seen)
+        if ratio != decision.ratio:
+            self.decision = replace(
+                decision,
+                offload=ratio > 0,
+                candidate=decision.candidate if ratio > 0 else None,
+                ratio=ratio,
+                why=f"{kept.why}; steered to {ratio:.0%}, where {seen.here:.0%} of the time was waited for "
+                f"samples made here and {seen.elsewhere:.0%} for samples made elsewhere",
+            )
+            if not ratio:
+                kept.watch.expect(promised=0.0, waited=0.0)
+        return ratio
+
+    def metrics(self, threshold: float, names: Sequence[str]) -> Metrics:
+        """All of it as the policy takes it; candidates that were not measured are left out."""
+        candidates = tuple(
+            Candidate(name=name, rthp=self.rthp[name], ocycle=self.ocycles[name])
+            for name in names
+            if name in self.rthp
+        )
+        return Metrics(
+            gthp=_positive(self.gthp),
+            lthp=_positive(self.lthp),
+            pcycle=_positive(self.pcycle),
+            pseconds=self.pseconds or None,
+            speedup_threshold=threshold,
+            candidates=candidates,
+        )
+
+
+def _positive(value: float | None) -> float:
+    return max(value or 0.0, 1e-9)
+
+
+class Auto(Iterator[Any]):
+    """An epoch, in order, whose first batches tell how the others are made.
+
+    Args:
+        epoch: Makes them.
+        measured: What is known; changed as more is.
+        candidates: What could be, all of it, by name.
+        part: Some of it: by name and ratio.
+        policy: Decides by what was measured.
+        threshold: FastFlow's SpeedUpThreshold.
+        warm: Batches to prepare before CPU seconds count, where processes have just begun.
+        on_decided: Told when it has been, and when that stands.
+        why_not: What workers have failed with so far, by address.
+        cpu_s: CPU seconds of this process and its loader processes so far; of this process alone if None.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        measured: Measured,
+        *,
+        candidates: Sequence[str],
+        part: Callable[[str, float], Part],
+        policy: OffloadPolicy = OFFLOAD_POLICIES["upriver"],
+        threshold: float = SPEEDUP_THRESHOLD,
+        warm: int = 0,
+        on_decided: Callable[[], object] = lambda: None,
+        why_not: Callable[[], Mapping[str, str]] = dict,
+        cpu_s: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._epoch, self._found, self._clock = epoch, measured, clock
+        self._last: Step | None = None
+        self._handed_s = 0.0
+        # It knows nothing of this object, so that an epoch that is dropped ends at once.
+        self._course = _Course(
+            epoch=epoch,
+            found=measured,
+            candidates=candidates,
+            part=part,
+            policy=policy,
+            threshold=threshold,
+            warm=warm,
+            on_decided=on_decided,
+            why_not=why_not,
+            cpu_s=cpu_s or CpuSeconds(),
+            clock=clock,
+        ).run()
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            Exception: What the dataset raised for one of its samples; the next call goes on behind it.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last = replace(last, consumed_s=self._clock() - self._handed_s)
+        with suppress(StopIteration):  # it has no end but what was raised in it, such as that a process died
+            self._course.send(last)
+        waits, asked_s = copy(self._epoch.waits), self._clock()
+        batch = next(self._epoch)
+        self._handed_s, waits = self._clock(), self._epoch.waits - waits
+        self._last = Step(
+            waited_s=self._handed_s - asked_s,
+            consumed_s=0.0,
+            nbytes=self._found.size_of(batch, waits.samples),
+            waits=waits,
+        )
+        return batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Course:
+    """What is done between batches: measuring, deciding, and keeping to it."""
+
+    epoch: Epoch
+    found: Measured
+    candidates: Sequence[str]
+    part: Callable[[str, float], Part]
+    policy: OffloadPolicy
+    threshold: float
+    warm: int
+    on_decided: Callable[[], object]
+    why_not: Callable[[], Mapping[str, str]]
+    cpu_s: Callable[[], float]
+    clock: Callable[[], float]
+
+    @property
+    def _least_spent(self) -> int:
+        """Batches that measuring takes, as it may have been done by another job."""
+        return (1 + len(self.candidates)) * (PREPARED + LEAST_STEPS)
+
+    @property
+    def _patience(self) -> int:
+        """Batches before whoever could not be asked is measured; more where nothing came of it."""
+        found = self.found
+        times = found.rest // REST
+        return found.spent if times == 1 else times * max(self._least_spent, found.spent)
+
+    def run(self) -> Course:
+        """All of the epoch, and no end."""
+        planned_before = 0
+        while True:
+            if self.found.measuring:
+                yield from self._measure()
+                planned_before = self.epoch.planned
+            if self.found.rivals is not None:
+                yield from self._take_turns(self.found.rivals, planned_before)
+                planned_before = self.epoch.planned
+            yield from self._keep(planned_before)
+
+    def _measure(self) -> Course:
+        found = self.found
+        if found.gthp is None or found.lthp is None or found.pcycle is None:
+            timed = yield from self._time(HERE, AllHere())
+            found.pcycle, found.gthp = timed.cpu_s / timed.prepared, timed.alone.throughput
+            found.lthp, found.pseconds = timed.both.throughput, statistics.fmean(timed.both.seconds)
+        if stalls(found.gthp, found.lthp, self.threshold):
+            for name in self.candidates:
+                if name not in found.rthp:
+                    timed = yield from self._time(name, self.part(name, 1.0), alone=found.lthp)
+                    if not timed.useless:
+                        found.ocycles[name] = timed.ocycle(found.pcycle)
+                        found.rthp[name] = timed.throughput
+                    elif not self.epoch.ready:
+                        break  # it would be the same with any other
+        found.decide(self.policy, self.threshold, self.candidates, self.why_not())
+        away = any(found.timed[name].away for name in found.useless)
+        found.waiting = bool(found.useless) and (away or not self.epoch.ready)
+        self.on_decided()
+
+    def _time(self, name: str, split: Split, *, alone: float = 0.0) -> Generator[None, Step | None, Timed]:
+        """One way to make batches; goes on where the last epoch ended."""
+        timed = self.found.timed.setdefault(name, Timed())
+        while timed.lacking > 0 and not timed.useless:
+            self.epoch.split = split
+            yield from self._prepare(timed)
+        self.epoch.hold, self.epoch.split = False, split
+        if timed.useless:
+            return timed
+        skip = SKIPPED
+        waits = FAR_SLOWER * timed.prepared_throughput < timed.alone.throughput
+        if name != HERE and self.policy.promise is not None and waits and not timed.both.seconds:
+            return timed
+        while not timed.both.enough(alone) and not timed.useless:
+            step = yield
+            self.found.spent += 1
+            if step is None:
+                continue
+            if skip:
+                skip -= 1
+            else:
+                timed.both.add(step.seconds, step.nbytes, step.waits.failed)
+            if timed.both.spoilt:
+                yield from self._again(timed)
+                self.epoch.split, skip = split, max(SKIPPED, self.epoch.planned)
+        return timed
+
+    def _again(self, timed: Timed) -> Course:
+        """What was timed last tells too little of workers; go on after a while, or when they can be asked."""
+        timed.both = Steps()
+        timed.tries += 1
+        timed.away = not self.epoch.ready
+        self.epoch.hold, self.epoch.split = False, AllHere()
+        for _ in range(PREPARED * timed.tries):
+            if timed.away and self.epoch.look():
+                break
+            yield
+            self.found.spent += 1
+        while self.epoch.coming and not self.epoch.ready:
+            yield
+        if timed.away and self.epoch.ready and not timed.came:
+            timed.came, timed.tries = True, 0  # who began late has had no try yet
+
+    def _prepare(self, timed: Timed) -> Course:
+        """Hand out what was planned before; prepare some batches; hand them out while nothing is prepared."""
+        for _ in range(self.epoch.planned):
+            yield
+            self.found.spent += 1
+        planned = self.epoch.planned
+        warm = self._made(planned or (0 if timed.short else self.warm))
+        began_cpu_s, began_s = self.cpu_s(), self.clock()
+        count = self._made(warm + timed.lacking) - warm
+        returned = self.epoch.returned(warm)
+        if max(returned, self.epoch.returned()) > FAILED:
+            yield from self._again(timed)
+            return
+        if count:
+            timed.returned += returned * count
+            timed.cpu_s += max(0.0, self.cpu_s() - began_cpu_s)
+            timed.prepared_s += self.clock() - began_s
+        timed.prepared += count
+        timed.short = timed.short or (warm > 0 and not planned and not count)
+        self.epoch.hold = True
+        for _ in range(max(1, warm + count)):  # there may be none any more, which shows when one is asked for
+            step = yield
+            self.found.spent += 1
+            if step is not None:
+                timed.alone.add(step.consumed_s, step.nbytes)
+        self.epoch.hold = False
+
+    def _made(self, count: int) -> int:
+        """So many batches, and how many there are; what workers give back is not made while nobody trains."""
+        return 0 if self.epoch.returned() > FAILED else self.epoch.prepare(count, most_returned=FAILED)
+
+    def _take_turns(self, rivals: Rivals, planned_before: int) -> Course:
+        """Candidates, a window each, again and again; goes on where the last epoch ended.
+
+        Args:
+            planned_before: Batches on their way that were planned otherwise.
+        """
+        self.epoch.hold = False
+        while (name := rivals.next) is not None:
+            size, skip = WINDOW, max(SKIPPED, planned_before)
+            if name == HERE:
+                self.epoch.split = AllHere()
+            else:
+                part = self.part(name, rivals.ratio(name))
+                self.epoch.split, size = self._evened(part), window_of(part.ratio, whole=part.stretch.whole)
+                skip += settling(part.ratio, whole=part.stretch.whole)  # else the others' turns tell of it
+            rivals.window = rivals.window or Window()
+            while not rivals.window.enough(size):
+                step = yield
+                self.found.since += 1
+                if skip:
+                    skip -= 1
+                elif step is not None:
+                    rivals.window.add(step)
+            rivals.add(name, rivals.window)
+            planned_before = self.epoch.planned
+        self.found.settle(rivals)
+        self.on_decided()
+
+    def _evened(self, part: Part) -> Split:
+        """An epoch must end as soon as nobody iterates, so what it has must not have it."""
+        return Evened(part, weakref.proxy(self.epoch))
+
+    def _keep(self, planned_before: int) -> Course:
+        """Hand out batches as was decided, until all is to be measured anew.
+
+        Args:
+            planned_before: Batches on their way that were planned otherwise.
+        """
+        found, decision, kept = self.found, self.found.decision, self.found.kept
+        part: Part | None = None
+        if decision is not None and decision.candidate is not None:
+            part = self.part(decision.candidate, decision.ratio)
+        self.epoch.hold = False
+        if part is None:
+            self.epoch.split = AllHere()
+        else:
+            self.epoch.split = part if kept is None else self._evened(part)
+        if kept is not None:
+            kept.skip = max(SKIPPED, planned_before)
+        while True:
+            step = yield
+            found.since += 1
+            if found.waiting and found.since >= self._patience and self.epoch.look():
+                found.forget_candidates()
+                return
+            if step is None or kept is None:
+                continue
+            window = kept.filled(step, window_of(part.ratio, whole=part.stretch.whole) if part else WINDOW)
+            if window is None:
+                continue
+            lacks = kept.watch.lacks(window, offloads=part is not None and part.ratio > 0)
+            if (lacks or found.nobody) and found.since >= found.rest * max(self._least_spent, found.spent):
+                found.forget()
+                return
+            if part is not None and part.ratio != (ratio := found.steer(window)):
+                part.turn(ratio)
+                kept.skip = self.epoch.planned

@@ -1,0 +1,90 @@
+"""Figures of ``auto`` that an earlier job has measured: the same model and pipeline, on the same machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from upriver.dataloader.autotune.offload_tuner import Measured
+from upriver.dataloader.remote.provisioning import Hired
+from upriver.profile.throughput import Candidate
+from upriver.profile.throughput_cache import Known, LocalResources, MetricsStore, StoreKey, model_key
+
+MAX_AGE_S = 30 * 86_400.0
+"""What was measured a month ago is measured anew, as are profiles."""
+
+
+class Recall:
+    """Takes what is known before the first batch, and keeps what a job finds.
+
+    Where it was left open how many workers there are to be, what they deliver is measured in each job: it
+    says how many.
+
+    Args:
+        model: What is trained, or a name for it.
+        hired: Whoever may make samples.
+        measured: Where figures go, and come from.
+        batch_size: Samples of a batch; None where they come one by one.
+        num_workers: Loader processes.
+
+    Raises:
+        ConfigError: If the model is neither, or the name is empty or too long.
+    """
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        hired: Hired,
+        measured: Measured,
+        *,
+        batch_size: int | None,
+        num_workers: int,
+    ) -> None:
+        self._model, self._hired, self._measured = model_key(model), hired, measured
+        self._batch_size, self._num_workers = batch_size, num_workers
+        self._store, self._known = MetricsStore(), Known()
+        self._key: StoreKey | None = None
+
+    def begin(self) -> None:
+        """Take what is known, once; workers have their first task by now."""
+        if self._key is not None:
+            return
+        self._key = StoreKey(
+            model=self._model,
+            pipeline=self._hired.pipeline,
+            batch_size=self._batch_size,
+            local=LocalResources.here(self._num_workers),
+            remote=None if self._hired.grows else self._hired.resources,
+            sample=self._hired.form,
+        )
+        found, known = self._measured, self._store.load(self._key, max_age_s=MAX_AGE_S)
+        found.gthp, found.lthp = known.gthp, known.lthp
+        found.pcycle, found.pseconds = known.pcycle, known.pseconds
+        for candidate in known.candidates:
+            found.rthp[candidate.name], found.ocycles[candidate.name] = candidate.rthp, candidate.ocycle
+        self._known = known
+
+    def keep(self) -> None:
+        """What has been measured, for jobs to come.
+
+        A candidate that delivered nothing, that not all could be asked for, or of which the training node has
+        made some itself, is no news of these workers.
+        """
+        if self._key is None:
+            return
+        found = self._measured
+        candidates = tuple(
+            Candidate(name=name, rthp=rthp, ocycle=found.ocycles[name])
+            for name, rthp in found.rthp.items()
+            if rthp > 0 and (name not in found.timed or found.timed[name].exact)
+        )
+        known = Known(
+            gthp=found.gthp or None,
+            lthp=found.lthp or None,
+            pcycle=found.pcycle or None,
+            pseconds=found.pseconds or None,
+            candidates=() if self._hired.why_not or self._hired.grows else candidates,
+        )
+        self._store.save(self._key, known.beyond(self._known))
+        self._known = replace(known, candidates=known.candidates or self._known.candidates)

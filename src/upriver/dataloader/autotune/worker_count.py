@@ -1,0 +1,131 @@
+"""How many workers a loader needs: decided once, by what one of them delivers.
+
+FastFlow (PVLDB 16(5), section 9): with Rthp measured with one worker, n = ceil(Lower / Rthp of one worker)
+equal ones make up for what the training node lacks.
+
+Departures
+    - Rthp of n workers is not taken to be n times that of one: once they are there the candidate is measured
+      with all of them, and decided again.
+    - Training goes on with the one while the others start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from upriver.dataloader.autotune.offload_tuner import Measured
+from upriver.dataloader.remote.provisioning import Hired
+from upriver.errors import ConfigError
+from upriver.policies import fastflow
+from upriver.profile.throughput import SPEEDUP_THRESHOLD, Metrics
+
+
+def growth(hired: Hired | None, measured: Measured, *, offload: object) -> Growth | None:
+    """What finds how many workers there are to be, where that was left open.
+
+    Args:
+        hired: None where nobody was named.
+        offload: As the loader was told.
+
+    Raises:
+        ConfigError: If nothing is measured, and so nobody will know.
+    """
+    if hired is None or not hired.grows or offload == "never":
+        return None
+    if offload != "auto":
+        raise ConfigError(
+            "how many workers are needed shows with offload='auto' only, which measures what one delivers; "
+            f"say how many, or leave out offload={offload!r}"
+        )
+    return Growth(hired, measured)
+
+
+class Growth:
+    """Starts as many workers as one of them shows to be needed.
+
+    Args:
+        hired: Has one worker at first, and can start others.
+        measured: What is known; when there are more workers, what was measured with fewer is forgotten.
+        threshold: FastFlow's SpeedUpThreshold.
+
+    Attributes:
+        candidates: What is measured: all that could be offloaded, then the one that was best with one worker.
+        why: How many workers there are to be, in a sentence; empty where that is not decided.
+    """
+
+    def __init__(self, hired: Hired, measured: Measured, *, threshold: float = SPEEDUP_THRESHOLD) -> None:
+        self._hired, self._measured, self._threshold = hired, measured, threshold
+        self.candidates: tuple[str, ...] = hired.candidates
+        self.why = ""
+        self._known, self._released = hired.joined, False
+
+    def batches(self, begin: Callable[[Sequence[str]], Iterator[Any]]) -> Iterator[Any]:
+        """All of an epoch.
+
+        Args:
+            begin: What is left of it, with candidates that were not measured yet measured first.
+        """
+        return _Batches(self, begin)
+
+    def look(self) -> bool:
+        """Called between batches: decides, once there are figures; whether they have to be had anew."""
+        self._hired.come()
+        if self.why and self._hired.joined != self._known:
+            self._begin_anew()
+            return True
+        if self._measured.measuring:
+            if self._hired.released:  # somebody has found that it is to be decided again
+                self._hired.hire_again()
+        elif not self.why:
+            self._known = self._hired.joined
+            self._decide()
+        return False
+
+    def _begin_anew(self) -> None:
+        """With others, or with the one where it had been released: then how many is open again."""
+        if self._released:
+            self.candidates, self.why, self._released = self._hired.candidates, "", False
+        self._known = self._hired.joined
+        self._measured.forget_candidates()
+
+    def _decide(self) -> None:
+        metrics = self._measured.metrics(self._threshold, self.candidates)
+        if self._measured.nobody:
+            self._release("none of the workers can be used", "not used")
+        elif not metrics.candidates:  # nothing stalls, and so nothing was measured
+            self._release("no worker is needed", "not needed: nothing keeps the model waiting")
+        elif not self._hired.count:
+            self._release("none of the workers can be used", "not used")
+        else:
+            self._grow(metrics)
+
+    def _grow(self, metrics: Metrics) -> None:
+        best = max(metrics.candidates, key=lambda candidate: fastflow.estimate(metrics, candidate))
+        most = self._hired.most
+        needed = max(1, fastflow.workers_needed(metrics, best, most=most))
+        self.candidates = (best.name,)
+        self.why = (
+            f"{needed} of at most {most} workers, by Lower / Rthp of one = "
+            f"{fastflow.lower(metrics, best):.4g} / {best.rthp:.4g} MB/s"
+        )
+        self._hired.grow_to(needed)
+
+    def _release(self, why: str, why_not: str) -> None:
+        self.why = why
+        self._released = True
+        self._hired.release(why_not)
+
+
+class _Batches(Iterator[Any]):
+    """An epoch that is measured anew where workers have come."""
+
+    def __init__(self, growth: Growth, begin: Callable[[Sequence[str]], Iterator[Any]]) -> None:
+        self._growth, self._begin = growth, begin
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        anew = self._growth.look()
+        if self._batches is None or anew:
+            self._batches = self._begin(self._growth.candidates)
+        return next(self._batches)

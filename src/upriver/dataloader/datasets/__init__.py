@@ -1,0 +1,1 @@
+"""Describe a dataset so that a worker elsewhere has the same one."""

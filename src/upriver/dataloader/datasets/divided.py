@@ -1,0 +1,119 @@
+"""Whether a dataset's samples can be read at one place and computed at another, seen by one sample.
+
+``read`` and ``transform`` are names that many a dataset has for something else: a helper that takes a path,
+what is done to the image and not to the label. To call them on a guess could do anything, and batches without
+labels would look whole. So one sample is made as ever, by a copy of the dataset that tells what its
+``__getitem__`` calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import copy
+from typing import Any, NamedTuple
+
+from upriver.dataloader.local.workers import Source
+from upriver.errors import ConfigError
+from upriver.pipeline.draw import Draw
+from upriver.pipeline.mapstyle import MAKE, MapStyle
+from upriver.pipeline.seeding import Generators, apart, seed_generators
+from upriver.protocol.tree import flatten
+from upriver.text import error_text
+
+log = logging.getLogger("upriver")
+
+
+def is_divided(source: Source) -> bool:
+    """Whether it is seen."""
+    try:
+        _check(source)
+    except Exception as why:  # the dataset's own, too: nobody knows whether it has a sample 0
+        log.info("p1 is not tried: %s", error_text(why))
+        return False
+    return True
+
+
+def check_divided(source: Source) -> None:
+    """Whether it can be, where the user says so: then what cannot be seen is taken on trust.
+
+    Raises:
+        ConfigError: If a sample is seen to be made otherwise; says how.
+    """
+    try:
+        _check(source)
+    except _Otherwise:
+        raise
+    except Exception as why:
+        log.info("that samples are transform(read(index)) is taken on trust: %s", error_text(why))
+
+
+class _Otherwise(ConfigError):
+    """Samples are not made by reading and computing alone."""
+
+
+class _Index(int):
+    """No other number is this one: what was looked up by it is seen to be something else."""
+
+
+class _Call(NamedTuple):
+    name: str
+    given: list[Any]
+    value: Any
+    before: Generators
+    after: Generators
+
+
+def _check(source: Source) -> None:
+    if isinstance(source, MapStyle):
+        with apart():
+            why = _otherwise(source.dataset, _Index(0))
+        if why:
+            raise _Otherwise(
+                f"{type(source.dataset).__name__} cannot be read here and computed there: its __getitem__ "
+                f"must give self.transform(self.read(index)) and do no more, and {why}"
+            )
+
+
+def _otherwise(dataset: Any, index: _Index) -> str:
+    """How a sample is made where that is not by reading and computing alone, in words; empty where it is."""
+    calls = list[_Call]()
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = Generators.now()
+            value = call(*args, **kwargs)
+            calls.append(_Call(name, [*args, *kwargs.values()], value, before, Generators.now()))
+            return value
+
+        return run
+
+    if hasattr(dataset, "__del__"):
+        raise ConfigError("a copy would close what the dataset has open, where it ends (__del__)")
+    copied = copy(dataset)
+    if vars(copied) is vars(dataset):
+        raise ConfigError("there is no copy of the dataset but itself")
+    try:
+        copied.read, copied.transform = watched("read", copied.read), watched("transform", copied.transform)
+        seed_generators(Draw(seed=0, epoch=0, sample=0, stage=MAKE))
+        began = Generators.now()
+        made = copied[index]
+        ended = Generators.now()
+    finally:
+        vars(copied).clear()  # or it would hold itself, and what the dataset has, for an unknown time
+    if [call.name for call in calls] != ["read", "transform"]:
+        return f"it calls {' and then '.join(call.name for call in calls) or 'neither of them'}"
+    read, transform = calls
+    if len(read.given) != 1 or read.given[0] is not index:
+        return "it reads by something else than the index"
+    if len(transform.given) != 1 or transform.given[0] is not read.value:
+        return "it transforms something else than what read gives"
+    if made is not transform.value:
+        return "it gives something else than what transform does"
+    if not (began.same(read.before) and read.after.same(transform.before) and transform.after.same(ended)):
+        return "it draws by chance besides"
+    try:
+        flatten(dataset.read(int(index)))  # by a plain index, as that may be in what it gives
+    except ConfigError as error:
+        return f"it reads what no worker can be sent: {error}"
+    return ""

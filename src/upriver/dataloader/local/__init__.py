@@ -1,0 +1,1 @@
+"""Make samples on the training node, in loader processes or in the training process."""

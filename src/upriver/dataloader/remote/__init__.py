@@ -1,0 +1,1 @@
+"""Make samples on workers elsewhere, and find or start these workers."""

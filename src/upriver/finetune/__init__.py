@@ -1,0 +1,1 @@
+"""Fine-tune a model whose frozen first layers may run near the data."""

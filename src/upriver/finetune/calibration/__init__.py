@@ -1,0 +1,1 @@
+"""Measure what stages and links cost before a job begins."""

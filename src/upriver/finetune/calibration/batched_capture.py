@@ -1,0 +1,96 @@
+"""A job's frozen part at several micro-batches at once, where low bits may differ.
+
+A server that has room, and many samples to run, takes less time for each where it runs more of them at once.
+With ``exact="numeric"`` a job may leave that to servers: it captures its frozen part at two, four, eight …
+times its micro-batch, lets servers have these programs, too, and names them in its requests. What comes back
+is divided into micro-batches as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from upriver.errors import UpriverError
+from upriver.finetune.calibration.example_batch import example_of
+from upriver.finetune.options import JobOptions
+from upriver.pipeline import Dataset
+from upriver.program import Program
+from upriver.program.split.resized import resized
+from upriver.program.split.split import Split
+from upriver.protocol import Caps
+
+log = logging.getLogger("upriver")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """The frozen part at larger sizes.
+
+    Attributes:
+        programs: By size, the smallest first.
+        left_out: Samples of sizes that are not there, to why.
+    """
+
+    programs: tuple[Program, ...] = ()
+    left_out: tuple[tuple[int, str], ...] = ()
+
+
+def captured(
+    model: nn.Module,
+    direct: Dataset,
+    parts: Split,
+    options: JobOptions,
+    *,
+    autocast: torch.dtype | None,
+    caps: Caps,
+    tell: Callable[[str], None],
+) -> Captured:
+    """Capture the frozen part at each larger size that a request can be for.
+
+    Args:
+        model: What was split.
+        direct: The dataset, read from here.
+        parts: The split, at the job's own size.
+        autocast: What the model was split under.
+        caps: What servers take.
+        tell: Told what is being done.
+    """
+    programs: list[Program] = []
+    left_out: list[tuple[int, str]] = []
+    for size in options.larger_sizes:
+        if (why_not := _too_large(size, options.micro_batch, caps)) != "":
+            left_out.append((size, why_not))
+            continue
+        tell(f"capturing the frozen part for {size} samples at once")
+        example = example_of(model, direct, replace(options, micro_batch=size))
+        try:
+            programs.append(resized(model, parts, example, autocast=autocast))
+        except UpriverError as error:
+            left_out.append((size, str(error)))
+    return Captured(programs=tuple(programs), left_out=tuple(left_out))
+
+
+def notes(taken: Sequence[Program], left_out: Sequence[tuple[int, str]]) -> list[str]:
+    """What a plan says of them.
+
+    Args:
+        taken: Programs that servers may choose.
+        left_out: As `Captured.left_out`.
+    """
+    found = []
+    if taken:
+        sizes = " or ".join(str(program.micro_batch) for program in taken)
+        found.append(f"servers may run {sizes} samples at once, which changes low bits")
+    found += [f"not {size} samples at once: {why}" for size, why in left_out]
+    return found
+
+
+def _too_large(size: int, micro_batch: int, caps: Caps) -> str:
+    """Why no request can be for so many samples at once; empty where one can."""
+    most = min(caps.samples, caps.tensors, caps.micro_batches * micro_batch)
+    return "" if size <= most else f"a request has at most {most} samples there"

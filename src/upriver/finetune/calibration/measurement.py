@@ -1,0 +1,438 @@
+"""What a job finds out before it begins: who may be used, what stages cost on both tiers, the link.
+
+Each server first computes the canary, which lets it in; what that took are the first timings. Model stages
+are then measured at a second size of micro-batch on both tiers, as far as the budget allows, so that what a
+call costs is known beside what a sample costs. What an earlier job has kept takes the place of all that,
+brought up to how slow the canary shows the tiers to be today.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+
+import torch
+from torch import nn
+
+from upriver.engine.engine import Engine
+from upriver.errors import BadSample, DatasetError, Overloaded, UpriverError
+from upriver.finetune.calibration.batched_capture import Captured, captured
+from upriver.finetune.calibration.local_canary import LocalCanary
+from upriver.finetune.calibration.second_size import SecondSize
+from upriver.finetune.calibration.time_budget import Stopwatch, affordable_repeats, allowed_s
+from upriver.finetune.options import JobOptions
+from upriver.finetune.planning.micro_batch_size import Judge
+from upriver.finetune.planning.plan_builder import (
+    MEASURED_MICRO_BATCHES,
+    LocalMeasurement,
+    measure_tail,
+    profile_and_cluster,
+)
+from upriver.pipeline import Dataset
+from upriver.profile.builder import has_lines, with_lines, with_peaks
+from upriver.profile.live_profile import worker_s
+from upriver.profile.memory.estimator import known_peaks
+from upriver.profile.profile_cache import (
+    Kept,
+    ProfileKey,
+    as_of_today,
+    load_profile,
+    save_profile,
+    slowdown,
+)
+from upriver.program import Program
+from upriver.program.split.split import Split
+from upriver.protocol import Caps, Info
+from upriver.rpc.client import ServerClient
+from upriver.rpc.link_probe import LinkEstimate, measure_link
+from upriver.rpc.load_report import UNCHANGED, busy_s, expected_waits, notes, profile_key, waiting
+from upriver.rpc.server_verification import Gate, Question
+from upriver.rpc.tolerance import Tolerance
+from upriver.types import Cluster, Profile, Tier, Timings
+
+log = logging.getLogger("upriver")
+
+CANARY = "canary"
+"""The part that is no measuring: every server must pass, which takes loading the program there, too."""
+
+FULL_S = 30.0
+"""For so long a job that begins waits for servers that have no room, where there is no other: as long as a
+server lets requests wait before it sends them away."""
+
+LEAST_WAIT_S = 0.1
+"""Between two times that a full server is asked, whatever it says: nothing but a mistake says less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a plan rests on.
+
+    Attributes:
+        profile: With the seconds of today.
+        cluster: Likewise.
+        servers: Those that passed the canary.
+        at_once: Address of each of them to the micro-batches that it computes at once.
+        caps: What the first of them takes.
+        kept: Whether its stages were measured by an earlier job.
+        seconds: What each part took: ``canary``, ``stages``, ``link``, ``tail``, ``memory``,
+            ``second size``.
+        notes: What a reader of the plan should know.
+        slowed: By others' work, how many times as long micro-batches take on the servers; in the cluster's
+            load.
+        micro_batch_s: For how long one of this job's keeps a worker there.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    servers: tuple[ServerClient, ...]
+    at_once: Mapping[str, int]
+    caps: Caps
+    kept: bool
+    seconds: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+    slowed: float = 1.0
+    micro_batch_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that went into measuring: all parts but the canary."""
+        return sum(seconds for part, seconds in self.seconds.items() if part != CANARY)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in self.seconds.items())
+        how = "two sizes" if has_lines(self.profile) else "one size"
+        return f"measured at {how}{' by an earlier job' if self.kept else ''}: {parts}"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Passed:
+    """A server that has computed the canary.
+
+    Attributes:
+        timings: Of each time.
+        waits: What one more micro-batch would have waited for a worker, while this job asked for none.
+    """
+
+    client: ServerClient
+    info: Info
+    timings: list[Timings] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+
+    @property
+    def at_once(self) -> int:
+        """Micro-batches that it computes at once: workers share a device, but not a core."""
+        return self.info.workers if self.info.device == "cpu" else self.info.devices
+
+
+class Measuring:
+    """Measures the machines of one job.
+
+    Args:
+        model: What ``parts`` is the split of, for its tail and for a second size.
+        dataset: As the user gave it.
+        direct: The same, read over the metered link.
+        program: The frozen part.
+        allowed: By how much features may differ; None asks for equal bits.
+        autocast: What the model was split under.
+        tell: Told what is being done.
+
+    Attributes:
+        gate: Lets servers in.
+        not_used: Why others are not used for now.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        direct: Dataset,
+        parts: Split,
+        program: Program,
+        options: JobOptions,
+        *,
+        allowed: Tolerance | None,
+        autocast: torch.dtype | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._model, self._dataset, self._direct = model, dataset, direct
+        self._parts, self._program, self._options = parts, program, options
+        self._autocast, self._tell = autocast, tell
+        self._engine = Engine(chain=dataset.chain, program=program, micro_batch=options.micro_batch)
+        self._canary = options.order(0).micro_batches[0]
+        self._here: LocalMeasurement | None = None
+        self._keys: dict[str, ProfileKey] = {}
+        self._kept: dict[str, Kept] = {}
+        self._clock = Stopwatch()
+        self.not_used: list[str] = []
+        question = Question(
+            dataset=dataset, program=program, seed=options.seed, on_bad_sample=options.on_bad_sample
+        )
+        self.gate = Gate(
+            question,
+            self._engine,
+            canary=self._canary,
+            reference=lambda: self._measured_here().features,
+            allowed=allowed,
+            values=parts.tail.values,
+        )
+
+    def run(self, servers: Sequence[ServerClient], judge: Judge) -> Measured | None:
+        """Measure; None where no server can be used.
+
+        Args:
+            judge: Predicts an epoch, by which the budget goes.
+        """
+        passed = self._let_in(servers)
+        link = self._link(passed)
+        if link is None:
+            return None
+        first = passed[0]
+        kept = self._kept.get(first.client.url)
+        if kept is None and self._kept:
+            self._here, self._kept = None, {}  # the server that is known has gone: measure after all
+        profile, cluster = self._put_together(passed, link, kept)
+        factors = self._factors(kept, first)
+        profile = as_of_today(profile, factors)
+        lined = None if has_lines(profile) else self._with_lines(first, profile, cluster, judge)
+        if kept is None or lined is not None:
+            save_profile(self._keys[first.client.url], lined or profile, cluster)
+        slowed = self._waiting(passed)
+        measured = Measured(
+            profile=lined or profile,
+            cluster=cluster,
+            servers=tuple(each.client for each in passed),
+            at_once={each.client.url: each.at_once for each in passed},
+            caps=first.info.caps,
+            kept=kept is not None and lined is None,
+            seconds=dict(self._clock.seconds),
+            notes=tuple(notes(factors, slowed)),
+            slowed=slowed,
+            micro_batch_s=mean(worker_s(each.timings[-1]) for each in passed),
+        )
+        log.info("%s", measured)
+        return measured
+
+    def larger(self, caps: Caps) -> Captured:
+        """The program at larger sizes, as far as servers may run it so, and it can be captured.
+
+        Args:
+            caps: What servers take.
+        """
+        return captured(
+            self._model,
+            self._direct,
+            self._parts,
+            self._options,
+            autocast=self._autocast,
+            caps=caps,
+            tell=self._tell,
+        )
+
+    # ------------------------------------------------------------------------------------- one size
+
+    def _let_in(self, servers: Sequence[ServerClient]) -> list[_Passed]:
+        """Servers that pass the canary at the freeze point, with its timings.
+
+        Where none does, and some only have no room now, those are asked again for a while.
+        """
+        until = time.monotonic() + FULL_S
+        passed, full = self._ask(servers)
+        while full and not passed:
+            wait_s = max(LEAST_WAIT_S, min(error.retry_after_s for error in full.values()))
+            if time.monotonic() + wait_s > until:
+                break
+            self._tell(f"waiting for room at {', '.join(server.url for server in full)}")
+            time.sleep(random.uniform(wait_s, 2 * wait_s))  # those sent away together come back apart
+            passed, full = self._ask(list(full))
+        for server, error in full.items():
+            self.leave_out(server, error)
+        return passed
+
+    def _ask(self, servers: Sequence[ServerClient]) -> tuple[list[_Passed], dict[ServerClient, Overloaded]]:
+        """Those of some servers that pass the canary, and those that have no room now."""
+        passed: list[_Passed] = []
+        full: dict[ServerClient, Overloaded] = {}
+        for server in servers:
+            try:
+                self._tell(f"asking {server.url}")
+                info = server.info()
+                if not passed:
+                    self._dataset.publish()
+                kept = self._look_up(server, info)
+                self._tell("using the profile of an earlier job" if kept else f"measuring {server.url}")
+                passed.append(self._canaries(_Passed(client=server, info=info), kept))
+            except (BadSample, DatasetError):
+                raise  # the same wherever it is computed
+            except Overloaded as error:
+                full[server] = error
+            except UpriverError as error:
+                self.leave_out(server, error)
+        return passed, full
+
+    def _canaries(self, server: _Passed, kept: Kept | None) -> _Passed:
+        """The canary must pass, whatever is known; again to be measured, or if it says that much changed."""
+        with self._clock.part(CANARY):
+            self._run_canary(server)
+        with self._clock.part("stages"):
+            for _ in range(1, MEASURED_MICRO_BATCHES):
+                if kept is None or self._slowdown(kept, Tier.STORAGE, server.timings) > UNCHANGED:
+                    self._run_canary(server)
+        return server
+
+    def _run_canary(self, server: _Passed) -> None:
+        waits = expected_waits(server.client)
+        server.timings.append(self.gate.measure(server.client, stop=self._parts.freeze))
+        server.waits += waits
+
+    def _look_up(self, server: ServerClient, info: Info) -> Kept | None:
+        """What an earlier job measured with this server, if it is kept."""
+        self._keys[server.url] = key = profile_key(self._dataset.digest, self._program, server, info)
+        kept = load_profile(
+            key,
+            stages=[stage.name for stage in self._program.stages],
+            input_stages=[stage.name for stage in self._dataset.chain.stages],
+        )
+        if kept is not None:
+            self._kept[server.url] = kept
+        return kept
+
+    def leave_out(self, server: ServerClient, error: UpriverError) -> None:
+        """Note that a server cannot be used now."""
+        reason = str(error)
+        self.not_used.append(reason if server.url in reason else f"{server.url}: {reason}")
+        log.warning("a server is not used for now: %s", self.not_used[-1])
+
+    def _link(self, passed: list[_Passed]) -> LinkEstimate | None:
+        """The link to the first server; those that fail the probe are taken off the list."""
+        while passed:
+            self._tell("measuring the link")
+            try:
+                with self._clock.part("link"):
+                    return measure_link(passed[0].client)
+            except UpriverError as error:
+                self.leave_out(passed.pop(0).client, error)
+        return None
+
+    def _measured_here(self) -> LocalMeasurement:
+        if self._here is None:
+            kept = next(iter(self._kept.values()), None)
+            if kept is None:
+                self._tell("measuring this side")
+            self._here = self._run_here(kept)
+        return self._here
+
+    def _run_here(self, kept: Kept | None) -> LocalMeasurement:
+        """The canary on this side, as often as on a server; the first time counts as the canary's."""
+        canary = LocalCanary(
+            engine=self._engine,
+            dataset=self._direct,
+            ids=self._canary,
+            freeze=self._parts.freeze,
+            seed=self._options.seed,
+            on_bad_sample=self._options.on_bad_sample,
+        )
+        with self._clock.part(CANARY):
+            features, first = canary.run()
+        with self._clock.part("stages"):
+            if kept is None:
+                again, input_bytes = canary.run_in_steps()
+                return LocalMeasurement(features=features, timings=(first, again), input_bytes=input_bytes)
+            timings = [first]
+            if self._slowdown(kept, Tier.COMPUTE, timings) > UNCHANGED:
+                timings.append(canary.run()[1])
+        known = input_sizes(kept.profile)
+        return LocalMeasurement(features=features, timings=tuple(timings), input_bytes=known)
+
+    def _put_together(
+        self, passed: Sequence[_Passed], link: LinkEstimate, kept: Kept | None
+    ) -> tuple[Profile, Cluster]:
+        here, options = self._measured_here(), self._options
+        with self._clock.part("tail"):
+            tail = measure_tail(
+                self._model,
+                self._parts,
+                here.features.tensors,
+                samples=options.micro_batch,
+                batch_size=options.step_samples,
+            )
+        profile, cluster = profile_and_cluster(
+            name=type(self._model).__name__,
+            dataset=self._dataset,
+            stored_bytes=float(self._dataset.sizes(options.rows).mean()),
+            split=self._parts,
+            here=here,
+            there=passed[0].timings,
+            link=link,
+            tail=tail,
+            at_once=sum(each.at_once for each in passed),
+            num_workers=options.num_workers,
+            # Every rank asks the same servers for as much, and all wait for what others ask.
+            load=options.num_ranks / sum(each.at_once for each in passed) * self._waiting(passed),
+            kept=kept,
+        )
+        if kept is None:
+            with self._clock.part("memory"):
+                profile = with_peaks(profile, known_peaks(self._program))
+        return profile, cluster
+
+    # ------------------------------------------------------------------------------ as it is today
+
+    def _slowdown(self, kept: Kept, tier: Tier, timings: Sequence[Timings]) -> float:
+        return slowdown(kept.profile, tier, timings, samples=self._options.micro_batch)
+
+    def _factors(self, kept: Kept | None, first: _Passed) -> dict[Tier, float]:
+        """By how much the stages of each tier have changed since they were kept."""
+        if kept is None:
+            return {}
+        seen = {Tier.STORAGE: first.timings, Tier.COMPUTE: self._measured_here().timings}
+        found = {tier: self._slowdown(kept, tier, timings) for tier, timings in seen.items()}
+        return {tier: by for tier, by in found.items() if not 1 / UNCHANGED <= by <= UNCHANGED}
+
+    def _waiting(self, passed: Sequence[_Passed]) -> float:
+        """How many times as long micro-batches take on the servers since others' work is done in turn.
+
+        A server takes micro-batches in the order in which they come, so this job's share is what it has in
+        flight beside what waits already. Seconds of stages hold no waiting, so nothing counts twice; other
+        ranks of this job are counted apart.
+        """
+        if self._options.num_ranks > 1:
+            return 1.0
+        return mean(
+            waiting(each.waits, busy_s(each.timings[-1]) / each.at_once, in_flight=self._options.connections)
+            for each in passed
+        )
+
+    def _with_lines(
+        self, server: _Passed, profile: Profile, cluster: Cluster, judge: Judge
+    ) -> Profile | None:
+        """The profile with model stages measured at two sizes; None where that takes too long or fails."""
+        epoch_s = judge(profile, cluster)
+        if epoch_s is None:
+            return None
+        second = SecondSize(self._model, self._direct, self._parts, self._options, autocast=self._autocast)
+        spent = sum(seconds for part, seconds in self._clock.seconds.items() if part != CANARY)
+        repeats = affordable_repeats(
+            allowed_s(epoch_s) - spent,
+            once_s=second.once_s(cluster),
+            turn_s=second.turn_s(profile) + 2 * median(server.waits or [0.0]),
+        )
+        if repeats is None:
+            log.debug("a second size of micro-batch takes too long for epochs of %.3f s", epoch_s)
+            return None
+        self._tell(f"measuring micro-batches of {second.size}, too")
+        try:
+            with self._clock.part("second size"):
+                return with_lines(profile, second.measure(server.client, repeats=repeats))
+        except UpriverError as error:
+            log.info("stages are known at one size of micro-batch alone: %s", error)
+            return None
+
+
+def input_sizes(profile: Profile) -> dict[int, float]:
+    """Position to the bytes of a sample there, after each input stage."""
+    stages = profile.input_stages
+    return {position: stage.out_bytes for position, stage in enumerate(stages, start=1 - len(stages))}

@@ -1,0 +1,90 @@
+"""Model stages at a second size of micro-batch, on both tiers: so that what a call costs is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from upriver.errors import ProtocolError, UpriverError
+from upriver.finetune.calibration.example_batch import example_of
+from upriver.finetune.options import JobOptions
+from upriver.pipeline import Dataset
+from upriver.profile.stage_timing import Seconds, measure_stages, sizes
+from upriver.program.split.resized import resized
+from upriver.program.split.split import Split
+from upriver.protocol import StageCosts
+from upriver.rpc.client import ServerClient
+from upriver.types import Cluster, Profile, Tier
+
+
+class SecondSize:
+    """What it would take, and doing it.
+
+    Args:
+        model: What was split.
+        direct: The dataset, read from here.
+        parts: The split, at the job's own size.
+        autocast: What the model was split under.
+
+    Attributes:
+        size: The second one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        direct: Dataset,
+        parts: Split,
+        options: JobOptions,
+        *,
+        autocast: torch.dtype | None,
+    ) -> None:
+        if parts.program is None:
+            raise UpriverError("a model that runs unsplit has no stages to measure")
+        self._model, self._direct, self._parts, self._autocast = model, direct, parts, autocast
+        self._options, self._program = options, parts.program
+        self._own, self.size = sizes(options.micro_batch)
+
+    def once_s(self, cluster: Cluster) -> float:
+        """Seconds to capture the model once more and to send its graph; the weights are there."""
+        num_bytes = len(self._program.graph_bytes)
+        return self._parts.capture_s + num_bytes / cluster.link.bandwidth_bytes_per_s
+
+    def turn_s(self, profile: Profile) -> float:
+        """Seconds to run each size once on each tier, as the seconds of one size make one think."""
+        frozen = profile.stages[: profile.freeze]
+        each = sum(stage.seconds[tier][1] for stage in frozen for tier in (Tier.STORAGE, Tier.COMPUTE))
+        return each * (self._own + self.size)
+
+    def measure(self, server: ServerClient, *, repeats: int) -> dict[Tier, Sequence[Seconds]]:
+        """Lines of each stage up to the freeze point: medians of so many runs of each size.
+
+        Raises:
+            CaptureError: If the model cannot be captured at this size.
+            UpriverError: If the server does not measure, or not now.
+        """
+        both = (self._options, replace(self._options, micro_batch=self.size))
+        inputs = [example_of(self._model, self._direct, options) for options in both]
+        other = resized(self._model, self._parts, inputs[1], autocast=self._autocast)
+        if not server.has_program(other.digest):
+            server.put_program(other)
+        programs = (self._program, other)
+        freeze = self._parts.freeze
+        costs = server.profile([each.digest for each in programs], stop=freeze, repeats=repeats)
+        here = measure_stages(programs, [(tensor,) for tensor in inputs], repeats=repeats)
+        return {Tier.STORAGE: _of_stages(costs, freeze), Tier.COMPUTE: here}
+
+
+def _of_stages(costs: StageCosts, freeze: int) -> tuple[Seconds, ...]:
+    """What a server said of each stage, in order.
+
+    Raises:
+        ProtocolError: If it left some out.
+    """
+    found = {stage.position: stage.seconds for stage in costs.stages}
+    if sorted(found) != list(range(1, freeze + 1)):
+        raise ProtocolError(f"a profile of stages 1..{freeze} was asked for, got {sorted(found)}")
+    return tuple(found[position] for position in range(1, freeze + 1))

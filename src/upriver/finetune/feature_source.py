@@ -1,0 +1,317 @@
+"""What brings a job its micro-batches: a loader for each pass over a dataset, and the rest of the prefix."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from upriver.engine.clock import Clock
+from upriver.engine.engine import Engine
+from upriver.finetune.options import JobOptions
+from upriver.finetune.prefetch.delivery_table import Came, Dealt, Pin, Way, Window
+from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, Remote
+from upriver.finetune.prefetch.local_source import LocalSource
+from upriver.finetune.prefetch.prefetcher import Loader
+from upriver.finetune.prefetch.replay import Places
+from upriver.finetune.prefetch.route_dealing import deal
+from upriver.finetune.prefetch.sampler import EpochOrder
+from upriver.finetune.prefetch.step_assembly import Values, first_micro_batch
+from upriver.finetune.prefetch.window import told, window_for
+from upriver.finetune.replanner import Replanner
+from upriver.finetune.report import Tally
+from upriver.pipeline import Dataset, InputChain
+from upriver.program.split.split import Split
+from upriver.protocol import Larger, RunRequest
+from upriver.rpc.link_meter import MeteredStore
+from upriver.rpc.server_pool import ServerPool
+from upriver.rpc.server_verification import Question
+from upriver.types import MicroBatch, Plan, Tier, Timings
+
+log = logging.getLogger("upriver")
+
+
+class Feed:
+    """Makes loaders, and keeps what they delivered. Knows nothing of the job, which can be collected.
+
+    Args:
+        chain: The training data's; its cuts are those that plans name and canaries cover.
+        batch_size: Samples of the largest step of training.
+        log_level: At which each micro-batch's place is logged.
+        larger: Sizes at which servers may run several micro-batches at once.
+
+    Attributes:
+        tally: What passes that are over have delivered.
+        places: Where the micro-batches of training were computed.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        options: JobOptions,
+        *,
+        chain: InputChain,
+        batch_size: int,
+        pool: ServerPool | None,
+        replanner: Replanner | None,
+        device: torch.device,
+        log_level: int,
+        larger: Callable[[], Sequence[Larger]] = lambda: (),
+    ) -> None:
+        self._split, self._options = split, options
+        self._chain, self._batch_size = chain, batch_size
+        self._larger = larger
+        self._pool, self._replanner = pool, replanner
+        self._device, self._log_level = device, log_level
+        self.tally = Tally()
+        self.places = Places()
+
+    @contextlib.contextmanager
+    def training(
+        self,
+        dataset: Dataset,
+        plan: Plan,
+        order: EpochOrder,
+        *,
+        epoch: int,
+        step: int,
+        pins: Mapping[int, Pin],
+    ) -> Iterator[Loader]:
+        """A loader for an epoch of training, from a step of it on; its places are noted.
+
+        Args:
+            pins: Micro-batches that must come from a certain place.
+        """
+        places, replanner, level = self.places, self._replanner, self._log_level
+
+        def note(index: int, source: str, came: Came, timings: Timings) -> None:
+            places.note(epoch=epoch, index=index, source=source, cut=came.position)
+            log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, came.position)
+            if replanner is not None:
+                tier = Tier.COMPUTE if source == LOCAL else Tier.STORAGE
+                replanner.saw(tier, timings, sent_bytes=came.num_bytes)
+
+        def saw(timings: Timings) -> None:
+            if replanner is not None:
+                replanner.saw(Tier.COMPUTE, timings)
+
+        log.info("%s", told(self.window(plan)))
+        with self._loading(
+            dataset,
+            plan,
+            order,
+            dealt=deal(plan.routes, len(order.micro_batches), start=dataset.chain.start),
+            pool=self._pool,
+            epoch=epoch,
+            first=first_micro_batch(order, step),
+            pins=pins,
+            note=note,
+            saw=saw,
+        ) as loader:
+            yield loader
+
+    @contextlib.contextmanager
+    def evaluating(
+        self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
+    ) -> Iterator[Loader]:
+        """A loader for one pass over a dataset of its own.
+
+        Args:
+            servers: Whether they can read the dataset; where not, all of it is made here.
+        """
+
+        def note(index: int, source: str, came: Came, timings: Timings) -> None:
+            pass
+
+        with self._loading(
+            dataset,
+            plan,
+            order,
+            dealt=self._dealt_elsewhere(dataset, plan, order, servers=servers),
+            pool=self._pool if servers else None,
+            epoch=0,
+            first=0,
+            pins={},
+            note=note,
+            saw=lambda timings: None,
+        ) as loader:
+            yield loader
+
+    def _dealt_elsewhere(
+        self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
+    ) -> tuple[Dealt, ...]:
+        """The routes of another dataset's micro-batches, as like the plan's as may be.
+
+        In another chain a cut below 0 lies behind other stages, and maybe none, so no canary has covered it:
+        what would take it is made here.
+        """
+        hands = deal(plan.routes, len(order.micro_batches), start=self._chain.start)
+        first = self._chain.start if dataset.chain == self._chain else 0
+        here = Dealt(way=Way.LOCAL, cut=dataset.chain.start)
+        return tuple(hand if servers and hand.cut >= first else here for hand in hands)
+
+    @contextlib.contextmanager
+    def _loading(
+        self,
+        dataset: Dataset,
+        plan: Plan,
+        order: EpochOrder,
+        *,
+        dealt: Sequence[Dealt],
+        pool: ServerPool | None,
+        epoch: int,
+        first: int,
+        pins: Mapping[int, Pin],
+        note: Callable[[int, str, Came, Timings], None],
+        saw: Callable[[Timings], None],
+    ) -> Iterator[Loader]:
+        """A loader for one pass; what it delivered is added up when it ends.
+
+        Args:
+            note: Told what was handed out.
+            saw: Told what the rest of the prefix has taken here.
+        """
+        tally = self.tally
+
+        def count(index: int, source: str, came: Came, timings: Timings) -> None:
+            tally.timings(source, timings)
+            note(index, source, came, timings)
+
+        remote, store = self._remote(pool, dataset, order, epoch, pins, dealt), dataset.store
+        loader = Loader(
+            order.micro_batches,
+            local=LocalSource(
+                dataset=dataset,
+                engine=self._engine(dataset),
+                seed=self._options.seed,
+                epoch=epoch,
+                on_bad_sample=self._options.on_bad_sample,
+                shared=store.meter if remote is not None and isinstance(store, MeteredStore) else None,
+            ),
+            first=first,
+            remote=remote,
+            window=self.window(plan),
+            num_workers=self._options.num_workers,
+            expected_bytes=self._expected_bytes(),
+            on_timings=count,
+            finish=self._finisher(dataset, epoch, saw),
+            pins=pins,
+            dealt=dealt,
+        )
+        try:
+            yield loader
+        finally:
+            loader.close()
+            tally.add(loader.report)
+
+    def values(self, batch: MicroBatch) -> Values:
+        """What crosses the freeze point, where the tail runs."""
+        return tuple(value.to(self._device) for value in batch.tensors)
+
+    def _finisher(self, dataset: Dataset, epoch: int, saw: Callable[[Timings], None]) -> Finish:
+        """What runs the rest of the prefix on a micro-batch, here, up to the freeze point."""
+        engine = self._engine(dataset)
+
+        def finish(batch: MicroBatch) -> MicroBatch:
+            clock = Clock()
+            # Only input stages can find a sample bad, and name its object; as a rule they have run.
+            names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
+            done = engine.resume(
+                batch,
+                object_names=names,
+                stop=self._split.freeze,
+                seed=self._options.seed,
+                epoch=epoch,
+                on_bad_sample=self._options.on_bad_sample,
+                clock=clock,
+            )
+            self.tally.timings("finish", clock.timings())
+            saw(clock.timings())
+            return done
+
+        return finish
+
+    def _engine(self, dataset: Dataset) -> Engine:
+        program, micro_batch = self._split.program, self._options.micro_batch
+        return Engine(chain=dataset.chain, program=program, micro_batch=micro_batch)
+
+    def _remote(
+        self,
+        pool: ServerPool | None,
+        dataset: Dataset,
+        order: EpochOrder,
+        epoch: int,
+        pins: Mapping[int, Pin],
+        dealt: Sequence[Dealt],
+    ) -> Remote | None:
+        program = self._split.program
+        ways = (*(hand.way for hand in dealt), *(pin.way for pin in pins.values()))
+        asks = self._replanner is not None or Way.REMOTE in ways
+        if pool is None or program is None or not asks:
+            return None
+        question = Question(
+            dataset=dataset,
+            program=program,
+            seed=self._options.seed,
+            on_bad_sample=self._options.on_bad_sample,
+        )
+        micro_batches = order.micro_batches
+
+        def make_request(indices: Sequence[int], cut: int | None) -> RunRequest:
+            stop = 0 if cut is None else cut
+            wanted = [micro_batches[i] for i in indices]
+            return question.request(wanted, stop=stop, epoch=epoch, larger=self._larger())
+
+        return Remote(
+            pool=pool,
+            make_request=make_request,
+            connections=self._options.connections,
+            per_request=max(self._options.per_request, self._together),
+            open_cut=self._open_cut,
+        )
+
+    @property
+    def _together(self) -> int:
+        """Micro-batches that a server may run at once: a request that has fewer gives it no choice."""
+        micro_batch = self._options.micro_batch
+        return max((each.micro_batch for each in self._larger()), default=micro_batch) // micro_batch
+
+    def _open_cut(self) -> int | None:
+        """The freeze point, if servers pass the canary there: for a plan that asked none, and must now."""
+        replanner, freeze = self._replanner, self._split.freeze
+        return freeze if replanner is not None and replanner.opened(freeze) else None
+
+    def window(self, plan: Plan) -> Window:
+        """How far loaders run ahead under a plan."""
+        options = self._options
+        return window_for(
+            plan,
+            start=self._chain.start,
+            batch_size=self._batch_size,
+            micro_batch=options.micro_batch,
+            connections=options.connections,
+            num_workers=options.num_workers,
+            crossing_bytes=self._crossing_bytes,
+            num_bytes=options.window_bytes,
+            together=self._together,
+        )
+
+    def _crossing_bytes(self, cut: int) -> float:
+        """What a sample weighs that arrives at a cut; among input stages at most as much as behind them."""
+        program = self._split.program
+        if program is None:
+            return 0.0
+        return program.stages[cut - 1].out_bytes if cut > 0 else program.graph.input_bytes
+
+    def _expected_bytes(self) -> dict[Way | Dealt, int]:
+        program = self._split.program
+        if program is None:
+            return {}
+        sizes = {
+            cut: int(self._crossing_bytes(cut) * self._options.micro_batch)
+            for cut in range(self._chain.start + 1, program.num_stages + 1)
+        }
+        remote: dict[Way | Dealt, int] = {Dealt(way=Way.REMOTE, cut=cut): size for cut, size in sizes.items()}
+        return remote | {Way.LOCAL: sizes[0]}

@@ -1,0 +1,514 @@
+"""A fine-tuning job: an iterator over (features, targets), and the tail to call on them.
+
+The frozen prefix runs where the plan says, in micro-batches of one size; what comes back is put in order and
+finished here up to the freeze point, so a training step sees the same bits wherever its features were
+computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from upriver import tracing
+from upriver.engine.fingerprint import flags, here
+from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
+from upriver.finetune.feature_source import Feed
+from upriver.finetune.model_wrapper import TailRunner
+from upriver.finetune.options import Choices, JobOptions
+from upriver.finetune.planning.idle_waits import IdleWaits
+from upriver.finetune.planning.plan_builder import with_notes
+from upriver.finetune.prefetch.delivery_table import Window
+from upriver.finetune.prefetch.prefetcher import Loader
+from upriver.finetune.prefetch.replay import Placed, Routes
+from upriver.finetune.prefetch.route_dealing import deal
+from upriver.finetune.prefetch.sampler import EpochOrder
+from upriver.finetune.prefetch.step_assembly import steps
+from upriver.finetune.prefetch.window import told
+from upriver.finetune.replanner import Replanner, Switch
+from upriver.finetune.report import Report
+from upriver.finetune.unavailable import Standing
+from upriver.pipeline import Dataset
+from upriver.program.eval_mode import in_eval
+from upriver.program.freeze import InEval
+from upriver.program.module_state.attributes import Attributes
+from upriver.program.module_state.frozen_guard import FrozenGuard
+from upriver.program.split.split import Split
+from upriver.protocol import Larger
+from upriver.rpc import validation
+from upriver.rpc.discovery import Following
+from upriver.rpc.idle_probe import QuietLink
+from upriver.rpc.server_pool import ServerPool, ServerStatus
+from upriver.rpc.tolerance import Tolerance
+from upriver.rpc.validation import Indexed
+from upriver.types import Plan, require_type
+
+log = logging.getLogger("upriver")
+
+STATE_SCHEMA = "upriver.job/1"
+
+ABSENT = {"num_ranks": 1, "autocast": None, "subset": None}
+"""What states that were written before these fields existed stand for."""
+
+Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+"""What a job yields and takes: the value at the freeze point, or all of them where several cross."""
+
+
+class FinetuneJob:
+    """What :meth:`~upriver.finetune.session.Near.finetune` gives.
+
+    Iterate over it once an epoch; call it on the features it yields. Everything else stays the model's: its
+    parameters, ``state_dict``, hooks, and the optimizer that was made for them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        split: Split,
+        plan: Plan,
+        options: JobOptions,
+        choices: Choices,
+        *,
+        run: TailRunner,
+        pool: ServerPool | None,
+        link_bytes: Callable[[], int],
+        metered: Callable[[Dataset], Dataset],
+        closed: Callable[[FinetuneJob], None],
+        tolerance: Tolerance | None,
+        replay: Routes,
+        replanner: Replanner | None = None,
+        notes: Sequence[str] = (),
+        larger: Callable[[], Sequence[Larger]] = lambda: (),
+        following: Following | None = None,
+        again: Callable[[bool], Attributes | None] = lambda hooked: None,
+    ) -> None:
+        """Made by ``finetune``.
+
+        Args:
+            metered: Gives a dataset whose reads are counted as crossing the link.
+            closed: Called when the job is closed.
+            larger: Sizes at which servers may run several micro-batches at once.
+            following: Has servers come and go while the job runs.
+            again: Gives what the model reads now, if it would be split the same; else None. It is told
+                whether hooks changed.
+        """
+        self._replanner, self._notes = replanner, notes
+        self._switches: list[Switch] = []
+        self._plan = plan
+        self._model = model
+        self._dataset = dataset
+        self._split = split
+        self._options = options
+        self._run = run
+        self._exact, self._tolerance, self._autocast = choices.exact, tolerance, choices.autocast
+        self._replay = replay
+        self._pool = pool
+        self._link_bytes, self._metered = link_bytes, metered
+        self._on_close = closed
+        self._standing = Standing(pool, start=dataset.chain.start)
+        self._following = following
+        self._quiet: QuietLink | None = None
+        self._waits: IdleWaits | None = None
+        if pool is not None and replanner is not None:
+            self._quiet = QuietLink(pool, link_bytes)
+            self._waits = IdleWaits(pool, replanner.answers)
+        self._closed = False
+        self._warned = False
+        self._device = next(model.parameters()).device
+        weights = split.program.graph.weights if split.program is not None else ()
+        exactly = choices.exact == "bitwise" and split.program is not None
+        self._flags = self._flags_now() if exactly else None
+        self._guard = FrozenGuard(
+            model,
+            split.prefix_units,
+            also=[weight.key for weight in weights],
+            skipped=split.skipped,
+            attributes=split.attributes,
+            again=again,
+        )
+        self._keep_in_eval = InEval(model, split.in_eval)
+        self._epoch = 0
+        self._step = 0
+        self._resumed = False
+        self._loader: Loader | None = None
+        self._feed = Feed(
+            split,
+            options,
+            chain=dataset.chain,
+            batch_size=options.step_samples,
+            pool=pool,
+            replanner=replanner,
+            device=self._device,
+            log_level=logging.INFO if choices.exact == "numeric" else logging.DEBUG,
+            larger=larger,
+        )
+
+    # ------------------------------------------------------------------------------------ training
+
+    def __len__(self) -> int:
+        """Training steps of an epoch."""
+        return self._order(self._epoch).num_steps
+
+    def __call__(self, features: Features) -> Any:
+        """The model's answer, from what the job yielded: runs only what is left of the model.
+
+        A model that was given in ``DistributedDataParallel`` runs inside it, so that gradients are averaged.
+
+        Raises:
+            ConfigError: If the features are none that the job yields.
+            FrozenChanged: If a frozen parameter was written to since the job started, or an attribute, a
+                submodule or a hook of the frozen part is another one.
+        """
+        self._check_features(features)
+        self._check_autocast()
+        self._guard.check_versions()
+        self._keep_in_eval()
+        return self._run(features)
+
+    def _check_autocast(self) -> None:
+        """Autocast around a call would leave the frozen part without it, so it has no effect: say so."""
+        if not self._warned and self._autocast is None and torch.is_autocast_enabled(self._device.type):
+            self._warned = True
+            log.warning(
+                "torch.autocast around a job has no effect, as the frozen part has already run: give "
+                "finetune(autocast=...) instead"
+            )
+
+    def _check_flags(self) -> None:
+        """Frozen stages that run here would have other low bits from now on, and those elsewhere not."""
+        if self._flags is None or (now := self._flags_now()) == self._flags:
+            return
+        name = next(name for name in now if now[name] != self._flags[name])
+        raise NotExact(
+            f"{name} was {self._flags[name]!r} when the job started and is {now[name]!r} now: features would "
+            "depend on where they are made. Put it back, or start a new job after setting it"
+        )
+
+    def _flags_now(self) -> Mapping[str, str]:
+        """Read what low bits depend on; a job without servers may change its number of threads."""
+        return flags() if self._pool is None else here()
+
+    def _check_features(self, features: object) -> None:
+        wanted = len(self._split.tail.values)
+        if wanted == 1:
+            require_type("features", features, torch.Tensor, "what iterating over the job yields")
+            return
+        given = features if isinstance(features, tuple) else ()
+        if len(given) != wanted or not all(isinstance(value, torch.Tensor) for value in given):
+            raise ConfigError(
+                f"features must be the tuple of {wanted} tensors that iterating over the job yields, got "
+                + (f"a tuple of {len(given)}" if given else f"a {type(features).__name__}")
+            )
+
+    @property
+    def tail(self) -> nn.Module:
+        """What is left of the model, as a module: takes what the job yields, has the model's own parameters.
+
+        To be wrapped, in ``DistributedDataParallel(job.tail)`` for example, and called in place of the job.
+        """
+        return self._split.tail
+
+    def __iter__(self) -> Iterator[tuple[Features, torch.Tensor]]:
+        """One epoch: (features, targets) of each training step, in order.
+
+        Features are one tensor where one crosses the freeze point, else a tuple of them.
+
+        After :meth:`load_state_dict` it goes on where that state was taken; after a ``break`` it begins the
+        next epoch.
+
+        Raises:
+            BadSample: If a stored sample cannot be read and the job was not asked to skip it.
+            FrozenChanged: If something of the frozen part changed since the job started.
+            NotExact: If a numerics flag of this process did, or its number of threads while servers take
+                part, and low bits count.
+            ConfigError: If the job was closed.
+        """
+        self._check_open()
+        self._check_flags()
+        if self._step and not self._resumed:
+            self._epoch, self._step = self._epoch + 1, 0
+        self._resumed = False
+        self._guard.check_values()
+        began, bytes_before = time.perf_counter(), self._link_bytes()
+        whole = self._step == 0
+        order = self._order(self._epoch)
+        with contextlib.closing(self._steps(order)) as steps:
+            for features, targets in tracing.each("step", steps, first=self._step, epoch=self._epoch):
+                self._step += 1
+                handed_out = time.perf_counter()
+                yield features, targets
+                self._guard.check_versions()
+                self._check_flags()
+                self._replan(time.perf_counter() - handed_out, len(targets), order)
+        self._guard.check_values()
+        if whole:
+            self._feed.tally.epoch_s.append(time.perf_counter() - began)
+            self._feed.tally.epoch_bytes.append(self._link_bytes() - bytes_before)
+        self._epoch, self._step = self._epoch + 1, 0
+
+    def _replan(self, trained_s: float, samples: int, order: EpochOrder) -> None:
+        """After a training step: ask the policy again, and go on with what it says when that lasts."""
+        self._standing.tell(self._plan, self._store_lost)
+        replanner, loader = self._replanner, self._loader
+        if replanner is None or loader is None or self._closed:
+            return
+        if self._quiet is not None:
+            self._quiet.look()
+        if self._waits is not None and (wait_s := self._waits.look()) is not None:
+            replanner.waits(wait_s)
+        found = replanner.after_step(trained_s, samples)
+        if found is None:
+            return
+        plan, before, after = found
+        self._plan = with_notes(plan, *self._notes)
+        start = self._dataset.chain.start
+        loader.deal(deal(plan.routes, len(order.micro_batches), start=start), self.window)
+        switch = Switch(
+            epoch=self._epoch,
+            step=self._step,
+            routes=plan.routes,
+            before=before.epoch_s,
+            after=after.epoch_s,
+        )
+        self._switches.append(switch)
+        log.info("%s; %s", switch, told(self.window))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this job was closed; make another one with finetune()")
+
+    def _order(self, epoch: int) -> EpochOrder:
+        return self._options.order(epoch)
+
+    def _steps(self, order: EpochOrder) -> Generator[tuple[Features, torch.Tensor], None, None]:
+        self.close_loader()
+        pins = self._replay.pins(self._epoch)
+        with self._feed.training(
+            self._dataset, self._plan, order, epoch=self._epoch, step=self._step, pins=pins
+        ) as loader:
+            self._loader = loader
+            form, finish = self._split.tail.values, self._feed.values
+            try:
+                for values, ids in steps(loader, order, form=form, finish=finish, first=self._step):
+                    if values is None:
+                        raise DatasetError("every sample of a training batch had to be skipped")
+                    yield form.one_or_all(values), self._dataset.targets[ids].to(values[0].device)
+            finally:
+                if self._loader is loader:  # closing an old iteration must not end the new one
+                    self._loader = None
+
+    # ------------------------------------------------------------------------------------- judging
+
+    def evaluate(self, dataset: Indexed, metric: Any, *, batch_size: int | None = None) -> float:
+        """A metric over another dataset, which takes the same path; nothing is trained, nothing is shuffled.
+
+        Servers take part where they can read the dataset: it must lie in the training data's store, and this
+        side must be able to write its index there. Else all of it is read from here.
+
+        Targets are numbers of the training data's classes: where the classes differ they are matched by name.
+
+        Args:
+            dataset: Held-out samples, a `torch.utils.data.Subset` of an indexed dataset among them; its own
+                input stages are used.
+            metric: ``metric(outputs, targets)`` giving a mean over the batch, or an object with
+                ``update(outputs, targets)`` and ``compute()``.
+            batch_size: Samples at once in the tail; the job's where not given.
+
+        Returns:
+            The mean over all samples, or what ``compute()`` gives.
+
+        Raises:
+            ConfigError: If the job was closed, an argument is none that can be used, the metric gives no
+                number, or the held-out samples have a class that the training data do not have.
+            NotExact: As while training.
+        """
+        self._check_open()
+        self._check_flags()
+        dataset, rows = validation.indexed(dataset)
+        if not len(rows):
+            raise DatasetError("the dataset is empty")
+        all_targets = dataset.targets_among(self._dataset, rows)
+        keeps_count = all(callable(getattr(metric, name, None)) for name in ("update", "compute"))
+        if not keeps_count and not callable(metric):
+            raise ConfigError(f"metric must be a function, or have update() and compute(), got {metric!r}")
+        size = self._options.batch_size if batch_size is None else validation.whole("batch_size", batch_size)
+        order = EpochOrder(ids=tuple(rows), batch_size=size, micro_batch=self._options.micro_batch)
+        dataset = self._metered(dataset)
+        form, finish = self._split.tail.values, self._feed.values
+        total, count = 0.0, 0
+        with (
+            self._feed.evaluating(
+                dataset, self._plan, order, servers=self._servers_can_read(dataset)
+            ) as loader,
+            torch.no_grad(),
+            in_eval(self._model),
+        ):
+            for values, ids in steps(loader, order, form=form, finish=finish):
+                if values is None:
+                    continue
+                targets = all_targets[ids].to(values[0].device)
+                outputs = self._run.alone(form.one_or_all(values))
+                if keeps_count:
+                    metric.update(outputs, targets)
+                else:
+                    total += validation.number(metric, metric(outputs, targets)) * len(ids)
+                count += len(ids)
+        if not count:
+            raise DatasetError("no sample of the dataset could be evaluated")
+        return validation.number(metric, metric.compute()) if keeps_count else total / count
+
+    def _servers_can_read(self, dataset: Dataset) -> bool:
+        """Whether servers can be asked for samples of a dataset, which is published for them."""
+        if self._pool is None:
+            return False
+        if _place(dataset) != _place(self._dataset):
+            log.info("evaluating without servers: %r lies in another store than what is trained on", dataset)
+            return False
+        try:
+            dataset.publish()
+        except StoreError as error:
+            log.warning("evaluating without servers: the index cannot be put where they read it: %s", error)
+            return False
+        return True
+
+    # ----------------------------------------------------------------------------- state and report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the job stands, as plain data: what was yielded counts as done.
+
+        All ranks stand at the same step, so one rank's state serves them all. What servers may run at once
+        (``adapt_batch``) is no part of it: it changes no sample, and low bits that servers choose are not had
+        again by going on from a state.
+        """
+        program = self._split.program
+        return {
+            "schema": STATE_SCHEMA,
+            "epoch": self._epoch,
+            "step": self._step,
+            "seed": self._options.seed,
+            "shuffle": self._options.shuffle,
+            "drop_last": self._options.drop_last,
+            "num_ranks": self._options.num_ranks,
+            "autocast": str(self._autocast).removeprefix("torch.") if self._autocast is not None else None,
+            "batch_size": self._options.batch_size,
+            "micro_batch": self._options.micro_batch,
+            "dataset": self._dataset.digest,
+            "subset": self._options.subset,
+            "program": program.digest if program is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken: the next iteration yields the step after it.
+
+        Raises:
+            ConfigError: If the state is of another job; names what differs.
+        """
+        mine = self.state_dict()
+        require_type("state", state, Mapping, "from state_dict()")  # type: ignore[type-abstract]
+        state = {**ABSENT, **state}
+        if set(state) != set(mine):
+            parts = (("it has no", mine.keys() - state.keys()), ("it has", state.keys() - mine.keys()))
+            found = (f"{words} {', '.join(sorted(map(str, keys)))}" for words, keys in parts if keys)
+            raise ConfigError(f"not the state of a fine-tuning job: {'; '.join(found)}")
+        for key, value in mine.items():
+            if key not in ("epoch", "step") and state[key] != value:
+                take = f"; make this one with micro_batch={state[key]!r}" if key == "micro_batch" else ""
+                raise ConfigError(
+                    f"the state is of another job: its {key} is {state[key]!r}, this job's {value!r}{take}"
+                )
+        epoch, step = state["epoch"], state["step"]
+        steps = self._order(0).num_steps
+        if type(epoch) is not int or type(step) is not int or epoch < 0 or not 0 <= step <= steps:
+            raise ConfigError(
+                f"epoch must be at least 0 and step lie in 0..{steps}, got {epoch!r} and {step!r}"
+            )
+        self.close_loader()
+        self._epoch, self._step = (epoch + 1, 0) if step == steps else (epoch, step)
+        self._resumed = True
+
+    @property
+    def report(self) -> Report:
+        """What was delivered so far, and from where."""
+        running = self._loader.report if self._loader is not None else None
+        return self._feed.tally.report(running, exact=self._exact, tolerance=self._tolerance)
+
+    @property
+    def placed(self) -> Sequence[Placed]:
+        """Where every micro-batch of training so far was computed, in order; each once, as it came last.
+
+        Given to a later ``finetune(..., replay=job.placed)``, each is computed there again: the same bits, in
+        a ``numeric`` job too.
+        """
+        return self._feed.places.all()
+
+    @property
+    def plan(self) -> Plan:
+        """Where each part runs and why; print it.
+
+        While servers or store do not answer it says so, and from then on what servers have refused.
+        """
+        if self._closed:
+            return self._plan
+        remarks = (self._standing.refused, self._standing.lost(self._plan, self._store_lost))
+        return with_notes(self._plan, *filter(None, remarks))
+
+    @property
+    def _store_lost(self) -> str:
+        return self._loader.store_lost if self._loader is not None else ""
+
+    @property
+    def window(self) -> Window:
+        """How many micro-batches may be in flight under the plan, and how many bytes of them."""
+        return self._feed.window(self._plan)
+
+    @property
+    def switches(self) -> Sequence[Switch]:
+        """The changes of plan so far, in order."""
+        return tuple(self._switches)
+
+    @property
+    def servers(self) -> tuple[ServerStatus, ...]:
+        """The servers as they stand."""
+        return self._pool.status() if self._pool is not None else ()
+
+    @property
+    def why_unsplit(self) -> str:
+        """Why the model could not be cut; empty when it could."""
+        return self._split.why_not
+
+    def close_loader(self) -> None:
+        """Stop fetching; an iteration under way ends."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def close(self) -> None:
+        """Stop fetching and let the servers go; no further iteration. May be called again."""
+        self._plan = self.plan  # as it stands: servers that are let go answer no more
+        self._closed = True
+        self.close_loader()
+        if self._following is not None:
+            self._following.close()
+        if self._pool is not None:
+            self._pool.close()
+        for beside in (self._quiet, self._waits, self._replanner):
+            if beside is not None:
+                beside.close()
+        self._on_close(self)
+
+    def __enter__(self) -> FinetuneJob:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _place(dataset: Dataset) -> tuple[str, str, str]:
+    """Where servers look for a dataset's index."""
+    return dataset.store.name, dataset.store.uri, dataset.prefix

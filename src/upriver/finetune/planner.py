@@ -1,0 +1,470 @@
+"""How a job gets its plan: find servers, let them prove themselves, measure, ask a policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from upriver.cost import CostModel, route_between
+from upriver.errors import ConfigError, DoesNotFit, UpriverError
+from upriver.finetune.calibration import batched_capture
+from upriver.finetune.calibration.measurement import Measured, Measuring
+from upriver.finetune.options import AUTO, Choices, JobOptions
+from upriver.finetune.planning.micro_batch_size import (
+    Judge,
+    advice,
+    best_size,
+    by_policy,
+    by_routes,
+    predicted,
+)
+from upriver.finetune.planning.plan_builder import make_plan, unsplit_plan, with_notes
+from upriver.finetune.replanner import Patience, Replanner
+from upriver.pipeline import Dataset
+from upriver.policies import POLICIES
+from upriver.profile.builder import has_lines
+from upriver.profile.live_profile import AtServers, LiveProfile
+from upriver.program.split.split import Split
+from upriver.protocol import Larger
+from upriver.rpc.client import ServerClient
+from upriver.rpc.server_pool import Health, ServerPool, ServerStatus
+from upriver.rpc.server_verification import Gate
+from upriver.rpc.tolerance import Tolerance, tolerance
+from upriver.types import CutRow, Plan, Route, Workload
+
+log = logging.getLogger("upriver")
+
+ADAPTIVE = frozenset(POLICIES) - {"nosplit", "freeze", "min"}
+"""Policies whose answer depends on what is measured."""
+
+JOIN_S = 60.0
+"""How long a job waits for servers that were just measured to be let in."""
+
+
+class Planner:
+    """From a split model to a plan, and the servers that carry it out.
+
+    Args:
+        servers: Gives a client for each server; may start one.
+        dataset: As the user gave it.
+        direct: The same, read over the metered link.
+        choices: Routes of an earlier run decide the cut, or shares do, instead of the policy;
+            ``exact="numeric"`` takes servers whose features differ by no more than a tolerance.
+        tell: Told what is being done.
+        patience: When a running job leaves its plan; None keeps it.
+        bandwidth: What the link has lately carried.
+
+    Attributes:
+        measured: What the plan rests on; None where nothing was measured.
+        notes: What a plan's reason ends with, whatever policy and plan.
+    """
+
+    def __init__(
+        self,
+        servers: Callable[[Dataset], list[ServerClient]],
+        model: nn.Module,
+        dataset: Dataset,
+        direct: Dataset,
+        parts: Split,
+        options: JobOptions,
+        choices: Choices,
+        *,
+        tell: Callable[[str], None],
+        patience: Patience | None = None,
+        bandwidth: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.patience, self.bandwidth = patience, bandwidth
+        self.replanner: Replanner | None = None
+        self.find_servers, self.dataset = servers, dataset
+        self.parts, self.options = parts, options
+        self.policy, self.asked, self.replay = choices.policy, choices.shares, choices.replay
+        self.allowed = _allowed(parts) if choices.exact == "numeric" else None
+        self.tell = tell
+        self.workload = Workload(batch_size=options.step_samples, num_samples=len(options.order(0).ids))
+        self.measured: Measured | None = None
+        self.notes: list[str] = []
+        self._measuring: Measuring | None = None
+        if parts.program is not None:
+            self._measuring = Measuring(
+                model,
+                dataset,
+                direct,
+                parts,
+                parts.program,
+                options,
+                allowed=self.allowed,
+                autocast=choices.autocast,
+                tell=tell,
+            )
+        self._servers: Sequence[ServerClient] | None = None
+        self._gate: Gate | None = None
+        self._no_server = ""
+        self._size_note: tuple[str, ...] = ()
+        self._model: CostModel | None = None
+
+    def plan(self) -> tuple[Plan, ServerPool | None]:
+        """Decide; the pool is None when no server is needed.
+
+        Raises:
+            ConfigError: If a cut that was asked for is none that training allows.
+            NoFeasibleCut: If no cut fits the memory.
+        """
+        plan, pool = self._planned()
+        if self.parts.program is not None and self.parts.note:
+            plan = self._noted(plan, f"the frozen part ends where it does since {self.parts.note}")
+        return plan, pool
+
+    def _planned(self) -> tuple[Plan, ServerPool | None]:
+        shares = self._shares()
+        if self.parts.program is None:
+            log.warning("the model runs unsplit: %s", self.parts.why_not)
+            return self._unsplit(self.policy, f"the model runs unsplit: {self.parts.why_not}"), None
+        if not self._asks_servers(shares):
+            return self._unsplit("nosplit", "asked for: everything runs on the compute tier"), None
+        try:
+            return self._with_servers(self._measuring_of(), shares)
+        except BaseException:
+            self.close()
+            raise
+
+    def best_size(self) -> int:
+        """Return the micro-batch size with the shortest predicted epoch.
+
+        See `upriver.finetune.planning.micro_batch_size`.
+
+        A plan that is made afterwards by this planner rests on the same measurement.
+
+        Returns:
+            The present one where no server can be used, the model runs unsplit, or nothing is known of what a
+            call costs, which the plan then says.
+        """
+        shares = self._shares()
+        if self.parts.program is None or not self._asks_servers(shares):
+            return self.options.micro_batch
+        try:
+            measured = self._measure(self._measuring_of(), shares)
+        except BaseException:
+            self.close()
+            raise
+        if measured is None:
+            return self.options.micro_batch
+        epochs = self._epochs(measured, shares)
+        if not has_lines(measured.profile) and self.options.micro_batch in epochs:
+            stays = f'micro_batch="{AUTO}" stays at {self.options.micro_batch}'
+            self._size_note = (f"{stays}: stages were measured at one size only",)
+            return self.options.micro_batch
+        return best_size(epochs)
+
+    def offers(self) -> tuple[Larger, ...]:
+        """Sizes at which servers may run several micro-batches at once, as it stands."""
+        return self._gate.offers if self._gate is not None else ()
+
+    def close(self) -> None:
+        """Let the servers go, where no plan follows."""
+        for server in self._servers or ():
+            server.close()
+
+    def _shares(self) -> Mapping[int, float] | None:
+        """The cuts that were asked for and their shares; None where the policy is to choose."""
+        if self.replay:
+            return {self._replayed_cut(): 1.0}
+        first, last = self.dataset.chain.start, self.parts.freeze
+        for cut in self.asked or ():
+            if not first <= cut <= last:
+                raise ConfigError(f"cut must lie in {first}..{last} ({first} is unsplit), got {cut!r}")
+        return self.asked
+
+    def _asks_servers(self, shares: Mapping[int, float] | None) -> bool:
+        """Whether anything but the plain way may come out."""
+        return self.policy != "nosplit" if shares is None else shares != {self.dataset.chain.start: 1.0}
+
+    def _measuring_of(self) -> Measuring:
+        if self._measuring is None:
+            raise UpriverError("a model that runs unsplit needs no servers")
+        return self._measuring
+
+    def _replayed_cut(self) -> int:
+        """The cut of the run to replay: that of the largest part, where it had several."""
+        for replayed in self.replay.cuts:
+            first = self.dataset.chain.start + 1
+            if not first <= replayed <= self.parts.freeze:
+                reason = f": {self.parts.why_not}" if self.parts.why_not else ""
+                has = f"{first}..{self.parts.freeze}{reason}"
+                raise ConfigError(f"the run to replay used cut {replayed}, this model has {has}")
+        return self.replay.cuts[0] if self.replay.cuts else self.dataset.chain.start
+
+    def _unsplit(self, policy: str, why: str) -> Plan:
+        return unsplit_plan(policy, self.dataset, stop=self.parts.freeze, why=why)
+
+    def _with_servers(
+        self, measuring: Measuring, shares: Mapping[int, float] | None
+    ) -> tuple[Plan, ServerPool | None]:
+        measured = self._measure(measuring, shares)
+        servers, gate = self._servers, measuring.gate
+        if servers is None:
+            return self._unsplit(self.policy, f"no near-data server: {self._no_server}"), None
+        self.replay = self.replay.on([server.url for server in servers])
+        if measured is None:
+            why = f"no server could be used when the job started: {'; '.join(measuring.not_used)}"
+            if shares is None and self.policy in ADAPTIVE:
+                self.close()
+                return self._unsplit(self.policy, f"{why}; nothing was measured, so nothing is pushed"), None
+            plan = self._fixed(self._unsplit(self.policy, why), shares or {self.parts.freeze: 1.0}, why=why)
+            return self._with_tolerance(plan, gate), self._pool(servers, gate, plan)
+        plan = self._choose(measured, shares)
+        if shares is not None:
+            asked = "is that of the run that is replayed" if self.replay else "was asked for"
+            cuts = " and ".join(map(str, shares))
+            plan = self._fixed(plan, shares, why=f"cut {cuts} {asked}")
+            plan = with_notes(plan, *measured.notes, *self._size_note)
+        if not self._needs_servers(plan, shares):
+            self.close()
+            return plan, None
+        if self._adapts(shares) or any(cut > 0 for cut in self._remote_cuts(plan)):
+            self._add_larger(measuring, measured)
+        plan, admitted = self._fitting(measuring, measured.servers, plan, fixed=shares is not None)
+        if not self._needs_servers(plan, shares):
+            self.close()
+            return plan, None
+        pool = self._pool(servers, gate, plan)
+        pool.wait_joined(JOIN_S, admitted)
+        if self._adapts(shares):
+            self.replanner = self._make_replanner(plan, gate, pool, measured)
+        for note in batched_capture.notes(gate.larger, gate.left_out):
+            plan = self._noted(plan, note)
+        if measuring.not_used:
+            plan = self._noted(plan, f"not used for now: {'; '.join(measuring.not_used)}")
+        return self._with_tolerance(plan, gate), pool
+
+    def _measure(self, measuring: Measuring, shares: Mapping[int, float] | None) -> Measured | None:
+        """Find servers and measure, once; None where there is none that can be used."""
+        if self._servers is not None or self._no_server:
+            return self.measured
+        try:
+            self._servers = self.find_servers(self.dataset)
+        except ConfigError:
+            raise
+        except UpriverError as error:
+            if self.replay:
+                raise  # the plain way might give other bits than the server that is replayed
+            log.warning("no near-data server, training straight from the store: %s", error)
+            self._no_server = str(error)
+            return None
+        self.measured = measuring.run(self._servers, self._judge(shares))
+        return self.measured
+
+    def _judge(self, shares: Mapping[int, float] | None) -> Judge:
+        """Predicts epochs by the policy's own plan, or by the cuts that were asked for."""
+        if shares is None:
+            return by_policy(self.policy, self.workload)
+        return by_routes(self._routes(shares), self.workload)
+
+    def _epochs(self, measured: Measured, shares: Mapping[int, float] | None) -> dict[int, float]:
+        """Size of a micro-batch to the predicted seconds of an epoch."""
+        return predicted(
+            measured.profile,
+            measured.cluster,
+            self.workload,
+            self._judge(shares),
+            caps=measured.caps,
+            per_request=self.options.per_request,
+        )
+
+    def _with_tolerance(self, plan: Plan, gate: Gate) -> Plan:
+        """A numeric job says by how much features may differ, and by how much they did."""
+        if self.allowed is None:
+            return plan
+        seen = ", ".join(f"{apart:.2g} at {url}" for url, apart in gate.distances.items())
+        return self._noted(
+            plan,
+            f"exact='numeric': features may differ by {self.allowed}; those of the canary differed by (of "
+            f"the largest) {seen or 'nothing yet'}",
+        )
+
+    def _noted(self, plan: Plan, note: str) -> Plan:
+        """The plan with a note, which stays when the job goes over to another plan."""
+        self.notes.append(note)
+        return with_notes(plan, note)
+
+    def _adapts(self, shares: Mapping[int, float] | None) -> bool:
+        """Whether the policy is asked again while the job runs."""
+        return shares is None and self.patience is not None and self.policy in ADAPTIVE
+
+    def _needs_servers(self, plan: Plan, shares: Mapping[int, float] | None) -> bool:
+        """Whether any server is asked, now or later."""
+        return bool(self._remote_cuts(plan)) or self._adapts(shares)
+
+    def _add_larger(self, measuring: Measuring, measured: Measured) -> None:
+        """Have the program at larger sizes, too, which servers must then pass the canary at."""
+        if self.options.adapt_batch:
+            gate, found = measuring.gate, measuring.larger(measured.caps)
+            gate.larger, gate.left_out = found.programs, list(found.left_out)
+            self._gate = gate
+
+    def _make_replanner(
+        self, plan: Plan, gate: Gate, pool: ServerPool, measured: Measured
+    ) -> Replanner | None:
+        model, program, patience = self._model, self.parts.program, self.patience
+        if model is None or program is None or patience is None:
+            return None
+
+        def up() -> list[ServerClient]:
+            return [cast(ServerClient, client) for client in pool.up]
+
+        def prove(cuts: Sequence[int]) -> None:
+            further = sorted(set(cuts) - {self.dataset.chain.start})
+            gate.open_cuts(further, up, refused=pool.refusal_log.add)
+
+        live = LiveProfile(
+            model.profile,
+            model.cluster,
+            samples=program.micro_batch,
+            at_servers=self._at_servers(measured, gate),
+        )
+
+        return Replanner(
+            self.policy,
+            plan,
+            live,
+            model.workload,
+            patience=patience,
+            prove=prove,
+            bandwidth=self.bandwidth,
+            capacity=lambda: self._capacity(pool.status()),
+        )
+
+    def _at_servers(self, measured: Measured, gate: Gate) -> AtServers:
+        """What the job has at each server while they are what it waits for."""
+        options, servers = self.options, len(measured.at_once)
+        together = max((each.micro_batch for each in gate.larger), default=options.micro_batch)
+        in_flight = options.connections * options.num_ranks * (together // options.micro_batch)
+        return AtServers(
+            in_flight=in_flight / servers,
+            at_once=sum(measured.at_once.values()) / servers,
+            slowed=measured.slowed,
+            micro_batch_s=measured.micro_batch_s,
+        )
+
+    def _capacity(self, servers: Sequence[ServerStatus]) -> float:
+        """What these servers compute at once, over what those measured did; a new one counts 1.
+
+        One that refuses counts for the share of the time in which it does not: what it has room for is all
+        that it can be asked for.
+        """
+        known = self.measured.at_once if self.measured is not None else {}
+        here = [server for server in servers if server.health in (Health.UP, Health.RESTING)]
+        can = sum(known.get(server.url, 1) * server.available for server in here)
+        return can / max(1, sum(known.values()))
+
+    def _remote_cuts(self, plan: Plan) -> tuple[int, ...]:
+        """The cuts at which servers are asked."""
+        cuts = {*(route.cut for route in plan.routes), *self.replay.cuts}
+        return tuple(sorted(cuts - {self.dataset.chain.start}))
+
+    def _fitting(
+        self, measuring: Measuring, servers: Sequence[ServerClient], plan: Plan, *, fixed: bool
+    ) -> tuple[Plan, list[str]]:
+        """The plan, and addresses of servers that pass the canary at its cuts.
+
+        Where none has the memory for a cut, it is the best plan without that one, unless cuts are ``fixed``:
+        what an earlier stage gives may be larger than what the freeze point does, at which all have passed.
+        """
+        too_large: dict[int, DoesNotFit] = {}
+        while True:
+            tried = len(too_large)
+            passed, failed = self._recheck(measuring, servers, plan, too_large)
+            others = [row for row in plan.table if row.feasible and row.cut not in too_large]
+            if passed or fixed or len(too_large) == tried or not others:
+                break
+            plan = self._at(plan, min(others, key=lambda row: row.cost.epoch_s), too_large)
+        for server, error in failed.items():
+            measuring.leave_out(server, error)
+        return plan, passed
+
+    def _recheck(
+        self,
+        measuring: Measuring,
+        servers: Sequence[ServerClient],
+        plan: Plan,
+        too_large: dict[int, DoesNotFit],
+    ) -> tuple[list[str], dict[ServerClient, UpriverError]]:
+        """The canary at the chosen cuts, but for the one measured.
+
+        Args:
+            too_large: Gets the cuts that a server has no memory for, and what it says.
+
+        Returns:
+            Addresses of those that pass; the others, and why they do not.
+        """
+        gate = measuring.gate
+        gate.cuts = self._remote_cuts(plan)
+        passed, failed = list[str](), dict[ServerClient, UpriverError]()
+        for server in servers:
+            try:
+                for cut in gate.cuts:
+                    if cut != self.parts.freeze:
+                        self.tell(f"checking cut {cut} on {server.url}")
+                        try:
+                            gate.measure(server, stop=cut)
+                        except DoesNotFit as error:
+                            too_large[cut] = error
+                            raise
+                for program in gate.larger:
+                    self.tell(f"checking {program.micro_batch} samples at once on {server.url}")
+                gate.prove_larger(server)
+                gate.vouch(server)
+                passed.append(server.url)
+            except UpriverError as error:
+                failed[server] = error
+        return passed, failed
+
+    def _at(self, plan: Plan, row: CutRow, too_large: Mapping[int, DoesNotFit]) -> Plan:
+        """The same policy's plan at another cut, the last of those in place of which it is named."""
+        *_, (cut, error) = too_large.items()
+        note = f"no server has the memory for cut {cut} ({error}), so it is cut {row.cut}"
+        log.warning("%s", note)
+        return self._noted(replace(plan, routes=self._routes({row.cut: 1.0}), predicted=row.cost), note)
+
+    def _choose(self, measured: Measured, shares: Mapping[int, float] | None) -> Plan:
+        self.notes = [*measured.notes, *self._size_note]
+        if shares is None and has_lines(measured.profile) and not self.options.chosen:
+            self.notes += advice(self._epochs(measured, shares), self.options.micro_batch)
+        profile, cluster = measured.profile, measured.cluster
+        self._model = CostModel(profile, cluster, self.workload)
+        return make_plan(
+            self.policy, profile=profile, cluster=cluster, workload=self.workload, notes=self.notes
+        )
+
+    def _routes(self, shares: Mapping[int, float]) -> tuple[Route, ...]:
+        start, stop = self.dataset.chain.start, self.parts.freeze
+        return tuple(route_between(start, cut, stop, share=share) for cut, share in shares.items())
+
+    def _fixed(self, plan: Plan, shares: Mapping[int, float], *, why: str) -> Plan:
+        """The same plan with other routes; what is known of their cost is kept."""
+        routes = self._routes(shares)
+        return replace(
+            plan,
+            policy="fixed",
+            routes=routes,
+            predicted=self._model.evaluate(routes) if self._model is not None else None,
+            why=why,
+        )
+
+    def _pool(self, servers: Sequence[ServerClient], gate: Gate, plan: Plan) -> ServerPool:
+        gate.cuts = self._remote_cuts(plan)
+        return ServerPool(servers, admit=gate.admit)
+
+
+def _allowed(parts: Split) -> Tolerance:
+    """By how much features may differ: more where a program computes in half precision."""
+    program = parts.program
+    if program is None:
+        return tolerance([])
+    crossing = {value.spec.dtype for cut in range(program.num_stages + 1) for value in program.live(cut)}
+    names = crossing | {getattr(program.graph, "autocast", None) or "float32"}
+    return tolerance([getattr(torch, name) for name in names])

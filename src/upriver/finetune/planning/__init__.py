@@ -1,0 +1,1 @@
+"""Choose the cuts of a job, and choose again while the job runs."""

@@ -1,0 +1,247 @@
+"""A short measurement on both tiers, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from upriver.cost import route_between
+from upriver.errors import ModelError, UpriverError
+from upriver.finetune.prefetch.step_assembly import Values
+from upriver.pipeline import Dataset
+from upriver.policies import choose
+from upriver.profile import build_profile, cluster_from
+from upriver.profile.memory.tail import tail_memory, tail_weights
+from upriver.profile.profile_cache import Kept
+from upriver.program.eval_mode import mode
+from upriver.program.example_inputs import tensors_in
+from upriver.program.freeze import keep_in_eval
+from upriver.program.module_state.restoration import state_kept, unattended
+from upriver.program.split.split import Split
+from upriver.program.tensor_layouts import dense_parts, storages_of
+from upriver.rpc.link_probe import LinkEstimate
+from upriver.types import (
+    Cluster,
+    MicroBatch,
+    Plan,
+    Profile,
+    TailProfile,
+    Timings,
+    Workload,
+)
+
+MEASURED_MICRO_BATCHES = 2
+"""One warms up, one counts: more would refine what the answers of the running job refine anyway."""
+
+STATES_PER_WEIGHT = 4
+"""Weights, gradients and the two moments of Adam: what a trained parameter takes at most, as a rule."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalMeasurement:
+    """The canary on this side.
+
+    Attributes:
+        features: At the freeze point.
+        timings: What each stage took.
+        input_bytes: Position to the bytes of a sample there, after each input stage.
+    """
+
+    features: MicroBatch
+    timings: tuple[Timings, ...]
+    input_bytes: Mapping[int, float]
+
+
+def measure_tail(
+    model: nn.Module, split: Split, features: Values, *, samples: int, batch_size: int | None = None
+) -> TailProfile:
+    """Forward and backward of the tail on one micro-batch; nothing of the model is changed.
+
+    Seconds are measured; memory is that of training on any number of samples, worked out without data.
+
+    Args:
+        features: Everything that crosses the freeze point.
+        samples: How many samples that is.
+        batch_size: Of a training batch; as many by default.
+    """
+    with state_kept(model, idle=split.prefix_units):
+        seconds, saved = time_tail(model, split, features)
+        fixed, growing = _tail_bytes(model, split, features, samples, batch_size or samples, saved)
+    return TailProfile(seconds=(0.0, seconds / samples), param_bytes=fixed, peak_bytes=growing)
+
+
+def time_tail(model: nn.Module, split: Split, features: Values) -> tuple[float, int]:
+    """Seconds of the tail's forward and backward, warmed up, and bytes that forward saves for backward.
+
+    The model runs as it trains, its frozen units in eval, whatever mode it is in.
+    """
+    values = split.tail.values
+    # One sample is too few for a BatchNorm that trains.
+    times = 2 if values.samples_of(features) == 1 else 1
+    given = features if times == 1 else values.concatenate([features] * times)
+    with state_kept(model, idle=split.prefix_units), mode(model, training=True):
+        keep_in_eval(model, list(split.in_eval))
+        for _ in range(2):
+            seconds, saved = _train_once(model, split, given)
+    return seconds / times, saved // times
+
+
+def _train_once(model: nn.Module, split: Split, features: Values) -> tuple[float, int]:
+    """Seconds of forward and backward, and bytes saved in between that are no parameters."""
+    kept = {storage.data_ptr() for p in model.parameters() for storage in storages_of(p)}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(RuntimeError):  # an operator that traces its branches keeps no memory
+            for storage in storages_of(tensor):
+                if storage.data_ptr() not in kept:
+                    saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    device, given = features[0].device, split.tail.values.one_or_all(features)
+    with state_kept(model, idle=split.prefix_units), unattended(model), torch.enable_grad():
+        began = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            found = [t for each in tensors_in(split.tail(given)) for t in dense_parts(each)]
+            answers = [t for t in found if t.requires_grad]
+        loss: Any = torch.stack([t.float().square().mean() for t in answers]).sum()
+        loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began
+    return seconds, sum(saved.values())
+
+
+def _tail_bytes(
+    model: nn.Module, split: Split, features: Values, samples: int, batch_size: int, saved: int
+) -> tuple[float, float]:
+    """Bytes of training the tail, weights included: whatever the number of samples, and for each of them."""
+    try:
+        peak = tail_memory(model, split, features, samples=samples, batch_size=batch_size)
+    except ModelError:  # it looks at its data: what backward has saved, and as much again for gradients
+        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        return float(STATES_PER_WEIGHT * weights), 2.0 * saved / samples
+    return float(tail_weights(model, split) + peak.fixed_bytes), peak.growing_bytes
+
+
+def profile_and_cluster(
+    *,
+    name: str,
+    dataset: Dataset,
+    stored_bytes: float,
+    split: Split,
+    here: LocalMeasurement,
+    there: Sequence[Timings],
+    link: LinkEstimate,
+    tail: TailProfile,
+    at_once: int,
+    num_workers: int,
+    load: float,
+    kept: Kept | None = None,
+) -> tuple[Profile, Cluster]:
+    """Put together what was measured at one size of micro-batch.
+
+    Args:
+        stored_bytes: Mean stored size of the samples that the job takes.
+        at_once: Micro-batches that the servers compute at once.
+        num_workers: Threads that run input stages here.
+        load: Factor on the servers' seconds.
+        kept: What an earlier job measured: it counts for all that follows from ``here`` and ``there``.
+    """
+    program = split.program
+    if program is None:
+        raise UpriverError("a model that runs unsplit has nothing to plan")
+    micro_batch = program.micro_batch
+    apart, cores = cores_for_inputs(program.device)
+    profile = (
+        kept.profile
+        if kept is not None
+        else build_profile(
+            model=name,
+            freeze=split.freeze,
+            stages=program.stages,
+            chain=dataset.chain.stages,
+            stored_bytes=stored_bytes,
+            tensor_bytes=program.graph.input_bytes,
+            input_bytes=here.input_bytes,
+            storage=there,
+            compute=here.timings,
+            samples_per_timing=micro_batch,
+            cpus_apart=apart,
+        )
+    )
+    cluster = cluster_from(
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+        rtt_s=link.rtt_s,
+        micro_batch=micro_batch,
+        stored_bytes=stored_bytes,
+        sent_bytes=program.stages[-1].out_bytes,
+        samples_per_timing=micro_batch,
+        storage=there,
+        compute=here.timings,
+        concurrency=at_once,
+        inputs_at_once=min(num_workers, cores),
+        load=load,
+        device=program.device,
+    )
+    if kept is not None:
+        cluster = _with_rates_of(cluster, kept.cluster)
+    return replace(profile, model=name, tail=tail), cluster
+
+
+def cores_for_inputs(device: torch.device) -> tuple[bool, int]:
+    """Whether input stages have cores beside what runs the model here, and on how many they run at once.
+
+    Where the model's threads take every core the two take turns, and while input stages run they have all.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if device.type != "cpu":
+        return True, cores
+    spare = cores - torch.get_num_threads()
+    return (True, spare) if spare > 0 else (False, cores)
+
+
+def make_plan(
+    policy: str, *, profile: Profile, cluster: Cluster, workload: Workload, notes: Sequence[str] = ()
+) -> Plan:
+    """Ask a policy, with what was measured; the plan's ``why`` ends with the notes.
+
+    Raises:
+        NoFeasibleCut: If no cut fits the memory of both tiers.
+    """
+    return with_notes(choose(policy, profile, cluster, workload), *notes)
+
+
+def with_notes(plan: Plan, *notes: str) -> Plan:
+    """The plan whose ``why`` ends with these."""
+    return replace(plan, why="; ".join((plan.why.rstrip("."), *notes))) if notes else plan
+
+
+def _with_rates_of(cluster: Cluster, earlier: Cluster) -> Cluster:
+    """Reading, encoding and decoding took as long a byte as earlier; the rest is of now."""
+    storage, compute = earlier.storage.seconds_per_byte, earlier.compute.seconds_per_byte
+    return replace(
+        cluster,
+        storage=replace(cluster.storage, seconds_per_byte=storage),
+        compute=replace(cluster.compute, seconds_per_byte=compute),
+    )
+
+
+def unsplit_plan(policy: str, dataset: Dataset, *, stop: int, why: str) -> Plan:
+    """The plan when there is nothing to decide: everything on the compute tier."""
+    start = dataset.chain.start
+    return Plan(
+        policy=policy,
+        feasible=True,
+        routes=(route_between(start, start, stop),),
+        predicted=None,
+        table=(),
+        why=why,
+    )

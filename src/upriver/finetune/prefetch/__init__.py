@@ -1,0 +1,1 @@
+"""Fetch the micro-batches of an epoch ahead of training, in order."""

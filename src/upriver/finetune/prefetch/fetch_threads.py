@@ -1,0 +1,418 @@
+"""The threads that fetch an epoch's micro-batches, and what they share.
+
+Two kinds of threads pull work from one table of slots (see `upriver.finetune.prefetch.delivery_table`), under
+one lock: those that send runs of micro-batches to servers, and those that make one micro-batch here, straight
+from the store. The second kind works when there is no server to use, and on what servers failed at again and
+again; so an epoch ends with the same numbers however many servers are left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from upriver.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DoesNotFit,
+    Forbidden,
+    NotAuthorized,
+    Overloaded,
+    ProgramNotFound,
+    ProtocolError,
+    ServerUnavailable,
+    StoreError,
+    TooLarge,
+    UpriverError,
+    WorkerCrashed,
+)
+from upriver.finetune.prefetch.delivery_table import Claim, Dealt, Delivery, Pin, SlotTable, Way, Window
+from upriver.rpc.server_pool import Answer, Lease, ServerPool
+from upriver.types import MicroBatch, Timings
+
+if TYPE_CHECKING:
+    from upriver.protocol import RunRequest
+
+log = logging.getLogger("upriver")
+
+LOCAL = "local"
+"""Names the plain way in reports, where a server has its URL."""
+
+CONNECTIONS = 4
+"""Requests in flight. Two keep a server busy while an answer is on the way; four also cover a second
+server."""
+
+PER_REQUEST = 4
+"""Micro-batches a request: enough that a server overlaps reads with compute, few enough that little is
+redone."""
+
+MakeLocally = Callable[[tuple[int, ...]], tuple[MicroBatch, Timings]]
+"""The plain way: sample ids to their micro-batch, made here."""
+
+Finish = Callable[[MicroBatch], MicroBatch]
+"""A micro-batch as it came to the same as it is used; gives the same whenever it is called."""
+
+RequestMaker = Callable[[Sequence[int], "int | None"], "RunRequest"]
+"""Indices of micro-batches that take the same route, and its cut where there is one, to the request."""
+
+STORE_REST_S = 30.0
+MOST_STORE_REST_S = 480.0
+"""A store that cannot be read from here is left alone for so long, each time twice as long as before: an
+attempt keeps the micro-batch waiting for as long as the store's own retries take, some 15 s."""
+
+NOT_THERE = (DoesNotFit, DeadlineExceeded, TooLarge)
+"""Errors that say that servers are not the place for a micro-batch, and nothing about how well they are."""
+
+FAILED = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, Forbidden, WorkerCrashed)
+"""Errors that say something about a server, nothing about the samples: others can do what is missing. Those
+above are none of them, be they of such a kind."""
+
+
+class LoaderClosed(UpriverError):
+    """The loader was closed before its last micro-batch had been taken."""
+
+    code = "closed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remote:
+    """Servers, and how to ask them.
+
+    Attributes:
+        pool: The servers; stays open when a loader is closed.
+        make_request: Called in the threads that send.
+        connections: Requests in flight at once.
+        per_request: Micro-batches in a request at most; fewer where the window is small.
+        open_cut: Where no micro-batch is dealt to servers: has them pass the canary at some cut, and gives
+            it; None if they do not. Takes as long as a canary does.
+    """
+
+    pool: ServerPool
+    make_request: RequestMaker
+    connections: int = CONNECTIONS
+    per_request: int = PER_REQUEST
+    open_cut: Callable[[], int | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        for name in ("connections", "per_request"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Crew:
+    """The loader's threads and what they share; knows nothing of the `Loader`, which can be collected."""
+
+    def __init__(
+        self,
+        micro_batches: Sequence[tuple[int, ...]],
+        table: SlotTable,
+        *,
+        local: MakeLocally,
+        remote: Remote | None,
+    ) -> None:
+        self.table = table
+        self._micro_batches = micro_batches
+        self._local = local
+        self._remote = remote
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self.store_lost = ""
+        self._store_rest_s, self._store_again_at = STORE_REST_S, 0.0
+        self._answers: set[Answer] = set()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, *, num_workers: int) -> None:
+        """Start the threads."""
+        mains: list[Callable[[], None]] = [self._work_locally] * num_workers
+        if (remote := self._remote) is not None:
+            remote.pool.add_listener(self._wake)
+            mains += [partial(self._work_remotely, remote)] * remote.connections
+        for i, main in enumerate(mains):
+            name = f"upriver-loader-{i}"
+            thread = threading.Thread(target=self._guard, args=(main,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        _LIVE.add(self)
+
+    def take(self, finish: Finish | None) -> tuple[int, Delivery]:
+        """Wait for the micro-batch that is due, or the error in its place; StopIteration at the end.
+
+        Args:
+            finish: Done meanwhile to others that have come.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: (
+                        self._failure
+                        or self._stopped
+                        or self.table.done
+                        or self.table.ready
+                        or (finish is not None and self.table.unfinished())
+                    )
+                )
+                if self._failure is not None:
+                    raise self._failure
+                if self.table.done:
+                    raise StopIteration
+                if self._stopped:
+                    raise LoaderClosed(f"the loader was closed at micro-batch {self.table.taken}")
+                if self.table.ready:
+                    index = self.table.taken
+                    delivery = self.table.take()
+                    self._failure = delivery.error
+                    self._changed.notify_all()  # the window has moved on
+                    return index, delivery
+                ahead = self.table.unfinished()
+            if ahead is not None and finish is not None:
+                self._finish(*ahead, finish)
+
+    def _finish(self, index: int, delivery: Delivery, finish: Finish) -> None:
+        """Do what is left to be done to a micro-batch; what goes wrong does so again in its turn."""
+        batch: MicroBatch | None = None
+        with suppress(Exception):
+            batch = finish(delivery.result())
+        with self._changed:
+            self.table.finish(index, delivery.finished(batch))
+
+    def deal(self, dealt: Sequence[Dealt], window: Window | None) -> None:
+        """See the loader's."""
+        with self._changed:
+            self.table.deal(dealt, window)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop and join the threads."""
+        with self._changed:
+            self._stopped = True
+            answers = list(self._answers)
+            self._changed.notify_all()
+        for answer in answers:
+            answer.close()
+        if self._remote is not None:
+            self._remote.pool.remove_listener(self._wake)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        _LIVE.discard(self)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _guard(self, main: Callable[[], None]) -> None:
+        """A fault of our own must reach the consumer, which would wait for ever otherwise."""
+        try:
+            main()
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._stopped = True
+                self._changed.notify_all()
+
+    # --------------------------------------------------------------------------------- servers
+
+    def _work_remotely(self, remote: Remote) -> None:
+        pool = remote.pool
+        while (work := self._next_request(remote)) is not None:
+            lease, claim = work
+            try:
+                with lease:
+                    self._fetch(lease, claim, remote.make_request)
+            except Overloaded:
+                self._release(claim)
+            except NOT_THERE as error:
+                self._leave_to_others(claim, lease.client.url, error, may_retry=lambda: False)
+            except FAILED as error:
+                self._leave_to_others(claim, lease.client.url, error, may_retry=pool.budget.withdraw)
+            except StoreError as error:
+                # Only the plain kind: a missing or changed object is a fact, and stays one.
+                if type(error) is StoreError:
+                    self._leave_to_others(claim, lease.client.url, error, may_retry=lambda: False)
+                else:
+                    self._put_error(claim, lease.client.url, error)
+            except Exception as error:
+                self._put_error(claim, lease.client.url, error)
+
+    def _leave_to_others(
+        self, claim: Claim, source: str, error: Exception, *, may_retry: Callable[[], bool]
+    ) -> None:
+        """What a server has not done is done by others, or here; where nobody else may, it is an error."""
+        if self.table.pin(claim.indices[0]) is not None:
+            self._put_error(claim, source, error)
+        else:
+            self._give_up(claim, retry=may_retry())
+
+    def _next_request(self, remote: Remote) -> tuple[Lease, Claim] | None:
+        """Wait for a run of free micro-batches and a server with room; None when it is over."""
+        pool = remote.pool
+        with self._changed:
+            while not self._stopped:
+                if run := self.table.find(Way.REMOTE, self._longest(remote), stride=remote.connections):
+                    pin = self.table.pin(run[0])
+                    if lease := pool.borrow(None if pin is None else pin.source):
+                        return lease, self.table.claim(Way.REMOTE, run)
+                    if pin is not None and (why := pool.lost(pin.source)) is not None:
+                        self._cannot_replay(run, pin, why)
+                        continue
+                self._changed.wait()
+        return None
+
+    def _longest(self, remote: Remote) -> int:
+        """Micro-batches for one request.
+
+        As many as the window has would leave nothing to send while the consumer is at work. And a request is
+        for one route: the more of them there are, the shorter it is. One that is due would otherwise wait for
+        others that are due long after it, until somebody is free for its route.
+        """
+        even = self.table.window.micro_batches // (remote.connections + 1)
+        in_turn = remote.per_request // max(1, self.table.num_kinds(Way.REMOTE))
+        return max(1, min(in_turn, even))
+
+    def _cannot_replay(self, run: Sequence[int], pin: Pin, why: str) -> None:
+        """A server that a replay needs is lost: another one might give other bits, so say so instead."""
+        error = ServerUnavailable(
+            f"micro-batch {run[0]} came from {pin.source}, which cannot be asked now ({why}); "
+            "a replay asks no other"
+        )
+        self._put_error(self.table.claim(Way.REMOTE, run), pin.source, error)
+
+    def _fetch(self, lease: Lease, claim: Claim, make_request: RequestMaker) -> None:
+        """One request: each micro-batch is there for the consumer as soon as it has arrived."""
+        url = lease.client.url
+        answer = lease.client.run(make_request(claim.indices, claim.cut))
+        with self._open(answer):
+            arrived = 0
+            for batch, timings in answer:
+                lease.heard()
+                self._check(batch, claim.indices[arrived : arrived + 1], url)
+                self._put(claim, claim.indices[arrived], Delivery(source=url, batch=batch, timings=timings))
+                arrived += 1
+        if arrived < len(claim.indices):
+            raise ProtocolError(f"{url} answered {arrived} of {len(claim.indices)} micro-batches")
+
+    def _check(self, batch: MicroBatch, expected: tuple[int, ...], url: str) -> None:
+        """A server that answers something else than it was asked for must not get it into an epoch."""
+        if not expected or batch.ids != tuple(self._micro_batches[expected[0]]):
+            raise ProtocolError(f"{url} answered samples {batch.ids} that were not asked for at this place")
+
+    @contextmanager
+    def _open(self, answer: Answer) -> Iterator[None]:
+        """Let `close` break the answer off while it is read."""
+        with self._changed:
+            stopped = self._stopped
+            self._answers.add(answer)
+        try:
+            if stopped:
+                raise LoaderClosed("the loader was closed")
+            yield
+        finally:
+            with self._changed:
+                self._answers.discard(answer)
+            answer.close()
+
+    # ---------------------------------------------------------------------------- the plain way
+
+    def _work_locally(self) -> None:
+        while (claim := self._next_local()) is not None:
+            [index] = claim.indices
+            try:
+                batch, timings = self._local(tuple(self._micro_batches[index]))
+            except Exception as error:
+                if not self._ask_servers(claim, error):
+                    self._put_error(claim, LOCAL, error)
+            else:
+                self._store_rest_s = STORE_REST_S
+                self._put(claim, index, Delivery(source=LOCAL, batch=batch, timings=timings))
+
+    def _ask_servers(self, claim: Claim, error: Exception) -> bool:
+        """Where the store does not answer here and a server does, go on from that one; whether so."""
+        if type(error) is not StoreError:  # a missing or changed object is a fact, and stays one
+            return False
+        cut = self._cut_for_all()
+        with self._changed:
+            if cut is None or not self.table.ask_servers(claim, cut):
+                return False
+            if not self.store_lost:
+                log.warning("the store cannot be read from here, servers make all: %s", error)
+                self._store_again_at = time.monotonic() + self._store_rest_s
+                self._store_rest_s = min(2 * self._store_rest_s, MOST_STORE_REST_S)
+            self.store_lost = str(error)
+            self._changed.notify_all()
+        return True
+
+    def _cut_for_all(self) -> int | None:
+        """A cut at which servers can be asked now for what was to be made here."""
+        remote = self._remote
+        if remote is None or not remote.pool.usable:
+            return None
+        with self._changed:
+            cut = self.table.common_cut
+        return remote.open_cut() if cut is None else cut
+
+    def _try_store_again(self) -> None:
+        if self.store_lost and time.monotonic() >= self._store_again_at:
+            self.store_lost = ""
+            self.table.ask_servers_no_more()
+
+    def _next_local(self) -> Claim | None:
+        """Wait for a micro-batch that is to be made here; None when it is over."""
+        with self._changed:
+            while not self._stopped:
+                self._try_store_again()
+                servers = self._remote is not None and self._remote.pool.usable
+                if run := self.table.find(Way.LOCAL, 1, only_failed=servers):
+                    return self.table.claim(Way.LOCAL, run)
+                self._changed.wait()
+        return None
+
+    # --------------------------------------------------------------------------------- the table
+
+    def _put(self, claim: Claim, index: int, delivery: Delivery) -> None:
+        with self._changed:
+            self.table.deliver(claim, index, delivery)
+            self._changed.notify_all()
+
+    def _put_error(self, claim: Claim, source: str, error: Exception) -> None:
+        """Let the error surface where the first missing micro-batch would have been; free the rest."""
+        with self._changed:
+            for index in self.table.missing(claim)[:1]:
+                self.table.deliver(claim, index, Delivery(source=source, error=error))
+            self.table.release(claim)
+            self._changed.notify_all()
+
+    def _release(self, claim: Claim) -> None:
+        with self._changed:
+            self.table.release(claim)
+            self._changed.notify_all()
+
+    def _give_up(self, claim: Claim, *, retry: bool) -> None:
+        with self._changed:
+            self.table.give_up(claim, retry=retry)
+            self._changed.notify_all()
+
+
+_LIVE: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def dispose(crew: Crew) -> None:
+    """Close a crew whose loader was collected: in another thread, as this one may be holding any lock."""
+    # While the interpreter ends there are no new threads any more; `_close_all` has done it by then.
+    with suppress(RuntimeError):
+        threading.Thread(target=crew.close, name="upriver-loader-close", daemon=True).start()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads in the middle of a tensor operation must not meet the end of the interpreter."""
+    for crew in list(_LIVE):
+        crew.close()

@@ -1,0 +1,68 @@
+"""The plain way: stored samples to the model's input, made here with the same code that servers run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from upriver.engine.clock import Clock
+from upriver.engine.engine import Engine, OnBadSample
+from upriver.engine.read import CONCURRENCY, read_samples
+from upriver.pipeline import Dataset, SampleRef
+from upriver.rpc.link_meter import LinkMeter
+from upriver.types import MicroBatch, Timings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSource:
+    """Reads a micro-batch straight from the store, runs its input stages. Any number of threads may call it.
+
+    Attributes:
+        dataset: Its store is a `upriver.rpc.link_meter.MeteredStore` where the link is counted.
+        engine: For the dataset's chain.
+        seed: Of the job.
+        epoch: Of the pass over the data.
+        on_bad_sample: As `upriver.engine.engine.Engine.begin`.
+        shared: The link, where servers answer over it, too. What is read then fills it and no more, one
+            micro-batch after the other: connections share a link evenly, so an answer that is due would wait
+            for a dozen objects that are not.
+    """
+
+    dataset: Dataset
+    engine: Engine
+    seed: int
+    epoch: int
+    on_bad_sample: OnBadSample = "fail"
+    shared: LinkMeter | None = None
+    _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    def __call__(self, ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
+        """The micro-batch of these samples at position 0.
+
+        Raises:
+            UpriverError: As `read_samples` and `Engine.begin`.
+        """
+        clock, refs = Clock(), self.dataset.locate(ids)
+        at_once = self._at_once(refs)
+        with self._turn if at_once < CONCURRENCY else nullcontext(), clock.phase("read"):
+            blobs = read_samples(self.dataset, ids, at_once=at_once)
+        batch = self.engine.begin(
+            blobs,
+            ids,
+            object_names=[ref.object for ref in refs],
+            stop=0,
+            seed=self.seed,
+            epoch=self.epoch,
+            on_bad_sample=self.on_bad_sample,
+            clock=clock,
+        )
+        return batch, clock.timings()
+
+    def _at_once(self, refs: Sequence[SampleRef]) -> int:
+        """GETs to have in flight."""
+        if self.shared is None or not refs:
+            return CONCURRENCY
+        enough = self.shared.filled_by(sum(ref.stop - ref.start for ref in refs) / len(refs))
+        return CONCURRENCY if enough is None else min(enough, CONCURRENCY)

@@ -1,0 +1,79 @@
+"""How many micro-batches may be in flight, and how many bytes of them: sized from the plan.
+
+Too few leave a resource idle while another one works, too many only hold memory and make a change of plan
+take effect later, since what is in flight stays what it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from upriver.cost import CutTable
+from upriver.finetune.prefetch.delivery_table import Window
+from upriver.text import bytes_text
+from upriver.types import Plan, Tier
+
+BATCHES = 2
+"""Training batches that a window holds: one is being trained on while the next is put together."""
+
+LEAST = 8
+"""Micro-batches at least: with a mix of routes a window of 8 came to 1.03 times the bound."""
+
+AHEAD = 2
+"""Micro-batches for each thread that fetches, and of each route: one is under way while another one waits."""
+
+SMALLEST_SHARE = 1 / 16
+"""A route with less of the samples than this enlarges no window: it has little to keep busy."""
+
+
+def window_for(
+    plan: Plan,
+    *,
+    start: int,
+    batch_size: int,
+    micro_batch: int,
+    connections: int,
+    num_workers: int,
+    crossing_bytes: Callable[[int], float],
+    num_bytes: int,
+    together: int = 1,
+) -> Window:
+    """The window of a plan.
+
+    Args:
+        plan: Its routes are dealt by their shares, so a window holds some of each.
+        start: Position of the stored bytes: a route that cuts there is fetched here, others by servers.
+        batch_size: Samples of a training step.
+        micro_batch: Samples of a micro-batch.
+        connections: Requests in flight at once.
+        num_workers: Threads that fetch here.
+        crossing_bytes: Cut to what a sample weighs in memory that arrives by it.
+        num_bytes: What the caller allows; less where the plan leaves the compute tier less.
+        together: Micro-batches that a server may run at once, for which a request must have as many.
+    """
+    two_batches = math.ceil(BATCHES * batch_size / micro_batch)
+    ways = {route.cut <= start for route in plan.routes}
+    threads = sum(num_workers if local else connections for local in ways)
+    scarcest = max(math.ceil(AHEAD / max(route.share, SMALLEST_SHARE)) for route in plan.routes)
+    joined = together * (connections + 1) if False in ways else 0
+    wanted = max(two_batches, LEAST, AHEAD * threads, scarcest, joined)
+    allowed = max(1, int(min(num_bytes, spare_bytes(plan))))
+    each = micro_batch * sum(route.share * crossing_bytes(route.cut) for route in plan.routes)
+    fitting = math.floor(allowed / each) if each > 0 else wanted
+    return Window(micro_batches=max(1, min(wanted, fitting)), num_bytes=allowed)
+
+
+def spare_bytes(plan: Plan) -> float:
+    """Memory of the compute tier that the plan leaves free; infinite where no memory is known."""
+    if not isinstance(plan.table, CutTable):
+        return math.inf
+    model = plan.table.model
+    needs = model.needs[Tier.COMPUTE]
+    needed = max(float(needs[model.index(route.cut)]) for route in plan.routes)
+    return model.cluster.compute.memory_bytes - needed
+
+
+def told(window: Window) -> str:
+    """A window in words."""
+    return f"up to {window.micro_batches} micro-batches in flight, at most {bytes_text(window.num_bytes)}"

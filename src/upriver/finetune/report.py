@@ -1,0 +1,83 @@
+"""What a job has delivered, and where it was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from upriver.finetune.prefetch.prefetcher import LoaderReport
+from upriver.rpc.tolerance import Tolerance
+from upriver.types import Timings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a job has delivered, and where it was computed.
+
+    Attributes:
+        samples: Server URL or ``local`` to samples.
+        retried: Micro-batches that had to be asked for again.
+        skipped: Ids of samples that could not be read and were left out, in the order in which they were due.
+        epoch_s: Wall-clock seconds of each finished epoch, the caller's training steps included.
+        epoch_bytes: Bytes that crossed the link in each finished epoch.
+        phases: Seconds by source and phase. A source is ``local``, a server's URL, or ``finish``: the rest of
+            the prefix, which runs here on what any of them gave.
+        exact: ``bitwise`` or ``numeric``.
+        tolerance: By how much a server's features may differ; None where they may not.
+    """
+
+    samples: Mapping[str, int]
+    retried: int
+    skipped: tuple[int, ...]
+    epoch_s: tuple[float, ...]
+    epoch_bytes: tuple[int, ...]
+    phases: Mapping[str, Mapping[str, float]]
+    exact: str = "bitwise"
+    tolerance: Tolerance | None = None
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the delivered samples by source."""
+        total = sum(self.samples.values())
+        return {source: count / total for source, count in self.samples.items()} if total else {}
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """What is counted while a job runs."""
+
+    samples: dict[str, int] = field(default_factory=dict)
+    retried: int = 0
+    skipped: list[int] = field(default_factory=list)
+    epoch_s: list[float] = field(default_factory=list)
+    epoch_bytes: list[int] = field(default_factory=list)
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, report: LoaderReport) -> None:
+        """Add what a loader delivered."""
+        for source, count in report.samples.items():
+            self.samples[source] = self.samples.get(source, 0) + count
+        self.retried += report.retried
+        self.skipped += report.skipped
+
+    def timings(self, source: str, timings: Timings) -> None:
+        """Add one micro-batch's phases."""
+        phases = self.phases.setdefault(source, {})
+        for name, seconds in timings.phases.items():
+            phases[name] = phases.get(name, 0.0) + seconds
+
+    def report(self, running: LoaderReport | None, *, exact: str, tolerance: Tolerance | None) -> Report:
+        """All of it so far, with what a loader that still runs has delivered."""
+        total = Tally(samples=dict(self.samples), retried=self.retried, skipped=list(self.skipped))
+        if running is not None:
+            total.add(running)
+        return Report(
+            samples=total.samples,
+            retried=total.retried,
+            skipped=tuple(total.skipped),
+            epoch_s=tuple(self.epoch_s),
+            epoch_bytes=tuple(self.epoch_bytes),
+            phases={source: dict(phases) for source, phases in self.phases.items()},
+            exact=exact,
+            tolerance=tolerance,
+        )

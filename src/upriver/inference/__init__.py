@@ -1,0 +1,1 @@
+"""Answer requests from a device, a server or both, whichever is fastest now."""

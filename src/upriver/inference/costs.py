@@ -1,0 +1,168 @@
+"""What the stages of a captured network take on the device and on a server, and what crosses each cut.
+
+Here one request is one sample, however many rows it has: seconds and bytes are those of all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from upriver.errors import ConfigError, ProgramError
+from upriver.inference.partition import Now
+from upriver.latency import LatencyModel, Sums
+from upriver.profile.latency.predictor import Predictor, measure_unknown
+from upriver.profile.latency.serialization import kept
+from upriver.profile.stage_timing import stage_medians
+from upriver.program.capture.whole_model import Captured
+from upriver.program.graph.executor import Program
+from upriver.types import (
+    Cluster,
+    ComputeTier,
+    InputProfile,
+    Link,
+    Profile,
+    StageProfile,
+    StorageTier,
+    Tier,
+)
+
+log = logging.getLogger("upriver")
+
+Measure: TypeAlias = "Literal['predict', 'measure'] | Predictor"
+"""How the device's seconds are found: by the models that ``upriver calibrate`` has kept, by running every
+stage some times, or by these models."""
+
+WAYS = ("predict", "measure")
+
+ANY_TIME = Now(upload_bytes_per_s=1.0)
+"""When sums are made, which no moment's link and load are part of."""
+
+
+def device_seconds(captured: Captured, measure: Measure) -> tuple[float, ...]:
+    """Of each stage on this device.
+
+    Predicted where that is asked for and there are models of this device; else each is measured.
+    """
+    program = captured.program
+    predictor = measure if isinstance(measure, Predictor) else None
+    if measure == "predict":
+        predictor = kept(program.device)
+    if predictor is not None:
+        try:
+            unknown = measure_unknown(program.graph, predictor, device=program.device)
+            return tuple(predictor.stage_seconds(program.graph, measured=unknown))
+        except ProgramError as error:  # an operator that does not run on random values
+            log.info("stages are measured, as they cannot be predicted: %s", error)
+    return stage_medians(program, captured.example.tensors)
+
+
+def crossing_bytes(program: Program, cut: int) -> int:
+    """What crosses a cut in one request."""
+    return sum(value.spec.nbytes for value in program.live(cut))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handling:
+    """What a request takes beside stages, a round trip and its tensors on the link.
+
+    Attributes:
+        front_s: On the way, whatever crosses: what is done before a worker has it, and with the answer here.
+        beside_s: On the server beside its stages, whatever crosses: as it tells with each answer.
+        encode_s_per_byte: Of what crosses, on the device.
+        decode_s_per_byte: The same on the server.
+        told_bytes: Of an answer beside its tensors: the seconds of stages, above all.
+    """
+
+    front_s: float = 0.0
+    beside_s: float = 0.0
+    encode_s_per_byte: float = 0.0
+    decode_s_per_byte: float = 0.0
+    told_bytes: float = 0.0
+
+    def fixed_s(self, download: float | None) -> float:
+        """Of a request, whatever crosses; ``download`` is what the way down carries, if that is known."""
+        return self.front_s + self.beside_s + (self.told_bytes / download if download is not None else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """A network between the device and one server.
+
+    Attributes:
+        program: The network.
+        device_s: Seconds of each stage on the device.
+        server_s: Of each stage on the server when nothing else keeps it busy.
+        handling: What a request takes besides.
+        process: Of the server, which has shown that it gives what the device gives.
+        sums: Of all that, added up once.
+
+    Raises:
+        ConfigError: If a number in it is beyond what anything takes, as the server may say.
+    """
+
+    program: Program
+    device_s: Sequence[float]
+    server_s: Sequence[float]
+    handling: Handling = Handling()
+    process: str = ""
+    sums: Sums = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        counts = {len(self.device_s), len(self.server_s)}
+        if counts != {self.program.num_stages}:
+            raise ConfigError(
+                f"{self.program.num_stages} stages have seconds each on both sides, got {sorted(counts)}"
+            )
+        # Here, where the server is let in, and not with the first request.
+        object.__setattr__(self, "sums", LatencyModel(self.profile, self.cluster(ANY_TIME)).sums)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """As the planner has it: the device is the compute tier, the server the storage tier."""
+        program = self.program
+        rows = program.micro_batch
+        return Profile(
+            model="",
+            freeze=program.num_stages,
+            input=InputProfile(
+                stored_bytes=crossing_bytes(program, 0), tensor_bytes=crossing_bytes(program, 0)
+            ),
+            stages=tuple(
+                StageProfile(
+                    name=stage.name,
+                    kind=stage.kind,
+                    out_bytes=crossing_bytes(program, position),
+                    param_bytes=stage.param_bytes,
+                    flops=rows * stage.flops,
+                    peak_bytes=rows * stage.peak_bytes,
+                    seconds={str(Tier.COMPUTE): (0.0, here), str(Tier.STORAGE): (0.0, there)},
+                )
+                for position, (stage, here, there) in enumerate(
+                    zip(program.stages, self.device_s, self.server_s, strict=True), start=1
+                )
+            ),
+        )
+
+    def cluster(self, now: Now) -> Cluster:
+        """The two machines and the link, as they are now."""
+        return Cluster(
+            link=Link(
+                bandwidth_bytes_per_s=now.upload_bytes_per_s,
+                rtt_s=now.rtt_s,
+                download_bytes_per_s=now.download_bytes_per_s,
+            ),
+            storage=StorageTier(
+                load=now.load,
+                wait_s=now.wait_s,
+                micro_batch=self.program.micro_batch,
+                seconds_per_byte={"decode": self.handling.decode_s_per_byte},
+            ),
+            compute=ComputeTier(
+                micro_batch=self.program.micro_batch,
+                seconds_per_byte={"encode": self.handling.encode_s_per_byte},
+            ),
+        )

@@ -1,0 +1,141 @@
+"""Why a request is cut where it is: the numbers that decided, in a sentence and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from upriver.inference.capture_cache import Network
+from upriver.inference.costs import Costs
+from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, Choice, Now, Rule
+from upriver.latency import LatencyModel
+from upriver.text import rate_text, seconds_text
+from upriver.types import Cost, Plan, Route, Segment, Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Decision:
+    """A cut and what led to it.
+
+    Attributes:
+        rule: How cuts are chosen.
+        network: What is cut.
+        choice: The cut.
+        server: Address of the one that is asked; empty where none is.
+        costs: What stages take here and on that server, or on one that could have been asked; None where
+            there is none.
+        now: The link and that server at this moment; None where nothing was known.
+        deadline_s: When the device would have gone on by itself.
+        not_used: Why other servers are not asked.
+    """
+
+    rule: Rule
+    network: Network
+    choice: Choice
+    server: str
+    costs: Costs | None
+    now: Now | None
+    deadline_s: float
+    not_used: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"Decision(cut={self.cut}, num_stages={self.num_stages}, server={self.server!r}, "
+            f"predicted_s={self.predicted_s:.6g}, why={self.why!r})"
+        )
+
+    @property
+    def cut(self) -> int:
+        """Stages that the device runs."""
+        return self.choice.cut
+
+    @property
+    def num_stages(self) -> int:
+        """All stages: the cut at which no server is asked."""
+        return self.network.captured.program.num_stages
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds of the request; infinite where nobody knows."""
+        return self.choice.seconds
+
+    @property
+    def plan(self) -> Plan:
+        """The decision as a plan, with a row for each cut where a server could be asked."""
+        if self.costs is None or self.now is None:
+            return Plan(
+                policy=self.rule.policy,
+                feasible=True,
+                routes=(self._route(),),
+                predicted=None if self.server else self._local_cost(),
+                table=(),
+                why=self.why,
+                unit="request",
+            )
+        model = LatencyModel(self.costs.profile, self.costs.cluster(self.now))
+        table = model.table(ESTIMATES[self.rule.policy](self.costs.sums, self.now))
+        return Plan(
+            policy=self.rule.policy,
+            feasible=True,
+            routes=(self._route(),),
+            predicted=table[self.cut].cost,
+            table=table,
+            why=self.why,
+            unit="request",
+        )
+
+    @property
+    def why(self) -> str:
+        """The same in some sentences."""
+        return " ".join((self._what(), *(f"Not asked: {reason}." for reason in self.not_used)))
+
+    def _what(self) -> str:
+        alone = f"the device alone would take {seconds_text(self.network.total_s)} s"
+        if not self.server:
+            here = f"All {self.num_stages} stages run on the device"
+            if self.rule.cut_of(self.num_stages) == self.num_stages:
+                return f"{here}, as asked for; {alone}."
+            if self.costs is None:
+                return f"{here}: there is no server to ask; {alone}."
+            return f"{here}: {alone}, and {self._no_cut()}{self._state()}."
+        where = f"{self.cut} of {self.num_stages} stages run on the device and the rest on {self.server}"
+        if self.now is None or self.costs is None:
+            return f"{where}, as asked for; of the link nothing is known yet."
+        sums, now = self.costs.sums, self.now
+        sent_s = float(sums.sent_bytes[self.cut]) / now.upload_bytes_per_s
+        parts = (
+            f"{seconds_text(float(sums.device_s[self.cut]))} s here, {seconds_text(sent_s)} s on the link, "
+            f"{seconds_text(float(sums.server_s[self.cut]))} s there"
+        )
+        asked = ", as asked for" if self.rule.cut_of(self.num_stages) is not None else ""
+        return f"{where}{asked}: {seconds_text(self.predicted_s)} s ({parts}{self._state()}); {alone}."
+
+    def _no_cut(self) -> str:
+        """Why none is taken, as far as the server goes that is shown."""
+        if self.costs is not None and self.now is not None:
+            seconds = ESTIMATES[self.rule.policy](self.costs.sums, self.now)
+            if self.deadline_s < seconds.min() < self.network.total_s:
+                deadline = f"the deadline of {seconds_text(self.deadline_s)} s"
+                return f"no answer of a server would be there by {deadline}"
+        return "no cut takes less"
+
+    def _state(self) -> str:
+        """What a policy was told of the moment."""
+        if self.now is None:
+            return ""
+        now = self.now
+        text = f", at {rate_text(now.upload_bytes_per_s)}, a round trip of {seconds_text(now.rtt_s)} s"
+        text += f", load {now.load:.3g}"
+        if now.slowed > now.load and self.rule.policy == DEFAULT_POLICY:
+            text += f" ({now.slowed:.3g} by the last answer)"
+        return text + (f" and a wait of {seconds_text(now.wait_s)} s" if now.wait_s > 0 else "")
+
+    def _route(self) -> Route:
+        segments = (
+            Segment(tier=Tier.COMPUTE, start=0, stop=self.cut),
+            Segment(tier=Tier.STORAGE, start=self.cut, stop=self.num_stages),
+        )
+        return Route(segments=segments)
+
+    def _local_cost(self) -> Cost:
+        seconds = self.network.total_s
+        return Cost(epoch_s=seconds, storage_s=0.0, network_s=0.0, compute_s=seconds, bytes=0.0)

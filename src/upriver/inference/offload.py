@@ -1,0 +1,520 @@
+"""``upriver.offload()``: a model that answers from here, from a server or from both, as is fastest now."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from upriver.errors import ConfigError
+from upriver.inference.capture_cache import Forms, Network
+from upriver.inference.change_detection import Unchanged, module_states
+from upriver.inference.costs import WAYS, Measure, device_seconds
+from upriver.inference.decision import Decision
+from upriver.inference.executor import Patience, Request, Served
+from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, Rule, choose, kept_away, likely
+from upriver.inference.remote_server import Far, Terms
+from upriver.inference.uplink import Uplink
+from upriver.link import WINDOW
+from upriver.profile.latency.predictor import Predictor
+from upriver.program.capture.whole_model import capture_whole
+from upriver.program.compiled_code import as_written
+from upriver.program.example_inputs import Example, Inputs
+from upriver.program.freeze import check_initialized
+from upriver.program.graph.autocast import autocast_dtype, autocast_here
+from upriver.program.graph.executor import Program
+from upriver.program.tensor_layouts import unusual
+from upriver.rpc import forking, validation
+from upriver.rpc.client import ServerClient
+from upriver.rpc.discovery import is_directory
+from upriver.rpc.http import Timeouts
+from upriver.rpc.tls import FilePath, client_context
+from upriver.rpc.tolerance import Exact
+from upriver.text import printable
+from upriver.types import Plan, require_finite, require_type
+
+DEADLINE_S = 10.0
+"""For a request where nothing is said: the input of VGG16 takes 5 s over 1 Mbit/s, the thinnest link of
+LoADPart's evaluation (section V-B)."""
+
+CACHED_CUTS = 8
+"""Cuts that `Offload.warm` prepares where nothing is said: that evaluation uses at most four of a network."""
+
+LEAST_S = 1.0
+"""For a connection, and for what is not part of a request, however short its deadline."""
+
+START_S = 60.0
+"""How long servers are waited for at the start; one that takes longer is used when it is ready."""
+
+COUNTED = ("requests", "device", "server", "gave_up", "hedged")
+
+HELPERS = 32
+"""Requests that are hedged at once; of those beyond the device does the rest after ``hedge_s`` as well."""
+
+
+class Offload:
+    """A model to be called; `offload` makes it. Thread-safe.
+
+    Args:
+        forms: What calls are to run.
+        fars: Servers. The forms' too: others are put in their place in a forked child.
+        fars_anew: Makes these.
+        unchanged: Watches the weights and the modules.
+        autocast: Type that the model was captured under; None where autocast was off.
+        rule: How requests are cut.
+        patience: With servers.
+        cached_cuts: Cuts that `warm` prepares at most.
+
+    Attributes:
+        last: How the last request to end was answered; None before the first.
+    """
+
+    def __init__(
+        self,
+        forms: Forms,
+        fars: list[Far],
+        fars_anew: Callable[[], list[Far]],
+        unchanged: Unchanged,
+        *,
+        autocast: torch.dtype | None,
+        rule: Rule,
+        patience: Patience,
+        cached_cuts: int,
+    ) -> None:
+        self.last: Served | None = None
+        self._forms, self._fars, self._rule = forms, fars, rule
+        self._patience, self._cached_cuts, self._autocast = patience, cached_cuts, autocast
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._decision: Decision | None = None
+        self._close = weakref.finalize(self, _end, fars, patience.helpers)
+        self._fars_anew, self._in_child, self._unchanged = fars_anew, False, unchanged
+        self._default_dtype = torch.get_default_dtype()
+        forking.tell(self)
+
+    # --------------------------------------------------------------------------------------- asking
+
+    @as_written  # a compiled caller goes on as it is, around what may ask a server
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives for these inputs in eval.
+
+        Raises:
+            ConfigError: If they have another form than the example and cannot be captured, in words that name
+                the argument; if autocast or torch's default dtype are not as they were when the model was
+                captured; if a function of ``torch.func`` or ``torch.jit.trace`` is at work; or if this object
+                was closed.
+            FrozenChanged: If weights were written to, modules replaced, hooks registered or removed, or
+                attributes that the forward reads set to other values since the model was captured.
+            ProgramError: If the network cannot be computed on them.
+        """
+        began = time.perf_counter()
+        self._check_open()
+        self._check_autocast()
+        network, tensors = self._forms.find(args, kwargs)
+        _check_untraced(tensors)
+        decision, far = self._decide(network)
+        decide_s = time.perf_counter() - began
+        request = Request(
+            captured=network.captured,
+            tensors=tensors,
+            cut=decision.cut,
+            far=far,
+            process=decision.costs.process if decision.costs is not None else "",
+            patience=self._patience,
+        )
+        answer = network.captured.answer(request.run())
+        self._unchanged.check()  # behind it: nor meanwhile
+        request.served.decide_s, request.served.total_s = decide_s, time.perf_counter() - began
+        self._note(request.served)
+        return answer
+
+    def decide(self) -> Decision:
+        """How a request of the example's form would be cut now."""
+        self._check_open()
+        return self._decide(self._forms.first)[0]
+
+    def _decide(self, network: Network) -> tuple[Decision, Far | None]:
+        captured = network.captured
+        alone = network.other_threads
+        fars = [] if alone else self._fars
+        offered = [(far, costs) for far in fars if (costs := far.costs(captured)) is not None]
+        states = [far.now(costs) for far, costs in offered]
+        sums = [costs.sums for _, costs in offered]
+        offers, deadline_s = list(zip(sums, states, strict=True)), self._patience.deadline_s
+        choice = choose(
+            self._rule, network.total_s, captured.program.num_stages, offers, deadline_s=deadline_s
+        )
+        for server in kept_away(self._rule, choice, offers, deadline_s=deadline_s):
+            offered[server][0].seek()
+        far = None if choice.server is None else offered[choice.server][0]
+        shown = choice.server or 0
+        missing = fars if len(offered) < len(fars) else ()
+        not_used = [alone] if alone and self._fars else []
+        self._decision = decision = Decision(
+            rule=self._rule,
+            network=network,
+            choice=choice,
+            server=far.url if far is not None else "",
+            costs=offered[shown][1] if offered else None,
+            now=states[shown] if offered else None,
+            deadline_s=deadline_s,
+            not_used=(*not_used, *(reason for each in missing if (reason := each.why_not(captured)))),
+        )
+        return decision, far
+
+    def _note(self, served: Served) -> None:
+        with self._lock:
+            self.last = served
+            self._counts["requests"] += 1
+            self._counts["server" if served.server else "device"] += 1
+            self._counts["gave_up"] += bool(served.why_not)
+            self._counts["hedged"] += served.hedged
+
+    # ------------------------------------------------------------------------------------ explained
+
+    @property
+    def decision(self) -> Decision:
+        """The last one; one for the example before the first request."""
+        return self._decision or self.decide()
+
+    @property
+    def plan(self) -> Plan:
+        """The last decision as a plan: ``print(answer.plan)`` shows every cut."""
+        return self.decision.plan
+
+    @property
+    def why(self) -> str:
+        """The last decision in some sentences, and why servers are not asked."""
+        return self.decision.why
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Requests so far.
+
+        ``device`` and ``server`` gave the answer to so many, ``gave_up`` counts those that a server was asked
+        for in vain, ``hedged`` those that the device began beside a server.
+        """
+        with self._lock:
+            return {name: self._counts[name] for name in COUNTED}
+
+    @property
+    def program(self) -> Program:
+        """The captured network, for the example's form."""
+        return self._forms.first.captured.program
+
+    # ------------------------------------------------------------------------------------ preparing
+
+    def warm(self) -> dict[str, tuple[int, ...]]:
+        """Have the likely cuts ready: those that win somewhere over a sweep of bandwidths and loads.
+
+        The example runs through each of them once on both sides, and its answer is compared.
+
+        Returns:
+            For each server's address the cuts that are ready there.
+
+        Raises:
+            ConfigError: If this object was closed.
+            FrozenChanged: As for a request.
+        """
+        self._check_open()
+        self._unchanged.check()
+        captured = self._forms.first.captured
+        ready: dict[str, tuple[int, ...]] = {}
+        for far in self._fars:
+            far.wait(START_S, captured)
+            costs = far.costs(captured)
+            if costs is not None:
+                cuts = likely(self._rule, costs.sums, most=self._cached_cuts)
+                ready[far.url] = tuple(cut for cut in cuts if far.prepare(captured, cut))
+        return ready
+
+    def wait(self, seconds: float | None = None) -> tuple[str, ...]:
+        """Until each server may be asked, or cannot be: one that is sent a program first may be so late.
+
+        That goes for each form of call that has come so far, also while this waits.
+
+        Args:
+            seconds: At most; as long as it takes if None.
+
+        Returns:
+            Addresses of those of which neither is so yet for all of them.
+
+        Raises:
+            ConfigError: If this object was closed.
+            ProgramNotFound: If one has not a program and is not to be sent it.
+        """
+        self._check_open()
+        late = _wait_for(self._fars, seconds)
+        self._check_open()  # nor meanwhile
+        return late
+
+    # -------------------------------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Let go of the servers; requests are refused from here on. May be called again."""
+        self._close()
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise ConfigError("this model was closed; make another one with upriver.offload()")
+        if self._in_child:
+            self._begin_anew()
+
+    def forked(self) -> None:
+        """In a child of this process, where nothing looks after servers, and a lock may be held by nobody."""
+        if self._close.detach() is None:
+            return
+        self._lock, self._decision, self._in_child = threading.Lock(), None, True
+        self._forms.forked()
+        self._unchanged.forked()
+        self._fars.clear()
+        self._patience = replace(self._patience, helpers=_helpers(self._patience.hedge_s))
+        self._close = weakref.finalize(self, _end, self._fars, self._patience.helpers)
+
+    def _check_autocast(self) -> None:
+        now = autocast_here(self.program.device)
+        if now != self._autocast:
+            raise ConfigError(
+                f"the model was captured {_under(self._autocast)}, and is called {_under(now)}: call it as "
+                "upriver.offload() was, or make another one there"
+            )
+        dtype = torch.get_default_dtype()
+        if dtype != self._default_dtype:
+            raise ConfigError(
+                f"torch's default dtype was {self._default_dtype} when the model was captured and is {dtype} "
+                "now: put it back, or make another one with upriver.offload()"
+            )
+
+    def _begin_anew(self) -> None:
+        """At the first question there: not every child has one."""
+        with self._lock:
+            if not self._in_child:
+                return
+            self._fars += self._fars_anew()
+            for network in self._forms.networks:
+                _serve(self._fars, network)
+            self._in_child = False
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def offload(
+    model: nn.Module,
+    *,
+    example_inputs: Inputs,
+    servers: Sequence[str] = (),
+    policy: str | None = None,
+    cut: int | None = None,
+    deadline_s: float = DEADLINE_S,
+    hedge_s: float | None = None,
+    push: bool = True,
+    exact: Exact = "bitwise",
+    measure: Measure = "predict",
+    probe_s: float = 5.0,
+    load_s: float = 10.0,
+    window: int = WINDOW,
+    cached_cuts: int = CACHED_CUTS,
+    token: str | None = None,
+    ca: FilePath | None = None,
+    certificate: FilePath | None = None,
+    key: FilePath | None = None,
+) -> Offload:
+    """Let a model answer from this device, from servers, or from both, whatever is fastest at the moment.
+
+    The answer is bit for bit what ``model(...)`` gives in eval under ``torch.no_grad()``, with PyTorch's
+    fused transformer path off, and under autocast where this is called so (calls are to be, then, too);
+    whatever becomes of the servers, there is one. Threads that look after these end with ``close()``, or with
+    the object.
+
+    Args:
+        model: Captured as it is now, in eval; it is left as it was. Its parameters are not copied: once they
+            are written to, or an attribute that its forward reads has another value, requests raise
+            `FrozenChanged`, and another one is to be made.
+        example_inputs: What it is called with: a tensor, a tuple of positional inputs, or a mapping of
+            keyword inputs, on the model's device. Calls of other forms are captured when they first come, up
+            to 8 in all.
+        servers: Addresses; without any the device answers alone.
+        policy: ``inference`` (ours, and what counts where neither it nor ``cut`` is given), ``loadpart``,
+            ``neurosurgeon`` (the same without the server's load), ``local`` or ``remote``.
+        cut: Let the device always run so many stages, in place of a policy.
+        deadline_s: After so long the device does the rest of a request itself.
+        hedge_s: After so long it begins to do so beside the server; never if None.
+        push: Whether a server that has not the program is sent it.
+        exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance.
+        measure: Whether the device's seconds are predicted, if ``upriver calibrate`` has made models of it,
+            or measured; or such models.
+        probe_s: Between two probes of the link to a server, where no request has shown it.
+        load_s: Between two questions for its load, likewise; a tenth of it where requests would go there if
+            it were free.
+        window: Transfers that a link is judged by.
+        cached_cuts: Cuts that ``warm()`` prepares at most.
+        token: Sent with everything that servers are asked.
+        ca: As for ``upriver.connect``, as are the two that follow.
+        certificate: Shown to servers.
+        key: Its key.
+
+    Raises:
+        CaptureError: If the model cannot be captured; the message says why.
+        ModelError: If a parameter is not initialized yet.
+        ConfigError: If an argument is outside what is allowed.
+        ProgramNotFound: If a server has not the program and is not to be sent it.
+    """
+    require_type("model", model, nn.Module, "in eval or not")
+    check_initialized(model)
+    rule = _rule(policy, cut)
+    terms = Terms(
+        push=validation.flag("push", push),
+        exact=validation.choice("exact", exact, ("bitwise", "numeric")),
+        probe_s=probe_s,
+        load_s=load_s,
+        window=validation.whole("window", window),
+    )
+    validation.whole("cached_cuts", cached_cuts)
+    if not isinstance(measure, Predictor):
+        validation.choice("measure", measure, WAYS)
+    patience = _patience(deadline_s, hedge_s)
+    _check_servers(servers)
+    tls = client_context(ca=ca, certificate=certificate, key=key)
+    fars_anew = partial(_fars, tuple(servers), deadline_s, terms, token=validation.token(token), tls=tls)
+    fars = fars_anew()
+    unchanged = Unchanged(model)
+    example = Example.of(example_inputs)
+    autocast = autocast_dtype(autocast_here(example.tensors[0].device))
+    forms = Forms(example, partial(_make, model, fars, measure, unchanged, autocast, exact))
+    answer = Offload(
+        forms,
+        fars,
+        fars_anew,
+        unchanged,
+        autocast=autocast,
+        rule=rule,
+        patience=patience,
+        cached_cuts=cached_cuts,
+    )
+    try:
+        _check_cut(rule, answer.program.num_stages)
+        _wait_for(fars, START_S)
+    except BaseException:
+        answer.close()
+        raise
+    return answer
+
+
+def _check_untraced(tensors: Sequence[torch.Tensor]) -> None:
+    """A tracer would see no operator of a server's, and take its answer for a constant."""
+    if torch._C._get_tracing_state() is not None:
+        raise ConfigError(_TRACED.format("torch.jit.trace"))
+    for tensor in tensors:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ConfigError(_TRACED.format("functions of torch.func, such as vmap and grad,"))
+        if kind := unusual(tensor):
+            raise ConfigError(f"an offloaded model takes tensors in plain memory, got {kind}")
+
+
+_TRACED = "{} cannot look into an offloaded model, which may be answered elsewhere: give it the model itself"
+
+
+def _under(autocast: torch.dtype | None) -> str:
+    return (
+        "without autocast"
+        if autocast is None
+        else f"under autocast to {str(autocast).removeprefix('torch.')}"
+    )
+
+
+def _rule(policy: str | None, cut: int | None) -> Rule:
+    if policy is not None and cut is not None:
+        raise ConfigError(f"cut={cut} takes the place of a policy; give it or policy={policy!r}")
+    name = DEFAULT_POLICY if policy is None else policy
+    return Rule(policy=validation.choice("policy", name, ESTIMATES), cut=cut)
+
+
+def _check_cut(rule: Rule, num_stages: int) -> None:
+    if rule.cut is not None and not (type(rule.cut) is int and 0 <= rule.cut <= num_stages):
+        raise ConfigError(f"cut must be a whole number in 0..{num_stages}, got {rule.cut!r}")
+
+
+def _patience(deadline_s: float, hedge_s: float | None) -> Patience:
+    require_finite("deadline_s", deadline_s, positive=True)
+    if hedge_s is not None:
+        require_finite("hedge_s", hedge_s)
+    return Patience(deadline_s=deadline_s, hedge_s=hedge_s, helpers=_helpers(hedge_s))
+
+
+def _helpers(hedge_s: float | None) -> Executor | None:
+    return None if hedge_s is None else ThreadPoolExecutor(HELPERS, thread_name_prefix="upriver-hedge")
+
+
+def _check_servers(urls: Sequence[str]) -> None:
+    if isinstance(urls, str) or not isinstance(urls, Collection):
+        raise ConfigError(f"servers must be a list of addresses, got {printable(repr(urls), 100)}")
+    for url in validation.addresses(urls):
+        if is_directory(url):
+            raise ConfigError(f"{url} is a directory; give the addresses of servers that it names")
+
+
+def _fars(
+    urls: Sequence[str], deadline_s: float, terms: Terms, *, token: str | None, tls: ssl.SSLContext | None
+) -> list[Far]:
+    timeouts, patient_s = Timeouts(), max(deadline_s, LEAST_S)
+    timeouts = Timeouts(
+        connect_s=min(timeouts.connect_s, patient_s), question_s=min(timeouts.question_s, patient_s)
+    )
+    uplink = Uplink()
+    clients = [ServerClient(url, token=token, timeouts=timeouts, tls=tls) for url in dict.fromkeys(urls)]
+    return [Far(client, terms, uplink) for client in clients]
+
+
+def _make(
+    model: nn.Module,
+    fars: Sequence[Far],
+    measure: Measure,
+    unchanged: Unchanged,
+    autocast: torch.dtype | None,
+    exact: Exact,
+    example: Example,
+) -> Network:
+    """Capture a model for one form of call, and let servers have it."""
+    with unchanged.capturing():
+        captured = capture_whole(model, example, autocast=autocast)
+    unchanged.watch(captured.weights, module_states(model), captured.attributes)
+    seconds = device_seconds(captured, measure)
+    threads = torch.get_num_threads() if exact == "bitwise" else None
+    network = Network(captured=captured, device_s=seconds, total_s=sum(seconds), threads=threads)
+    _serve(fars, network)
+    return network
+
+
+def _serve(fars: Sequence[Far], network: Network) -> None:
+    for far in fars:
+        far.serve(network.captured, network.device_s)
+
+
+def _wait_for(fars: Sequence[Far], seconds: float | None) -> tuple[str, ...]:
+    began = time.monotonic()
+    for far in fars:
+        far.wait(None if seconds is None else max(0.0, began + seconds - time.monotonic()))
+        if (error := far.lacks_program) is not None:
+            raise error
+    return tuple(far.url for far in fars if not far.wait(0.0))
+
+
+def _end(fars: Sequence[Far], helpers: Executor | None) -> None:
+    for far in fars:
+        far.close()
+    if helpers is not None:
+        helpers.shutdown(wait=False)  # a finalizer may run in one of them

@@ -1,0 +1,473 @@
+"""One server as a device sees it: whether it may be asked, what it costs, what the link and its load are now.
+
+A thread of its own lets the server in, probes the way to it and asks for its load, as LoADPart's runtime
+profiler does (ICDCS 2022, section IV); where requests have brought the same of late, they do instead. A
+server that has failed is left alone for pauses that grow, and then let in again like a new one. One that has
+refused a network is left alone with that one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+
+from upriver.engine.fingerprint import flags
+from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
+from upriver.inference.cooldown import Rest
+from upriver.inference.costs import Costs, crossing_bytes
+from upriver.inference.exchange import Exchange, Finished
+from upriver.inference.partition import Now
+from upriver.inference.server_check import BUSY, admit, allowed_by, canary, probe
+from upriver.inference.uplink import Uplink
+from upriver.link import CONFIRMED, ROUND_TRIPS, WINDOW, LinkWindow
+from upriver.program.capture.whole_model import Captured
+from upriver.retry import Backoff
+from upriver.rpc.client import ServerClient
+from upriver.rpc.server_pool import is_lost
+from upriver.rpc.tolerance import Exact
+from upriver.text import error_text, said
+from upriver.types import BANDWIDTH, MOST_FACTOR, require_finite
+
+log = logging.getLogger("upriver")
+
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""For how long a server that has failed, or refused a network, is left alone, the first time and at most."""
+
+SOONER = 0.1
+"""Of the time between two questions for its load, for a server that is left alone because of that while
+requests come: no answer tells then that it is free again."""
+
+SLOWED, LATE = 2.0, 0.1
+"""An answer is news of a load where its stages took so many times what k says, and what is beyond that is so
+much of the request."""
+
+OF_ONE = (ProgramNotFound, Forbidden)
+"""Said of one program where a server is to be let in: it may have others, or be sent them by others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """How servers are used.
+
+    Attributes:
+        push: Whether one that has not the program is sent it.
+        exact: Whether its bits must be the device's.
+        probe_s: Between two probes of the link (5 s: LoADPart, section V-A).
+        load_s: Between two questions for its load (10 s: likewise); a tenth of it while requests come that
+            are kept away by that.
+        window: Transfers that the link is judged by.
+    """
+
+    push: bool = True
+    exact: Exact = "bitwise"
+    probe_s: float = 5.0
+    load_s: float = 10.0
+    window: int = WINDOW
+
+    def __post_init__(self) -> None:
+        require_finite("probe_s", self.probe_s, positive=True)
+        require_finite("load_s", self.load_s, positive=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Form:
+    """A network that the server is to be asked for, and its pauses where it refuses that one."""
+
+    captured: Captured
+    device_s: Sequence[float]
+    rest: Rest
+
+
+class Far:
+    """A server.
+
+    Args:
+        client: Talks to it; closed with this object.
+        terms: How it is used.
+        uplink: Shared with the device's other servers.
+
+    Attributes:
+        link: What the way up to it carries.
+    """
+
+    def __init__(self, client: ServerClient, terms: Terms, uplink: Uplink | None = None) -> None:
+        self.link = LinkWindow(terms.window)
+        self._client, self._terms, self._uplink = client, terms, uplink or Uplink()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._wanted: dict[str, _Form] = {}
+        self._tried: set[str] = set()
+        self._costs: dict[str, Costs] = {}
+        self._looked_up: set[tuple[str, int]] = set()
+        self._provisional: set[str] = set()
+        self._load, self._wait_s = 1.0, 0.0
+        self._slowed, self._slowed_until = 1.0, -math.inf
+        self._probed_at = self._shown_at = self._heard_at = self._doubted_at = -math.inf
+        self._sought = False
+        self._flags = flags()
+        self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
+        self._rest = Rest(self._backoff)
+        self._closed, self._ended, self._wake = False, False, threading.Event()
+        self._thread = threading.Thread(target=self._keep_up, name="upriver-offload", daemon=True)
+        self._uplink.add_listener(self._request_ended)
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self._client.url
+
+    @property
+    def lacks_program(self) -> ProgramNotFound | None:
+        """Set where it has not a program, and is not to be sent it."""
+        if self._terms.push:
+            return None
+        errors = [form.rest.error for form in list(self._wanted.values())]
+        return next((error for error in errors if isinstance(error, ProgramNotFound)), None)
+
+    def why_not(self, captured: Captured) -> str:
+        """Why it is not asked for a network; empty where it is."""
+        if self.costs(captured) is not None:
+            return ""
+        error = self._rest.error or self._wanted[captured.program.digest].rest.error
+        if error is None:
+            return f"{self.url} is not let in yet"
+        text = said(str(error))
+        return text if self.url in text else f"{self.url}: {text}"
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def serve(self, captured: Captured, device_s: Sequence[float]) -> None:
+        """Have a network ready there, soon.
+
+        Args:
+            captured: The network.
+            device_s: Seconds of its stages on the device.
+        """
+        with self._lock:
+            self._wanted[captured.program.digest] = _Form(
+                captured=captured, device_s=device_s, rest=Rest(self._backoff)
+            )
+        if self._thread.ident is None:
+            self._thread.start()
+        self._wake.set()
+
+    def wait(self, seconds: float | None, captured: Captured | None = None) -> bool:
+        """Until it has been let in with a network or has failed to be; whether it has by then.
+
+        Args:
+            seconds: At most; as long as it takes if None.
+            captured: The network; None for all that it is to be asked for, also those that come meanwhile.
+        """
+
+        def done() -> bool:
+            wanted = self._wanted.keys() if captured is None else {captured.program.digest}
+            return self._ended or wanted <= self._tried
+
+        with self._lock:
+            return self._changed.wait_for(done, seconds)
+
+    def costs(self, captured: Captured) -> Costs | None:
+        """What the network takes with it; None where it may not be asked for that now."""
+        self._heed_flags()
+        digest = captured.program.digest
+        if self._rest.left_s or self._wanted[digest].rest.left_s:
+            return None
+        return self._costs.get(digest)
+
+    def _heed_flags(self) -> None:
+        """Have it let in anew, at once, where what it was let in with holds no more in this process."""
+        now = flags()
+        if now == self._flags:
+            return
+        with self._lock:
+            if now == self._flags:  # as another thread has found
+                return
+            self._flags, self._costs, self._looked_up = now, {}, set()
+            self._wanted = {
+                digest: replace(form, rest=Rest(self._backoff)) for digest, form in self._wanted.items()
+            }
+        self._wake.set()
+
+    def now(self, costs: Costs) -> Now | None:
+        """The link and the server at this moment, for a network; None where nothing is known of the link."""
+        link, download = self.link, self._download()
+        upload = link.bandwidth_bytes_per_s
+        if upload is None:
+            return None
+        return Now(
+            upload_bytes_per_s=upload,
+            download_bytes_per_s=download,
+            rtt_s=link.rtt_s + costs.handling.fixed_s(download),
+            load=self._load,
+            slowed=self._slowed if time.monotonic() < self._slowed_until else 1.0,
+            wait_s=self._wait_s,
+        )
+
+    def ask(self, captured: Captured, cut: int, tensors: Sequence[torch.Tensor], *, process: str) -> Exchange:
+        """A question for what the network gives from a cut on, to the process that was let in."""
+        return Exchange(self._client, captured, cut, tensors, process=process)
+
+    def seek(self) -> None:
+        """Have its load asked for soon, as a request was kept away by it."""
+        if not self._sought:
+            self._sought = True
+            self._wake.set()
+
+    def under_way(self) -> AbstractContextManager[None]:
+        """While a request is: probes are put off, since both would see a part of the link."""
+        return self._uplink.in_use()
+
+    def answered(self, captured: Captured, cut: int, finished: Finished) -> None:
+        """Take in what an answer shows of the link and of the load.
+
+        The first one from a cut says nothing of the link: the server has looked up what crosses there. k is a
+        median over some seconds; an answer that took much longer there than by it is news of the load, which
+        counts until there is other news, or the machine there is not busy, or ``load_s`` is over.
+        """
+        program, costs = captured.program, self._costs.get(captured.program.digest)
+        shown = False
+        spent_s = sum(finished.timings.stages.values())
+        alone_s = 0.0 if costs is None else float(costs.sums.server_s[cut])
+        if costs is not None and (program.digest, cut) in self._looked_up:
+            crossing, handling = crossing_bytes(program, cut), costs.handling
+            packing_s = (handling.encode_s_per_byte + handling.decode_s_per_byte) * crossing
+            up_s = finished.up_s - handling.front_s - packing_s
+            shown = self.link.saw(crossing, up_s, request=True)
+        with self._lock:
+            self._load, self._wait_s = finished.timings.k, finished.timings.expected_wait_s
+            now = time.monotonic()
+            self._slowed_until = -math.inf
+            if alone_s > 0 and spent_s - SLOWED * self._load * alone_s > LATE * finished.took_s:
+                self._slowed = min(spent_s / alone_s, MOST_FACTOR)
+                self._slowed_until = now + self._terms.load_s
+            # Whether it is free again only /v1/load tells.
+            self._heard_at = self._heard_at if self._provisional else now
+            self._sought = False
+            if shown:
+                self._shown_at = now
+                # What it alone says is made sure of at once, behind it; not again and again where links jump.
+                if self.link.unsettled and now >= self._doubted_at + self._terms.probe_s:
+                    self._shown_at, self._doubted_at = now - self._terms.probe_s, now
+            self._rest.answered()
+            self._wanted[program.digest].rest.answered()
+            self._looked_up.add((program.digest, cut))
+
+    def prepare(self, captured: Captured, cut: int) -> bool:
+        """Run the example from a cut on once, for the server to have all that it needs; whether it did."""
+        costs = self.costs(captured)
+        if costs is None:
+            return False
+        allowed = allowed_by(self._terms.exact, captured)
+        try:
+            with self.under_way():
+                canary(self._client, captured, cut, allowed, process=costs.process)
+        except UpriverError as error:
+            self.failed(captured, error)
+            return False
+        with self._lock:
+            self._looked_up.add((captured.program.digest, cut))
+        return True
+
+    def failed(self, captured: Captured | None, error: UpriverError) -> None:
+        """Leave it alone for a while, or only with a network that it has refused.
+
+        One of which the error says that another may be there now, or none, is let in anew.
+
+        Args:
+            captured: The network that it was asked for; None where it was asked for none.
+            error: What it has failed by.
+        """
+        lost = (captured is None or is_lost(error)) and not isinstance(error, Overloaded)
+        with self._lock:
+            if lost:
+                self._costs, self._looked_up = {}, set()
+            elif captured is not None and isinstance(error, NotExact):
+                self._drop(captured)
+        self._leave(None if lost or isinstance(error, Overloaded) else captured, error)
+        self._wake.set()
+
+    def _drop(self, captured: Captured) -> None:
+        """Have it let in anew with one network, before it is asked for that; with the lock held."""
+        self._costs = {at: costs for at, costs in self._costs.items() if at != captured.program.digest}
+
+    def _leave(self, captured: Captured | None, error: UpriverError) -> None:
+        """Alone for a while, if it is not already: all of it, or with one network."""
+        least_s = min(error.retry_after_s, LONGEST_PAUSE_S) if isinstance(error, Overloaded) else 0.0
+        with self._lock:
+            rest = self._rest if captured is None else self._wanted[captured.program.digest].rest
+            if rest.left_s:  # as another request has found
+                return
+            known = str(rest.error)
+            rest.begin(error, least_s=least_s)
+        what = "" if captured is None else f" for stages of {captured.program.digest[:12]}"
+        level = logging.DEBUG if self._closed or known == str(error) else logging.WARNING
+        log.log(level, "%s is not asked%s for now: %s", self.url, what, error)
+
+    def close(self) -> None:
+        """End its thread, and break off whatever is under way."""
+        self._closed = True
+        self._client.close()
+        self._uplink.close()
+        self._wake.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _download(self) -> float | None:
+        rate = self._client.meter.observed_bandwidth()
+        return None if rate is None else min(rate, BANDWIDTH.most)
+
+    # --------------------------------------------------------------------------------------- thread
+
+    def _keep_up(self) -> None:
+        while not self._closed:
+            wait_s = 0.0
+            with self._lock:
+                wanted = set(self._wanted)
+            try:
+                wait_s = self._turn()
+            except UpriverError as error:
+                if not self._closed:
+                    self.failed(None, error)
+            except Exception as error:  # whatever it is, the server must not be left half let in
+                if not self._closed:  # which breaks off whatever it is about
+                    log.exception("%s cannot be looked after", self.url)
+                    self.failed(None, UpriverError(error_text(error)))
+            with self._lock:
+                self._tried |= wanted
+                self._changed.notify_all()
+            self._wake.wait(wait_s)
+            self._wake.clear()
+        with self._lock:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _request_ended(self) -> None:
+        if time.monotonic() >= self._probe_at:
+            self._wake.set()
+
+    @property
+    def _probe_at(self) -> float:
+        return min(self._probed_at, self._shown_at) + self._terms.probe_s
+
+    @property
+    def _hear_at(self) -> float:
+        load_s = self._terms.load_s
+        return self._heard_at + (SOONER * load_s if self._sought else load_s)
+
+    @property
+    def _may_probe(self) -> bool:
+        """Whether nothing is under way any more that was when the probe became due.
+
+        Later requests do not count: where they follow each other without a gap it would never be sent.
+        """
+        return self._uplink.busy_since_s > self._probe_at
+
+    def _turn(self) -> float:
+        """Do what is due; the seconds until the next thing is."""
+        if self._rest.left_s:
+            return self._rest.left_s
+        self._heed_flags()
+        known = self._rest.error
+        # Last those that it may have failed by: they are not to keep the others out.
+        for form in sorted(self._wanted.values(), key=lambda form: form.rest.failures):
+            if form.captured.program.digest not in self._costs and not form.rest.left_s:
+                self._try(form)
+        if self._costs and time.monotonic() >= self._probe_at and self._may_probe:
+            self._probe()
+        if self._costs and time.monotonic() >= self._hear_at:
+            self._ask_load()
+        with self._lock:
+            if self._rest.error is known:  # nor has it failed meanwhile
+                self._rest.error = None
+            return self._due_s()
+
+    def _due_s(self) -> float:
+        """Until there is something to be done."""
+        due_s = [form.rest.left_s for digest, form in self._wanted.items() if digest not in self._costs]
+        if self._costs:
+            now, hear_at = time.monotonic(), self._hear_at
+            waits = now >= self._probe_at and not self._may_probe  # until it is told that a request has ended
+            due_s.append(max(0.0, (hear_at if waits else min(self._probe_at, hear_at)) - now))
+        return min(due_s)
+
+    def _try(self, form: _Form) -> None:
+        """Let it in with a network; what it refuses of that one says nothing of the others.
+
+        Raises:
+            UpriverError: If nothing at all may be asked of it now.
+        """
+        try:
+            self._let_in(form.captured, form.device_s)
+        except Overloaded:
+            raise
+        except UpriverError as error:
+            lost = is_lost(error) and not isinstance(error, OF_ONE)
+            with self._lock:
+                self._drop(form.captured)
+                if lost and not self._costs:
+                    form.rest.begin(error)
+                    raise
+            self._leave(form.captured, error)
+            if lost:
+                self._probed_at = -math.inf  # does it live?
+
+    def _let_in(self, captured: Captured, device_s: Sequence[float]) -> None:
+        terms, began_with = self._terms, self._flags
+        if not self._costs:  # it may have failed because the way there is another one now
+            self.link = LinkWindow(terms.window)
+        admitted = admit(
+            self._client,
+            captured,
+            device_s,
+            push=terms.push,
+            exact=terms.exact,
+            link=self.link,
+            uplink=self._uplink,
+        )
+        load = admitted.load
+        with self._lock:
+            if self._flags is not began_with:  # nor put back meanwhile
+                return
+            self._costs = {**self._costs, captured.program.digest: admitted.costs}
+            self._looked_up |= {(captured.program.digest, cut) for cut in admitted.cuts}
+            self._provisional -= {captured.program.digest}
+            self._provisional |= {captured.program.digest} if admitted.provisional else set()
+            self._load, self._wait_s = load.k, load.expected_wait_s
+            self._probed_at = self._shown_at = self._heard_at = time.monotonic()
+            self._wanted[captured.program.digest].rest.error = None
+        log.info("%s may be asked for stages of %s", self.url, captured.program.digest[:12])
+
+    def _probe(self) -> None:
+        """The round trip, and the rate where no request has shown it.
+
+        That once, and again at once where the link seems to be another one and is free.
+        """
+        every_s = self._terms.probe_s
+        with self._uplink.probing(self._probe_at):
+            large = int(time.monotonic() >= self._shown_at + every_s)
+            probe(self._client, self.link, small=ROUND_TRIPS, large=large, every_s=every_s)
+            for _ in range(CONFIRMED * large):
+                if not self.link.unsettled or self._uplink.busy_since_s < math.inf:
+                    break
+                probe(self._client, self.link, small=0, large=1, every_s=every_s)
+        self._probed_at = time.monotonic()
+        self._shown_at = self._probed_at if large else self._shown_at
+
+    def _ask_load(self) -> None:
+        """And where it was busy when stages were measured, and is not any more, have that done again."""
+        load = self._client.load()
+        with self._lock:
+            self._load, self._wait_s = load.k, load.expected_wait_s
+            self._heard_at, self._sought = time.monotonic(), False
+            if load.machine < BUSY:
+                self._slowed_until = -math.inf
+            again = sorted(self._provisional & self._costs.keys()) if load.machine < BUSY else []
+        for digest in again:
+            self._try(self._wanted[digest])

@@ -1,0 +1,241 @@
+"""What has to hold before a server runs the rest of requests, and what is measured on that occasion.
+
+As in a fine-tuning job: version, fingerprint, program, and a canary. Here that is the example that the
+network was captured with, which both sides compute, whole and from the cut that the least crosses.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upriver.errors import NotExact, Overloaded, ProgramNotFound, UpriverError
+from upriver.inference.costs import ANY_TIME, Costs, Handling, crossing_bytes
+from upriver.inference.exchange import Exchange, Finished, packing
+from upriver.inference.uplink import Uplink
+from upriver.link import ROUND_TRIPS, LinkWindow
+from upriver.profile.profile_cache import ProfileKey, load_profile, save_profile
+from upriver.program.capture.whole_model import Captured
+from upriver.program.graph.executor import Program
+from upriver.protocol import Load
+from upriver.rpc.client import ServerClient
+from upriver.rpc.load_report import UNCHANGED, profile_key
+from upriver.rpc.server_verification import MEASURE_S, bring, check_fingerprint, threads_hint
+from upriver.rpc.tolerance import Exact, Tolerance, difference, tolerance
+from upriver.types import Tier, Timings
+
+log = logging.getLogger("upriver")
+
+PROBES = 3
+"""Transfers of more than a byte that a server's link is first known by; the first one is small, and only says
+how large the others may be."""
+
+CANARIES = 2
+"""Runs from the narrowest cut: the first one also has the server look up what crosses there."""
+
+BUSY = 0.9
+"""Share of a server's machine in use from which on what stages take at best cannot be seen there: LoADPart's
+threshold, as servers have it by default."""
+
+REPEATS = 3
+"""Runs of each stage that count where a server measures what they take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """A network that a server may be asked for.
+
+    Attributes:
+        costs: What its stages take here and there, and what requests take besides.
+        provisional: Whether what its stages take at best is not known: they were measured while it was busy,
+            or it had no time to measure them.
+        cuts: Those that the example ran from.
+        load: How busy the server is.
+    """
+
+    costs: Costs
+    provisional: bool
+    cuts: tuple[int, ...]
+    load: Load
+
+
+def admit(
+    client: ServerClient,
+    captured: Captured,
+    device_s: Sequence[float],
+    *,
+    push: bool,
+    exact: Exact,
+    link: LinkWindow,
+    uplink: Uplink,
+) -> Admitted:
+    """Let a server show that it gives what the device gives, and measure it and the way there.
+
+    Args:
+        client: The server.
+        captured: The network.
+        device_s: Seconds of its stages on the device.
+        push: Whether it is sent the program if it has it not.
+        exact: Whether its bits must be the device's.
+        link: Takes in what crosses.
+        uplink: By which all of it goes.
+
+    Raises:
+        NotExact: If its fingerprint or its answer differs.
+        ProgramNotFound: If it has not the program and is not to be sent it.
+        UpriverError: If it cannot be used now.
+    """
+    process, program = client.process(), captured.program
+    info = client.info(process=process)
+    check_fingerprint(client.url, info.fingerprint, program.device, exact=exact == "bitwise")
+    _bring(client, captured, push=push)
+    with uplink.probing(time.monotonic()):
+        probe(client, link, small=ROUND_TRIPS, large=PROBES)
+    allowed = allowed_by(exact, captured)
+    narrowest = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
+    with uplink.in_use():
+        whole = canary(client, captured, 0, allowed, process=process)
+        again = [canary(client, captured, narrowest, allowed, process=process) for _ in range(CANARIES)]
+    handling = handling_of(program, narrowest, again, link)
+    key, seen = profile_key("", program, client, info), [each.timings for each in (whole, *again)]
+    before, today = _kept(key, program), _at_best(program, seen)
+    known = bool(before) and sum(before) / UNCHANGED <= sum(today) <= sum(before) * UNCHANGED
+    measured, later = ((), False) if known else _measured(client, program)
+    load = client.load(process=process)  # the same to the end, whatever has failed in between
+    seconds = tuple(each / load.k for each in measured) or today
+    if known or (later and sum(before) < sum(today)):  # a first run takes longer than those after it
+        seconds = before or today
+    costs = Costs(program=program, device_s=device_s, server_s=seconds, handling=handling, process=process)
+    provisional = not known and (later or load.machine >= BUSY)
+    if measured and not provisional:
+        save_profile(key, costs.profile, costs.cluster(ANY_TIME))
+    return Admitted(costs=costs, provisional=provisional, cuts=(0, narrowest), load=load)
+
+
+def allowed_by(exact: Exact, captured: Captured) -> Tolerance | None:
+    """How far a server's answer may be from the device's; None asks for equal bits."""
+    return None if exact == "bitwise" else tolerance([tensor.dtype for tensor in captured.reference])
+
+
+def _bring(client: ServerClient, captured: Captured, *, push: bool) -> None:
+    if push:
+        bring(client, captured.program)
+    elif not client.has_program(captured.program.digest):
+        lacks = f"{client.url} has not the program {captured.program.digest}"
+        raise ProgramNotFound(
+            f"{lacks}; let it be sent (without push=False or --no-push){_push_command(captured)}"
+        )
+
+
+def _push_command(captured: Captured) -> str:
+    """How a store comes to have the program; empty where no command makes it."""
+    program = captured.program
+    if captured.granularity == "end":
+        return ""
+    options = f"--granularity {captured.granularity} --micro-batch {program.micro_batch}"
+    if captured.autocast is not None:
+        options += f" --autocast {str(captured.autocast).removeprefix('torch.')}"
+    if len(captured.example.tensors) == 1 and len(sample := captured.example.tensors[0].shape[1:]):
+        shape = ",".join(map(str, sample))
+        options += f" (and --input-shape {shape} where MODEL comes without an example)"
+    return f", or put it into a store of the server's: upriver push MODEL STORE {options}"
+
+
+def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, every_s: float = 5.0) -> None:
+    """Send what means nothing, and note how long it took.
+
+    Args:
+        client: The server.
+        link: Takes it in, and says how large a probe is to be.
+        small: Transfers of one byte.
+        large: Others.
+        every_s: How often that is done.
+
+    Raises:
+        UpriverError: If the server does not answer.
+    """
+    for size in [1] * small + [0] * large:
+        found = client.probe_upload(size or link.probe_bytes(every_s))
+        link.saw(found.num_bytes, found.first_byte_s + found.seconds)
+
+
+def canary(
+    client: ServerClient, captured: Captured, cut: int, allowed: Tolerance | None, *, process: str
+) -> Finished:
+    """Have a server finish the example from a cut on, and compare.
+
+    Args:
+        client: The server.
+        captured: The network.
+        cut: Where the device stops.
+        allowed: How far the answer may be from the device's; None asks for equal bits.
+        process: That is to answer.
+
+    Raises:
+        NotExact: If it gives something else.
+        UpriverError: If it cannot be asked now.
+    """
+    crossing = captured.program.run(captured.example.tensors, 0, cut)
+    finished = Exchange(client, captured, cut, crossing, process=process).finish(MEASURE_S)
+    found = difference(captured.reference, finished.tensors, allowed)
+    if found and allowed is None:
+        raise NotExact(f"{client.url} gives {found} for the example at cut {cut}{threads_hint(client)}")
+    if found:
+        raise NotExact(
+            f"{client.url} gives {found} for the example at cut {cut}, where exact='numeric' allows {allowed}"
+        )
+    return finished
+
+
+def handling_of(program: Program, cut: int, seen: Sequence[Finished], link: LinkWindow) -> Handling:
+    """What requests take beside what stages and the link do, by some of which little crosses.
+
+    What a byte takes is measured on this side, for both: over a thin link none of it shows in a request, and
+    a server is hardly slower than the device that asks it.
+
+    Args:
+        program: The network.
+        cut: Where these requests were cut.
+        seen: These; the quickest counts.
+        link: What it carries, and how long a round trip takes.
+    """
+    encode, decode = packing()
+    crossing, bandwidth = crossing_bytes(program, cut), link.bandwidth_bytes_per_s
+    on_link_s = link.rtt_s + (crossing / bandwidth if bandwidth is not None else 0.0)
+    return Handling(
+        front_s=max(0.0, min(each.up_s for each in seen) - on_link_s - (encode + decode) * crossing),
+        beside_s=min(each.beside_s for each in seen),
+        encode_s_per_byte=encode,
+        decode_s_per_byte=decode,
+        told_bytes=max(
+            0, min(each.down_bytes for each in seen) - crossing_bytes(program, program.num_stages)
+        ),
+    )
+
+
+def _kept(key: ProfileKey, program: Program) -> tuple[float, ...]:
+    """Seconds of each stage as an earlier process had them measured; none where none has."""
+    kept = load_profile(key, stages=[stage.name for stage in program.stages], input_stages=())
+    return () if kept is None else tuple(sum(stage.seconds[Tier.STORAGE]) for stage in kept.profile.stages)
+
+
+def _measured(client: ServerClient, program: Program) -> tuple[tuple[float, ...], bool]:
+    """Seconds of each stage as it measures them now; none where it does not, and whether it may later."""
+    positions = range(1, program.num_stages + 1)
+    try:
+        found = client.profile([program.digest], repeats=REPEATS)
+        lines = {cost.position: cost.seconds for cost in found.stages}
+        return tuple(lines[at][0] + program.micro_batch * lines[at][1] for at in positions), False
+    except (UpriverError, KeyError) as error:
+        log.info("%s does not measure stages now, its first answers have to do: %s", client.url, error)
+        return (), isinstance(error, Overloaded)
+
+
+def _at_best(program: Program, seen: Sequence[Timings]) -> tuple[float, ...]:
+    """Seconds of each stage as some answers show them, on a server that has nothing else to do."""
+    return tuple(
+        min((each.stages[at] / each.k for each in seen if at in each.stages), default=0.0)
+        for at in range(1, program.num_stages + 1)
+    )

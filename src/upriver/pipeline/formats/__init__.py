@@ -1,0 +1,1 @@
+"""Read stored samples: images, audio, tensors and tar shards."""

@@ -1,0 +1,200 @@
+"""Stored audio: RIFF WAVE files of PCM or floating-point samples.
+
+Parsed by hand, as other stored tensors are: what a file claims must agree with its length before anything of
+that size is allocated. The form is that of the Multimedia Programming Interface and Data Specifications 1.0
+(IBM and Microsoft, 1991), with WAVE_FORMAT_EXTENSIBLE.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from upriver.pipeline.errors import SampleError
+from upriver.pipeline.formats.audio import MAX_CHANNELS, Samples, check_bytes
+
+Stored = np.ndarray[Any, np.dtype[Any]]
+"""Samples in one of the types that files have."""
+
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+_GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")
+"""Of a subformat whose first two bytes are a plain format's number."""
+
+_UNKNOWN_BYTES = 0x7FFFF000
+"""Least size that stands for one that was not known: SoX writes this one, FFmpeg 0xFFFFFFFF."""
+
+_MAX_CHUNKS = 1024  # before the samples; files have a handful
+_DTYPES = {
+    (_PCM, 8): "u1",
+    (_PCM, 16): "<i2",
+    (_PCM, 24): "u1",  # three of them are one sample
+    (_PCM, 32): "<i4",
+    (_FLOAT, 32): "<f4",
+    (_FLOAT, 64): "<f8",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WavForm:
+    """What a WAV file says of its samples.
+
+    Attributes:
+        rate: Samples a second, of each channel.
+        tag: 1 for PCM, 3 for floating point.
+        bits: Of one sample as it is stored.
+    """
+
+    rate: int
+    channels: int
+    tag: int
+    bits: int
+
+    @property
+    def frame_bytes(self) -> int:
+        """Of one sample of each channel."""
+        return self.channels * self.bits // 8
+
+
+def read_form(data: bytes | memoryview) -> WavForm:
+    """What a file says of its samples; its beginning is enough.
+
+    Raises:
+        SampleError: If it is no WAV file, or one of another kind than is read here.
+    """
+    view = memoryview(data)
+    for name, start, size in _chunks(view):
+        if name == b"fmt ":
+            return _form(view[start : start + size])
+        if name == b"data":
+            break
+    raise SampleError("not a whole WAV file: no format before its samples")
+
+
+def read_wav(data: bytes | memoryview, *, sample_rate: int, mono: bool, max_samples: int) -> torch.Tensor:
+    """The samples of a WAV file, -1 to 1.
+
+    Args:
+        data: The stored file.
+        sample_rate: What it must have.
+        mono: Whether to take the mean of its channels.
+        max_samples: Cap on samples of a channel, checked before anything is allocated.
+
+    Returns:
+        float32 of shape (channels, samples).
+
+    Raises:
+        SampleError: If it is no such file, is truncated, has another rate, no samples or too many, or holds
+            some that are no finite numbers.
+    """
+    view = memoryview(data)
+    form = read_form(view)
+    if form.rate != sample_rate:
+        raise SampleError(f"audio of {form.rate} samples a second; {sample_rate} are needed")
+    start, size = next((start, size) for name, start, size in _chunks(view) if name == b"data")
+    samples = _stored_bytes(view, start, size) // form.frame_bytes  # half a frame at the end is none
+    if not 1 <= samples <= max_samples:
+        raise SampleError(f"audio of {samples} samples; 1 to {max_samples} are allowed")
+    check_bytes("audio", 4 * samples * (1 if mono else form.channels))
+    stored = np.frombuffer(
+        view, dtype=_DTYPES[form.tag, form.bits], offset=start, count=_count(form, samples)
+    )
+    return _floats(stored.reshape(samples, form.channels, -1), form, mono=mono)
+
+
+def _stored_bytes(view: memoryview, start: int, claimed: int) -> int:
+    """Bytes of samples that are there.
+
+    A program that writes to a pipe does not know the size in time: its header says the largest number that
+    fits, or 0. As in libsndfile the samples then end where the file does. A file that ends before the place
+    that its first header names was cut off.
+
+    Raises:
+        SampleError: If it was.
+    """
+    stored = len(view) - start
+    end = 8 + int.from_bytes(view[4:8], "little")
+    if claimed > stored:
+        if len(view) < end < _UNKNOWN_BYTES:
+            raise SampleError(
+                f"not a whole WAV file: {claimed} bytes of samples, {stored} are stored; it is cut off at "
+                f"byte {len(view)} of {end}"
+            )
+        return stored
+    return stored if claimed == 0 and end <= start else claimed
+
+
+def _chunks(view: memoryview) -> Iterator[tuple[bytes, int, int]]:
+    """Name, place and size of each chunk; the size is what the file claims."""
+    head = bytes(view[:12])
+    if head[:4] != b"RIFF" or head[8:] != b"WAVE":
+        what = f"starts with {head!r}" if head else "is empty"
+        raise SampleError(f"not a WAV file: it {what}")
+    at = 12
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(view):
+            break
+        size = int.from_bytes(view[at + 4 : at + 8], "little")
+        yield bytes(view[at : at + 4]), at + 8, size
+        at += 8 + size + size % 2
+    raise SampleError("not a whole WAV file: it ends before its samples")
+
+
+def _form(body: memoryview) -> WavForm:
+    if len(body) < 16:
+        raise SampleError(f"not a whole WAV file: its format has {len(body)} bytes")
+    tag, channels, rate, _, frame_bytes, bits = struct.unpack_from("<HHIIHH", body)
+    if tag == _EXTENSIBLE and bytes(body[26:40]) == _GUID_TAIL:
+        tag = int.from_bytes(body[24:26], "little")
+    if (tag, bits) not in _DTYPES:
+        raise SampleError(
+            f"WAV samples of format {tag} with {bits} bits; allowed: PCM ({_PCM}) with 8, 16, 24 or 32, "
+            f"floating point ({_FLOAT}) with 32 or 64"
+        )
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise SampleError(f"audio of {channels} channels; 1 to {MAX_CHANNELS} are allowed")
+    if frame_bytes != channels * bits // 8:
+        raise SampleError(f"WAV samples of {channels} channels and {bits} bits in {frame_bytes} bytes")
+    return WavForm(rate=rate, channels=channels, tag=tag, bits=bits)
+
+
+def _count(form: WavForm, samples: int) -> int:
+    return samples * form.channels * (3 if form.bits == 24 else 1)
+
+
+def _floats(stored: Stored, form: WavForm, *, mono: bool) -> torch.Tensor:
+    """Stored samples of shape (samples, channels, 1), or 3 in place of 1 where each is three bytes."""
+    samples, channels, _ = stored.shape
+    out = torch.empty((1 if mono else channels, samples), dtype=torch.float32, device="cpu")
+    rows = out.numpy()
+    with np.errstate(over="ignore", invalid="ignore"):  # what becomes infinite is found below
+        for channel, row in enumerate(rows):
+            _fill(row, stored[:, channel], form)
+        if len(rows) < channels:
+            other = np.empty(samples, dtype=np.float32)
+            for channel in range(1, channels):
+                _fill(other, stored[:, channel], form)
+                rows += other
+            rows /= channels
+    if form.tag == _FLOAT and not np.isfinite(rows).all():
+        raise SampleError("audio with samples that are no finite numbers")
+    return out
+
+
+def _fill(row: Samples, stored: Stored, form: WavForm) -> None:
+    """Write one channel as numbers from -1 to 1: exactly, but for PCM of 32 bits and for doubles."""
+    if form.bits == 24:
+        row[...] = stored[:, 2].view(np.int8)
+        for byte in (stored[:, 1], stored[:, 0]):
+            row *= 256
+            row += byte
+    else:
+        row[...] = stored[:, 0]
+    if form.bits == 8:
+        row -= 128
+    if form.tag == _PCM:
+        row *= 2.0 ** (1 - form.bits)

@@ -1,0 +1,1 @@
+"""Index the samples of a store."""

@@ -1,0 +1,632 @@
+"""Index what is stored: WebDataset shards or class folders, of images, of audio or of ready tensors."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import groupby, islice
+from typing import Literal
+
+import pyarrow as pa
+
+from upriver.errors import ConfigError, DatasetError
+from upriver.pipeline import left_out
+from upriver.pipeline import manifest as files
+from upriver.pipeline.chain import InputChain
+from upriver.pipeline.dataset import Dataset, check_reads
+from upriver.pipeline.errors import SampleError
+from upriver.pipeline.formats import tarshard
+from upriver.pipeline.formats.wavfile import read_form
+from upriver.pipeline.left_out import FORMAT_OF, OnLeftOut, Tally, describe
+from upriver.pipeline.stages.audio import DecodeWav
+from upriver.pipeline.stages.base import InputStage
+from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, Unreachable, check_name
+from upriver.types import require_type
+
+log = logging.getLogger("upriver")
+
+Layout = Literal["auto", "webdataset", "folders"]
+Progress = Callable[[int, int], None]
+"""Called with the bytes dealt with and the bytes of all objects; from several threads, one at a time."""
+
+MAX_CLASSES = 2**20
+"""Cap on targets where no class names say how many there are."""
+
+CLASSES_FILE = "classes.txt"
+"""Class names beside the shards, one a line, in the order of the targets."""
+
+_WAV_HEADER_BYTES = 4096  # of what stands before the samples, where the format is among the first
+_SHARDS_AT_ONCE = 8  # headers are small and far apart: the wait is for round trips, not for bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An object, and its name below the path that is indexed."""
+
+    name: str
+    info: ObjectInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    object: ObjectInfo
+    start: int
+    stop: int
+    target: int
+    name: str
+    format: str
+
+
+def index(
+    store: Store | str,
+    path: str = "",
+    *,
+    stages: Sequence[InputStage],
+    layout: Layout = "auto",
+    prefix: str = DEFAULT_PREFIX,
+    on_left_out: OnLeftOut = "error",
+    on_progress: Progress | None = None,
+) -> Dataset:
+    """Index the samples under a path. Nothing is written until the dataset's ``publish()``.
+
+    A WebDataset shard gives a sample for each key with one media member and an integer in ``.cls``; class
+    folders (``class/name.jpg``) give their sorted names as classes. Only listings and tar headers are read,
+    and of audio the first file's header.
+
+    Whatever may be a sample and is not indexed counts as left out, by its reason: see
+    :attr:`Dataset.left_out`. Texts, tables, a README and what systems leave behind (``.DS_Store``) are no
+    samples and do not count, nor does what lies beside class folders. Symbolic links that lead out of a file
+    store or nowhere count by the rules for a file of their name. A file that a link gives a second name is
+    two samples, and a warning names the link.
+
+    Args:
+        store: A store, or the URI of one.
+        path: Directory, or one shard, in the store; empty for all of it. ``./train/`` is ``train``.
+        stages: The input stages; the first must read the stored format.
+        layout: What to look for; ``auto`` tells by what is there.
+        prefix: Where upriver keeps its own objects; never indexed.
+        on_left_out: ``error`` refuses to leave anything out, ``report`` counts it in the dataset.
+        on_progress: Called with (bytes done, bytes in all).
+
+    Raises:
+        DatasetError: If there is nothing to index or something cannot be: a truncated shard, a duplicate,
+            mixed formats; with ``on_left_out="error"`` whatever would be left out. The message names the
+            object.
+        ConfigError: If the stages do not fit together or do not read the stored format, or the audio has
+            another rate than they say.
+        StoreError: If the store cannot be read.
+    """
+    _check_arguments(store, path, stages, prefix, on_progress)
+    for name, value, allowed in (
+        ("layout", layout, ("auto", *files.LAYOUTS)),
+        ("on_left_out", on_left_out, ("error", "report")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}")
+    chain = InputChain(tuple(stages))
+    store = Store.open(store) if isinstance(store, str) else store
+    path = _without_dots(path)
+    where = (
+        f"{path!r} in store {store.name!r} ({store.uri})" if path else f"store {store.name!r} ({store.uri})"
+    )
+    tally = Tally()
+    listed, unreachable = _listed(store, path, prefix)
+    found, missing = _visible(listed, tally)
+    kind = _layout_of(found, where) if layout == "auto" else layout
+    missing += [name for name, entry in unreachable if _is_missing(name, entry, kind, layout, tally)]
+    if kind == "webdataset":
+        rows, classes = _shards(store, found, path, tally, on_progress)
+    else:
+        folders = _class_folders(store, path, prefix)
+        rows, classes = _folders(found, missing, folders, path, layout, tally, on_progress)
+    rows = [row for row in rows if _has_a_size_that_is_read(row, tally)]
+    if on_left_out == "error":
+        tally.check(where)
+    if not rows:
+        raise DatasetError(_nothing(found, kind, tally, where))
+    _tell_of_links(store, rows)
+    return _dataset(store, rows, classes, tally, layout=kind, chain=chain, prefix=prefix)
+
+
+def _check_arguments(store: object, path: object, stages: object, prefix: str, on_progress: object) -> None:
+    if not isinstance(store, Store | str):
+        raise ConfigError(f"store must be a Store or the URI of one, got {store!r}")
+    require_type("path", path, str, "a folder in the store")
+    if not isinstance(stages, Sequence) or isinstance(stages, str | bytes):
+        raise ConfigError(f"stages must be a list of input stages, as of imagenet_eval(), got {stages!r}")
+    check_name(require_type("prefix", prefix, str, "a folder in the store"))
+    if on_progress is not None and not callable(on_progress):
+        raise ConfigError(f"on_progress must be a function, got {on_progress!r}")
+
+
+def _without_dots(path: str) -> str:
+    """A path without ``.`` segments and slashes at its end, which say nothing to a shell either."""
+    return "/".join(segment for segment in path.split("/") if segment != ".").rstrip("/")
+
+
+def _listed(store: Store, path: str, prefix: str) -> tuple[list[_Found], list[tuple[str, Unreachable]]]:
+    """All objects under a path by their names below it; folder markers of S3 consoles are none.
+
+    The second list holds what the store cannot give, by name likewise.
+    """
+    own, unreachable = f"{prefix}/", list[Unreachable]()
+    infos = [
+        info for info in store.list(path, on_unreachable=unreachable.append) if not info.path.startswith(own)
+    ]
+    empty = set[str]()
+    if store.is_far:
+        infos, slashed = _told_apart(store, infos)
+        unreachable += slashed
+        empty = {info.path for info in infos if not info.size}
+    if empty:
+        parents = {info.path[:at] for info in infos for at in _slashes(info.path)}
+        empty = {name for name in empty if name in parents or not store.exists(name)}
+
+    def below(name: str) -> str:
+        return name[len(path) + 1 if path else 0 :] or path.rpartition("/")[2]
+
+    found = [_Found(below(info.path), info) for info in infos if info.path not in empty]
+    others = [(below(entry.path), entry) for entry in unreachable if not f"{entry.path}/".startswith(own)]
+    return sorted(found, key=lambda each: each.info.path), others
+
+
+def _told_apart(store: Store, infos: Sequence[ObjectInfo]) -> tuple[list[ObjectInfo], list[Unreachable]]:
+    """Objects once each: of a key that ends with a slash a listing gives the name of the one without it."""
+    counts = Counter(info.path for info in infos)
+    single = [info for info in infos if counts[info.path] == 1]
+    twice = {path: store.head(path) for path, count in counts.items() if count > 1}
+    slashed = [
+        Unreachable(path=info.path, reason="name", why="has a twin whose key ends with a slash; rename it")
+        for info in infos
+        if info.size and info.path in twice and info != twice[info.path]
+    ]
+    return [*single, *twice.values()], slashed
+
+
+def _slashes(path: str) -> list[int]:
+    return [at for at, char in enumerate(path) if char == "/"]
+
+
+def _visible(found: Sequence[_Found], tally: Tally) -> tuple[list[_Found], list[str]]:
+    """What is neither clutter nor hidden and has a name that an index can hold, and other samples' names."""
+    visible, missing = list[_Found](), list[str]()
+    for each in found:
+        name, info = each.name, each.info
+        if left_out.is_clutter(name):
+            continue
+        if left_out.is_hidden(name):
+            if _is_sample(name) or _is_shard(name) or left_out.is_compressed_shard(name):
+                tally.add("hidden", info.path, f"object {info.path!r} is hidden by a dot")
+                missing.append(name)
+            continue
+        why_not = _why_not_named(info.path)
+        if why_not and (_is_sample(name) or _is_shard(name) or _may_be_a_sample(each)):
+            tally.add("name", info.path, f"object {info.path!r}: {why_not}; rename it")
+            missing.append(name)
+        elif not why_not:
+            visible.append(each)
+    return visible, missing
+
+
+def _is_missing(name: str, entry: Unreachable, kind: str, layout: str, tally: Tally) -> bool:
+    """Whether an entry that the store cannot give may hold samples, by its name; then it is counted.
+
+    A link that leads nowhere may have led to a folder if its name has no extension.
+    """
+    is_folder = entry.is_folder or (entry.is_folder is None and not _extension(name))
+    is_packed = _is_shard(name) or left_out.is_compressed_shard(name)
+    if left_out.is_clutter(name):
+        return False
+    if left_out.is_hidden(name):
+        counts = entry.is_folder is False and (_is_sample(name) or is_packed)
+    elif left_out.is_companion(name) and not entry.is_folder:
+        counts = kind == "webdataset" and name == CLASSES_FILE
+    elif is_folder:
+        counts = True
+    elif kind == "folders":
+        counts = layout == "auto" if is_packed else "/" in name or _is_sample(name)
+    else:
+        counts = is_packed or _may_be_packed(name) or (layout == "auto" and _is_sample(name))
+    if counts:
+        known = "format" if entry.reason == "upload" else entry.reason
+        reason = "hidden" if left_out.is_hidden(name) else known
+        tally.add(reason, entry.path, f"{entry.path!r} {entry.why}")
+    return counts
+
+
+def _why_not_named(path: str) -> str:
+    try:
+        path.encode()
+        check_name(path)
+    except UnicodeEncodeError:  # from a file system, whose names arrive with lone surrogates in them
+        return "its name is not UTF-8"
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
+def _layout_of(found: Sequence[_Found], where: str) -> Literal["webdataset", "folders"]:
+    shard = next((each.info.path for each in found if _is_shard(each.name)), None)
+    single = next((each.info.path for each in found if _is_sample(each.name)), None)
+    if shard and single:
+        raise DatasetError(
+            f"{where} holds shards ({shard!r}) and single samples ({single!r}); say which layout "
+            "('webdataset' or 'folders'), or a path that holds only one of them"
+        )
+    packed = any(left_out.is_compressed_shard(each.name) for each in found)
+    return "webdataset" if shard or (packed and not single) else "folders"
+
+
+def _nothing(found: Sequence[_Found], kind: str, tally: Tally, where: str) -> str:
+    """Why there is nothing to index."""
+    if tally:
+        return f"no samples in {where}; left out: {describe(tally.report())}"
+    wanted = {
+        "webdataset": "no .tar shards"
+        if not any(_is_shard(each.name) for each in found)
+        else "its shards hold none",
+        "folders": f"no {', '.join(FORMAT_OF)} files in class folders",
+    }
+    return f"no samples in {where}: {wanted[kind]}"
+
+
+# -------------------------------------------------------------------------------------- class folders
+
+
+def _class_folders(store: Store, path: str, prefix: str) -> set[str]:
+    """Folders right below the path, empty ones among them, but for hidden ones and upriver's own."""
+    return {
+        name
+        for name in store.folders(path)
+        if not f"{prefix}/".startswith(f"{path}/{name}/".lstrip("/"))
+        and not left_out.is_hidden(name)
+        and not left_out.is_clutter(name)
+    }
+
+
+def _folders(
+    found: Sequence[_Found],
+    missing: Sequence[str],
+    folders: set[str],
+    path: str,
+    layout: str,
+    tally: Tally,
+    on_progress: Progress | None,
+) -> tuple[list[_Row], list[str]]:
+    media: list[_Found] = []
+    above = {name.split("/", 1)[0] for name in missing if "/" in name}
+    classes = {name for name in above if not left_out.is_hidden(name)}
+    for each in found:
+        if _is_in_a_class(each, layout, tally):
+            classes.add(each.name.split("/", 1)[0])
+            if _is_sample(each.name):
+                media.append(each)
+    others = [each for each in found if "/" in each.name and not left_out.is_description(each.name)]
+    by_samples = {_extension(each.name) for each in others if each.name.split("/", 1)[0] in classes}
+    annotations = {
+        # An empty file says nothing, and a text of a kind that lies by samples may be of one that is missing.
+        each.name.split("/", 1)[0]
+        for each in others
+        if each.info.size > 0 and _extension(each.name) not in by_samples
+    }
+    folders = folders | {each.name.split("/", 1)[0] for each in found if "/" in each.name}
+    with_samples = {each.name.split("/", 1)[0] for each in media}
+    for name in sorted(((folders - annotations) | classes) - with_samples):
+        whole = f"{path}/{name}" if path else name
+        tally.add("empty_class", whole, f"class folder {whole!r} holds no sample that is read")
+        classes.add(name)
+    ordered = sorted(classes)
+    number = {label: target for target, label in enumerate(ordered)}
+    rows = [
+        _Row(each.info, 0, each.info.size, number[each.name.split("/", 1)[0]], each.name, _format(each.name))
+        for each in media
+    ]
+    if on_progress:
+        total = sum(each.info.size for each in media)
+        on_progress(total, total)
+    return rows, [label.encode(errors="backslashreplace").decode() for label in ordered]
+
+
+def _is_in_a_class(each: _Found, layout: str, tally: Tally) -> bool:
+    """Whether a file is a sample of a class, or may be one and is left out."""
+    name, shown = each.name, repr(each.info.path)
+    if _is_sample(name):
+        if "/" in name:
+            return True
+        why_not = f"object {shown} lies in no class folder; class folders look like class/name.jpg"
+        tally.add("no_class_folder", each.info.path, why_not)
+    elif left_out.is_compressed_shard(name):
+        if layout == "auto":
+            tally.add("compressed", each.info.path, f"shard {shown} is compressed, beside single samples")
+    elif not _is_shard(name) and _may_be_a_sample(each):
+        extension = _extension(name)
+        kind = f".{extension} is not supported" if extension else "it has no extension"
+        tally.add("format", each.info.path, f"object {shown}: {kind}; allowed: {', '.join(FORMAT_OF)}")
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------- shards
+
+
+def _may_be_a_sample(each: _Found) -> bool:
+    """Whether a file of an unknown format may be a sample: it lies in a class folder and is no companion."""
+    says_something = each.info.size > 0 or bool(_extension(each.name))
+    return "/" in each.name and says_something and not left_out.is_companion(each.name)
+
+
+def _shards(
+    store: Store, found: Sequence[_Found], path: str, tally: Tally, on_progress: Progress | None
+) -> tuple[list[_Row], list[str]]:
+    shards = [store.head(each.info.path) for each in found if _is_shard(each.name)]
+    for each in found:
+        if left_out.is_compressed_shard(each.name):
+            why_not = f"shard {each.info.path!r} is compressed; samples can only be read from a plain .tar"
+            tally.add("compressed", each.info.path, why_not)
+        elif _may_hold_samples(each):
+            tally.add("format", each.info.path, f"object {each.info.path!r}: no shard that is read")
+    if not shards:
+        return [], []
+    meter = _Meter(sum(info.size for info in shards), on_progress)
+    with ThreadPoolExecutor(min(_SHARDS_AT_ONCE, len(shards))) as pool:
+        parts = list(pool.map(lambda info: _shard(store, info, meter), shards))
+    for _, part in parts:
+        tally.merge(part)
+    rows = [row for part, _ in parts for row in part]
+    is_shard = shards[0].path == path
+    folder = path.rpartition("/")[0] if is_shard else path
+    beside = f"{folder}/{CLASSES_FILE}" if folder else CLASSES_FILE
+    infos = store.list(beside) if is_shard else (each.info for each in found)
+    listed = any(info.path == beside for info in infos)
+    return rows, _class_names(store.get(beside) if listed else None, beside, rows) if rows else []
+
+
+def _may_hold_samples(each: _Found) -> bool:
+    """Whether a file that lies by shards may be one by another name, or an archive of samples."""
+    base = each.name.rpartition("/")[2].lower()
+    if _is_shard(base) or _is_sample(base) or not each.info.size or left_out.is_companion(base):
+        return False
+    return _may_be_packed(base)
+
+
+def _may_be_packed(name: str) -> bool:
+    base = name.rpartition("/")[2].lower()
+    return ".tar" in base or _extension(base) in left_out.ARCHIVES
+
+
+def _shard(store: Store, info: ObjectInfo, meter: _Meter) -> tuple[list[_Row], Tally]:
+    reader = tarshard.RangedReader(store, info, meter.at(info))
+    tally = Tally()
+    rows: list[_Row] = []
+    seen: set[str] = set()
+    for key, group in groupby(tarshard.members(reader, info, tally), key=lambda member: member.key):
+        if key in seen:
+            raise DatasetError(
+                f"shard {info.path!r}: sample {key!r} is there twice, or its members lie apart"
+            )
+        seen.add(key)
+        row = _sample(info, key, list(group), tally)
+        if row is not None:
+            rows.append(row)
+    meter.at(info)(info.size)
+    return rows, tally
+
+
+def _sample(info: ObjectInfo, key: str, group: Sequence[tarshard.Member], tally: Tally) -> _Row | None:
+    """The sample of a key; None if it is left out."""
+    media = [member for member in group if member.extension in FORMAT_OF]
+    labels = [member for member in group if member.extension == "cls"]
+    shown = f"shard {info.path!r}, sample {key!r}"
+    if len(labels) > 1:
+        raise DatasetError(f"{shown}: two .cls members")
+    if len(media) > 1:
+        names = ", ".join(f".{member.extension}" for member in media)
+        raise DatasetError(f"{shown}: must have one of {', '.join(FORMAT_OF)}; it has {names}")
+    unread = next((member for member in (*media, *labels) if member.reason), None)
+    if not media and unread is None:
+        unread = next((member for member in group if member.reason), None)
+    if unread is not None:
+        tally.add(unread.reason, f"{info.path}: {key}", f"shard {info.path!r}: {unread.why_not}")
+    elif not media:
+        got = ", ".join(f".{member.extension}" for member in group if member.extension not in ("", "cls"))
+        why_not = f"{shown}: must have one of {', '.join(FORMAT_OF)}; it has {got or 'none'}"
+        tally.add("no_media", f"{info.path}: {key}", why_not)
+    elif not labels:
+        tally.add("no_class", f"{info.path}: {key}", f"{shown}: no .cls member with its class")
+    else:
+        target = tarshard.read_class(info, labels[0])
+        return _Row(info, media[0].start, media[0].stop, target, key, FORMAT_OF[media[0].extension])
+    return None
+
+
+def _class_names(text: bytes | None, path: str, rows: Sequence[_Row]) -> list[str]:
+    largest = max(rows, key=lambda row: row.target)
+    at_fault = f"shard {largest.object.path!r}, sample {largest.name!r}: class {largest.target}"
+    if text is None:
+        if largest.target >= MAX_CLASSES:
+            raise DatasetError(f"{at_fault}; classes lie in 0..{MAX_CLASSES - 1}")
+        return [str(target) for target in range(largest.target + 1)]
+    names = _read_class_names(text, path)
+    if largest.target >= len(names):
+        raise DatasetError(f"{at_fault}, but {path!r} names {len(names)} classes, 0..{len(names) - 1}")
+    return names
+
+
+def _read_class_names(text: bytes, path: str) -> list[str]:
+    """Names, one a line; a byte order mark, blanks at ends and blank last lines count for nothing."""
+    try:
+        lines = re.split(r"\r\n|\n|\r", text.decode("utf-8-sig"))
+    except UnicodeDecodeError as exc:
+        raise DatasetError(f"object {path!r} is not UTF-8: {exc}") from None
+    names = [line.strip(" \t\f\v\0") for line in lines]
+    while names and not names[-1]:
+        names.pop()
+    if "" in names:
+        raise DatasetError(
+            f"object {path!r}: line {names.index('') + 1} is blank and others follow, which leaves open what "
+            "number each class has; remove it or name its class"
+        )
+    return names
+
+
+class _Meter:
+    """Adds up how far each shard has come; a threaded index reports one number."""
+
+    def __init__(self, total: int, on_progress: Progress | None) -> None:
+        self._total = total
+        self._on_progress = on_progress
+        self._done: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def at(self, info: ObjectInfo) -> Callable[[int], None]:
+        """What to call with the bytes of one shard that are dealt with."""
+
+        def report(done: int) -> None:
+            with self._lock:
+                self._done[info.path] = max(done, self._done.get(info.path, 0))
+                if self._on_progress:
+                    self._on_progress(sum(self._done.values()), self._total)
+
+        return report
+
+
+# ------------------------------------------------------------------------------------------- common
+
+
+def _has_a_size_that_is_read(row: _Row, tally: Tally) -> bool:
+    """Return whether a sample has bytes, and no more than a server reads; else count it."""
+    num_bytes, path = row.stop - row.start, row.object.path
+    if 0 < num_bytes <= files.MAX_SAMPLE_BYTES:
+        return True
+    shown = f"sample {row.name!r} in {path!r}"
+    what = f"has {num_bytes} bytes; at most {files.MAX_SAMPLE_BYTES} are allowed" if num_bytes else "is empty"
+    tally.add(
+        "size" if num_bytes else "empty", f"{path}: {row.name}" if row.start else path, f"{shown} {what}"
+    )
+    return False
+
+
+def _tell_of_links(store: Store, rows: Sequence[_Row]) -> None:
+    """Warn of symbolic links that give a file a second name, which makes it a second sample."""
+    etags = {row.object.path: row.object.etag for row in rows}
+    if not store.is_local or len(set(etags.values())) == len(etags):
+        return
+    first: dict[str, str] = {}
+    links: dict[str, str] = {}
+    count = 0
+    for name, etag in etags.items():
+        other = first.setdefault(etag, name)
+        link = other != name and (store.link_in(name) or store.link_in(other))
+        if link:
+            count += 1
+            links.setdefault(link, f"{link!r} ({name!r} is {other!r})")
+    if links:
+        shown = [
+            *islice(links.values(), left_out.MAX_EXAMPLES),
+            *["..."][: len(links) - left_out.MAX_EXAMPLES],
+        ]
+        log.warning(
+            "%d objects are indexed under a second name, through symbolic links: %s; each is a sample of its "
+            "own. Remove the links if that is not meant",
+            count,
+            "; ".join(shown),
+        )
+
+
+def _dataset(
+    store: Store,
+    rows: Sequence[_Row],
+    classes: Sequence[str],
+    tally: Tally,
+    *,
+    layout: str,
+    chain: InputChain,
+    prefix: str,
+) -> Dataset:
+    other = next((row for row in rows if row.format != rows[0].format), None)
+    if other is not None:
+        raise DatasetError(
+            f"formats are mixed: {rows[0].object.path!r} ({rows[0].name}) holds {rows[0].format}, "
+            f"{other.object.path!r} ({other.name}) holds {other.format}; index them apart"
+        )
+    for row in rows:
+        if not row.object.etag:
+            raise DatasetError(
+                f"object {row.object.path!r} has no ETag in store {store.name!r}; changes would go unseen"
+            )
+    _check_reads(store, rows[0], chain)
+    index_bytes = files.encode_index(_table(rows))
+    manifest = files.Manifest(
+        schema=files.SCHEMA,
+        layout=layout,
+        format=rows[0].format,
+        count=len(rows),
+        classes=tuple(classes),
+        index=files.IndexFile(sha256=sha256(index_bytes).hexdigest(), bytes=len(index_bytes)),
+        stages=chain.to_json(),
+        left_out=tally.report(),
+    )
+    return Dataset(store, files.encode_manifest(manifest), index_bytes, prefix=prefix)
+
+
+def _check_reads(store: Store, row: _Row, chain: InputChain) -> None:
+    """Whether the stages read what is stored, and audio at the rate that the first sample has.
+
+    Of audio that cannot be read nothing is said: it is a bad sample, as any other would be.
+    """
+    rate = _wav_rate(store, row) if row.format == "wav" else None
+    try:
+        check_reads(chain, row.format)
+    except ConfigError as exc:
+        raise (exc if rate is None else ConfigError(f"{exc}, with sample_rate {rate}")) from None
+    first = chain.stages[0]
+    if rate is not None and isinstance(first, DecodeWav) and first.sample_rate != rate:
+        raise ConfigError(
+            f"sample {row.name!r} in {row.object.path!r} has {rate} samples a second, and "
+            f"decode_wav.sample_rate is {first.sample_rate}; it must be {rate}, and resample may come behind"
+        )
+
+
+def _wav_rate(store: Store, row: _Row) -> int | None:
+    stop = min(row.stop, row.start + _WAV_HEADER_BYTES)
+    head = store.get_range(row.object.path, row.start, stop, etag=row.object.etag)
+    try:
+        return read_form(head).rate
+    except SampleError:
+        return None
+
+
+def _table(rows: Sequence[_Row]) -> pa.Table:
+    return pa.table(
+        {
+            "object": [row.object.path for row in rows],
+            "etag": [row.object.etag for row in rows],
+            "start": pa.array([row.start for row in rows], pa.int64()),
+            "stop": pa.array([row.stop for row in rows], pa.int64()),
+            "target": pa.array([row.target for row in rows], pa.int64()),
+            "name": [row.name for row in rows],
+        }
+    )
+
+
+def _extension(path: str) -> str:
+    base = path.rpartition("/")[2]
+    return base.rpartition(".")[2].lower() if "." in base else ""
+
+
+def _format(path: str) -> str:
+    return FORMAT_OF[_extension(path)]
+
+
+def _is_sample(path: str) -> bool:
+    return _extension(path) in FORMAT_OF
+
+
+def _is_shard(path: str) -> bool:
+    return _extension(path) == "tar"

@@ -1,0 +1,1 @@
+"""Declare input stages: decoding, augmentation, conversion."""

@@ -1,0 +1,1 @@
+"""Predict the seconds of operators from models fitted on this machine."""

@@ -1,0 +1,58 @@
+"""What a device computes and reads in a second by its latency models: all that a cold start asks of them.
+
+A cold start knows how much a network computes, not with which operators. So two rates stand for a device:
+operations of convolutions such as most networks are made of, and bytes of a linear layer of one sample, which
+does little but read its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from upriver.coldstart.roofline import Pace
+from upriver.profile.latency.config_calls import convolution, linear
+from upriver.profile.latency.config_sampling import Draw
+from upriver.profile.latency.op_calls import Call
+from upriver.profile.latency.op_features import Work
+from upriver.profile.latency.op_kinds import works_of
+from upriver.profile.latency.predictor import Predictor
+
+_CONVOLUTIONS: tuple[Draw, ...] = tuple(
+    {
+        "window": (window, 1),
+        "side": side,
+        "padded": True,
+        "in_channels": channels,
+        "out_channels": channels,
+        "batch": 1,
+        "bias": False,
+    }
+    for window, side, channels in ((3, 56, 64), (1, 28, 256), (3, 14, 256))
+)
+"""From the middle of ResNets, where most of their operations lie."""
+
+_LINEAR: Draw = {"rows": 1, "inner": 4096, "outer": 4096, "bias": False}
+"""VGG's second: 64 MiB, more than caches hold."""
+
+
+def pace_from(predictor: Predictor) -> Pace | None:
+    """The rates of a device; None where its models do not tell them."""
+    computing = [work for draw in _CONVOLUTIONS for work in _works(convolution(draw))]
+    reading = _works(linear(_LINEAR))
+    computing_s, reading_s = _seconds(predictor, computing), _seconds(predictor, reading)
+    if not computing_s or not reading_s:
+        return None
+    # A product and its sum are one operation to a latency model, and two to torch.
+    flops = 2 * sum(work.features["flops"] for work in computing)
+    moved = sum(work.facts[name] for work in reading for name in ("bytes_in", "bytes_out", "weight_bytes"))
+    return Pace(flops_per_s=flops / computing_s, moved_bytes_per_s=moved / reading_s)
+
+
+def _works(call: Call | None) -> Sequence[Work]:
+    return () if call is None else works_of(call)
+
+
+def _seconds(predictor: Predictor, works: Sequence[Work]) -> float:
+    """Of all of them; 0 where there is no model of one."""
+    known = [seconds for seconds in predictor.work_seconds(works) if seconds is not None]
+    return sum(known) if len(known) == len(works) else 0.0

@@ -1,0 +1,1 @@
+"""Bound the memory of stages: tensors, kernel workspaces and what libraries keep."""

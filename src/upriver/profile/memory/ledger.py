@@ -1,0 +1,134 @@
+"""Bytes of tensors alive at once while code runs: every storage is watched from its making to its end.
+
+The code may run on tensors without data. What keeps a tensor alive is then the same as ever: a name in
+Python, a node of autograd's graph that has saved it. So nothing has to be said about lifetimes: they
+happen.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from upriver.profile.memory.convolution import NOTHING, Workspace
+from upriver.profile.memory.libraries import Kept
+from upriver.profile.memory.workspace import tensors_of, workspace
+from upriver.program.compiled_code import under
+from upriver.program.tensor_layouts import storages_of
+
+
+class Moment(NamedTuple):
+    """One call of an operator.
+
+    Attributes:
+        name: The operator's.
+        live: Bytes of tensors alive, its results among them.
+        taken: What it takes beside them.
+        backward: Whether autograd called it: with data it adds up gradients in place where it can.
+    """
+
+    name: str
+    live: int
+    taken: Workspace
+    backward: bool
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages that operators make, as long as they live.
+
+    Attributes:
+        live: Bytes alive now.
+        moments: Each call so far.
+        kept: What libraries keep after them.
+        backward: Whether autograd runs; set by whoever calls it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: Kept | None = None, known: Container[int] = ()) -> None:
+        """Begin with nothing.
+
+        Args:
+            kept: Goes on counting what libraries keep.
+            known: Storages never to count, as :func:`storages` names them.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = known
+        self.live = 0
+        self.moments: list[Moment] = []
+        self.kept = kept or Kept()
+        self.backward = False
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage] | None] = {}
+
+    @property
+    def high(self) -> int:
+        """Most bytes at once so far, with what operators take beside tensors."""
+        return max((moment.live + moment.taken.nbytes for moment in self.moments), default=0)
+
+    @property
+    def most_live(self) -> int:
+        """Most bytes of tensors at once so far."""
+        return max((moment.live for moment in self.moments), default=0)
+
+    @property
+    def most_live_forward(self) -> int:
+        """The same before autograd ran."""
+        return max((moment.live for moment in self.moments if not moment.backward), default=0)
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that were made before."""
+        for tensor in tensors:
+            self._add(tensor, counted=True)
+        self.moments.append(Moment("", self.live, NOTHING, False))
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never count these: weights, which are there before and after."""
+        for tensor in tensors:
+            self._add(tensor, counted=False)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call an operator; count what it made and what it took."""
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # what its functions do is seen by itself
+            args, kwargs = under(self, (args, kwargs))
+            given = func(*args, **kwargs)
+            for tensor in tensors_of(given):
+                self._add(tensor, counted=True)
+            return given
+        given = func(*args, **kwargs)
+        if func.namespace == "prim":  # asks a tensor for its device, say
+            return given
+        results = list(tensors_of(given))
+        for tensor in results:
+            self._add(tensor, counted=True)
+        taken = workspace(func, args, kwargs, results)
+        name = func._schema.name.partition("::")[2]
+        self.kept.note(name, args, list(tensors_of([args, list(kwargs.values())])))
+        self.moments.append(Moment(name, self.live, taken, self.backward))
+        return given
+
+    def _add(self, tensor: torch.Tensor, *, counted: bool) -> None:
+        for storage in storages_of(tensor):
+            key = storage._cdata
+            if key in self._watched or key in self._known:
+                continue
+            nbytes = storage.nbytes() if counted else 0
+            self.live += nbytes
+            self._watched[key] = weakref.ref(storage, functools.partial(self._gone, key, nbytes))
+
+    def _gone(self, key: int, nbytes: int, _reference: object) -> None:
+        del self._watched[key]
+        self.live -= nbytes
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Names of the storages of tensors, as long as these live."""
+    return frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))

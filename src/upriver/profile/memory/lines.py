@@ -1,0 +1,55 @@
+"""What a run takes as lines in the number of samples, from two runs that differ in that number alone.
+
+While an operator is called, ``fixed + growing x samples`` bytes are held. Two runs of the same calls give
+each call's line; no call holds more, whatever the number of samples, than the largest ``fixed`` and the
+largest ``growing`` of all calls together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upriver.profile.memory.ledger import Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes for a number of samples."""
+
+    fixed: float
+    growing: float
+
+    @classmethod
+    def through(cls, once: float, twice: float, samples: int) -> Line:
+        """The line through the bytes of ``samples`` and of twice as many.
+
+        What grows faster than its samples (every one compared with every other) is taken to be in
+        proportion: a bound below that number.
+        """
+        fixed = min(once, max(0.0, 2 * once - twice))
+        return cls(fixed, (once - fixed) / samples)
+
+    def above(self, other: Line) -> Line:
+        """The two of them together."""
+        return Line(self.fixed + other.fixed, self.growing + other.growing)
+
+    def at(self, samples: int) -> float:
+        """Its bytes."""
+        return self.fixed + self.growing * samples
+
+
+def same_calls(once: Sequence[Moment], twice: Sequence[Moment]) -> bool:
+    """Whether two runs called the same operators in the same order."""
+    return [moment.name for moment in once] == [moment.name for moment in twice]
+
+
+def high_lines(once: Sequence[Moment], twice: Sequence[Moment], samples: int) -> list[Line]:
+    """Of each call with all that it may take; of two kernels where few samples choose another one."""
+    lines = []
+    for first, second in zip(once, twice, strict=True):
+        live = Line.through(first.live, second.live, samples)
+        seen = Line.through(first.taken.nbytes, second.taken.nbytes, samples)
+        fixed = max(seen.fixed, first.taken.fixed, second.taken.few)
+        lines.append(live.above(Line(fixed, max(seen.growing, first.taken.growing / samples))))
+    return lines

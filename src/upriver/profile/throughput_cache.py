@@ -1,0 +1,462 @@
+"""What was measured of input pipelines, kept between runs: ``upriver.metrics-store/1``.
+
+Um, Oh, Seo, Kweun, Kim, Lee, "FastFlow: Accelerating Deep Learning Model Training with Smart Offloading of
+Input Data Pipeline", PVLDB 16(5), 2023, section 5.2, Table 2: a job that was measured before need not be
+measured again, and one that shares its model with another knows a part.
+
+    M                        Gthp
+    (P, M)                   Lthp, Pcycle, and the seconds at Lthp
+    (P, M, RemoteNodeInfo)   Rthp, P', Ocycle
+
+Departures
+    - Local resources and versions belong to every key. The paper reloads "with the same resources", too.
+    - Gthp is of the form of a sample as well, where that is told: a PyTorch module takes inputs of many
+      forms, and the same rate is four times the MB/s where a pipeline ends in floats instead of bytes.
+    - What a candidate was measured to be is found again whichever others there are.
+
+What was measured at once is one small file, named by the digest of its key and written whole. Nobody reads
+before writing, so jobs that save at once lose nothing of each other's; of the same figure the last one stays.
+Losing a file costs the seconds of a new measurement, so no trouble with one is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch import distributed, nn
+
+import upriver
+from upriver.cache import Cache
+from upriver.errors import ConfigError
+from upriver.profile.resources import available_cpus
+from upriver.profile.throughput import MAX_CANDIDATES, MAX_NAME, MOST, Candidate
+from upriver.text import error_text, printable
+from upriver.types import require_finite
+
+STORE_SCHEMA: Final = "upriver.metrics-store/1"
+
+_PLAIN = ("gthp", "lthp", "pcycle", "pseconds")
+_OF_CANDIDATE = ("rthp", "ocycle")
+_MAY_BE_0 = frozenset(_OF_CANDIDATE)
+
+
+# ------------------------------------------------------------------------------- what figures depend on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalResources:
+    """What a training process has.
+
+    Attributes:
+        cpus: That it can keep busy.
+        num_workers: Loader processes.
+        threads: Of PyTorch.
+        device: Name of the CUDA device that trains, else the type of device, such as ``cpu``.
+        machine: Architecture and instruction set.
+        ranks: Processes that train together.
+
+    Raises:
+        ConfigError: If a number is no whole one or too small, or a name is empty.
+    """
+
+    cpus: int
+    num_workers: int
+    threads: int
+    device: str
+    machine: str
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        for field, least in (("cpus", 1), ("num_workers", 0), ("threads", 1), ("ranks", 1)):
+            _require_whole(field, getattr(self, field), least)
+        for field in ("device", "machine"):
+            _require_text(field, getattr(self, field))
+
+    @classmethod
+    def here(cls, num_workers: int, device: str | torch.device | None = None) -> LocalResources:
+        """Those of this process.
+
+        Args:
+            num_workers: Of the loader.
+            device: The one that trains; if None, the current CUDA device where CUDA is in use already, since
+                asking must not be what puts it to use.
+        """
+        together = distributed.is_available() and distributed.is_initialized()
+        return cls(
+            cpus=available_cpus(),
+            num_workers=num_workers,
+            threads=torch.get_num_threads(),
+            device=_device_name(device),
+            machine=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            ranks=distributed.get_world_size() if together else 1,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteWorker:
+    """One worker, as far as it has told.
+
+    Attributes:
+        address: Its URL; some other name where that is another one in each run.
+        cpus: That it can keep busy.
+        processes: That make samples.
+
+    Raises:
+        ConfigError: If the address is empty, or a number is none.
+    """
+
+    address: str
+    cpus: int | None = None
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_text("address", self.address, most=None)
+        for field in ("cpus", "processes"):
+            if getattr(self, field) is not None:
+                _require_whole(field, getattr(self, field), 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteResources:
+    """Who else may make samples, and which part of the work.
+
+    Attributes:
+        workers: In any order.
+        candidates: Names of what could be offloaded; each is looked up and kept on its own.
+
+    Raises:
+        ConfigError: If there is no worker, two candidates have one name, or a name is empty or too long.
+    """
+
+    workers: tuple[RemoteWorker, ...]
+    candidates: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise ConfigError("there must be a worker among the remote resources, got none")
+        _require_names(self.candidates)
+
+    @property
+    def facts(self) -> list[Any]:
+        """The workers as JSON, the same in whatever order they were named."""
+        return sorted(([each.address, each.cpus, each.processes] for each in self.workers), key=json.dumps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreKey:
+    """What the figures of a job depend on.
+
+    Attributes:
+        model: By `model_key`.
+        pipeline: By `pipeline_key`.
+        batch_size: Samples of a batch; None where they come one by one.
+        local: What the training process has.
+        remote: None where nobody else makes samples; then there are no candidates.
+        sample: By `sample_key`. If empty, Gthp is that of the model whatever the samples are (Table 2).
+
+    Raises:
+        ConfigError: If a key is empty, or the batch size is less than 1.
+    """
+
+    model: str
+    pipeline: str
+    batch_size: int | None
+    local: LocalResources
+    remote: RemoteResources | None = None
+    sample: str = ""
+
+    def __post_init__(self) -> None:
+        _require_text("model", self.model, most=None)
+        _require_text("pipeline", self.pipeline, most=None)
+        if self.batch_size is not None:
+            _require_whole("batch_size", self.batch_size, 1)
+
+    def plain(self, figure: str) -> str:
+        """The digest that names Gthp, Lthp or Pcycle."""
+        return self._digest(figure, self.sample if figure == "gthp" else self.pipeline)
+
+    def candidates(self) -> dict[str, str]:
+        """The digests that name what candidates were measured to be, by their names."""
+        if self.remote is None:
+            return {}
+        workers = self.remote.facts
+        return {
+            name: self._digest("candidate", self.pipeline, workers, name) for name in self.remote.candidates
+        }
+
+    def _digest(self, table: str, *own: Any) -> str:
+        versions = [upriver.__version__, str(torch.__version__)]
+        local = asdict(self.local)
+        return _digest_of([STORE_SCHEMA, versions, table, self.model, self.batch_size, local, *own])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """Figures of a job, as far as they are known; units as in `upriver.profile.throughput.Metrics`.
+
+    Attributes:
+        gthp: Throughput of the model alone, MB/s.
+        lthp: Of training with all of the input pipeline on the training node, MB/s.
+        pcycle: CPU seconds of a batch there.
+        pseconds: Seconds of a batch there.
+        candidates: Those that were measured, `Candidate.ocycle` in CPU seconds of a batch.
+
+    Raises:
+        ConfigError: If a number is not positive, not finite or too large, or two candidates have one name.
+    """
+
+    gthp: float | None = None
+    lthp: float | None = None
+    pcycle: float | None = None
+    pseconds: float | None = None
+    candidates: tuple[Candidate, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in _PLAIN:
+            if getattr(self, field) is not None:
+                require_finite(field, getattr(self, field), positive=True, at_most=MOST)
+        _require_names([candidate.name for candidate in self.candidates])
+
+    def beyond(self, before: Known) -> Known:
+        """What of it was not known before, or is another now.
+
+        A job that saves no more than this does not make what it was only told look as if measured today.
+        """
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        new = {name: value for name, value in plain.items() if value != getattr(before, name)}
+        candidates = tuple(each for each in self.candidates if each not in before.candidates)
+        return Known(**new, candidates=candidates)
+
+
+# --------------------------------------------------------------------------------------------- the keys
+
+
+def model_key(model: str | nn.Module) -> str:
+    """Names a model by what its user calls it, or by its architecture, never by what it has learned.
+
+    The architecture is classes and names of all modules, the settings that PyTorch's own print (a stride is
+    in no shape), and name, shape, type and ``requires_grad`` of each parameter. So a model that is compiled,
+    wrapped or partly frozen is another one: it trains at another speed.
+
+    Raises:
+        ConfigError: If it is neither, or the name is empty or longer than 200 characters.
+    """
+    if isinstance(model, nn.Module):
+        return f"module:{_digest_of(list(_architecture(model)))}"
+    _require_text("model", model)
+    return f"name:{model}"
+
+
+def pipeline_key(
+    name: str, arguments: Mapping[str, Any], collate_name: str | None = None, *, code: object = None
+) -> str:
+    """Names an input pipeline.
+
+    Args:
+        name: What makes the dataset, ``package.module:callable``.
+        arguments: Its keyword arguments, which must be what JSON can say.
+        collate_name: What makes a batch of samples, by name; None where that has none.
+        code: The dataset's class or function; where it is given, a change of its file is another pipeline.
+
+    Raises:
+        ConfigError: If the name is empty, or an argument is nothing that JSON can say.
+    """
+    _require_text("name", name, most=None)
+    try:
+        facts = json.dumps(dict(arguments), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the arguments of {name} must be what JSON can say: {error}") from None
+    return _digest_of([name, facts, collate_name, _source_digest(code)])
+
+
+def sample_key(sample: Any) -> str:
+    """Names the form of a finished sample or batch: shapes and types of its tensors and arrays, no values."""
+    return _digest_of(_form(sample))
+
+
+def _architecture(model: nn.Module) -> Iterator[list[Any]]:
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        # A user's own may print anything, containers print the device that a parameter is on.
+        tells = kind.__module__.startswith("torch.nn.") and not kind.__module__.endswith(".container")
+        yield [name, kind.__module__, kind.__qualname__, module.extra_repr() if tells else ""]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shape = None if nn.parameter.is_lazy(parameter) else list(parameter.shape)
+        yield [name, shape, str(parameter.dtype), parameter.requires_grad]
+
+
+def _form(value: Any) -> Any:
+    match value:
+        case torch.Tensor() | np.ndarray():
+            return [list(value.shape), str(value.dtype)]
+        case Mapping():
+            return {str(name): _form(item) for name, item in value.items()}
+        case Sequence() if not isinstance(value, str | bytes):
+            return [type(value).__name__, *map(_form, value)]
+    return type(value).__name__
+
+
+def _source_digest(code: Any) -> str:
+    """Of the file that a class or function stands in; empty where there is none, or none can be read."""
+    try:
+        file = inspect.getsourcefile(code) if code is not None else None
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None else ""
+    except (TypeError, OSError):  # it is built in, or was made at run time
+        return ""
+
+
+def _device_name(device: str | torch.device | None) -> str:
+    if device is None:
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = "cuda" if in_use else "cpu"
+    try:
+        found = torch.device(device)
+        return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last where there is no CUDA
+        given = printable(repr(device), 80)
+        raise ConfigError(
+            f"device must be one that PyTorch has here, got {given}: {error_text(error)}"
+        ) from None
+
+
+def _digest_of(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+# -------------------------------------------------------------------------------------------- the store
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    schema: Literal["upriver.metrics-store/1"]
+    key: str
+    saved: float  # seconds since 1970
+    figures: dict[str, float]
+
+
+class MetricsStore:
+    """Figures of jobs, in a folder that all of them share.
+
+    Trouble with the folder or a file in it is told in the log, once, and never raised.
+
+    Args:
+        folder: Where the files are; if None, ``metrics`` in ``$UPRIVER_CACHE`` or the user's cache folder.
+            In ``/dev/null`` nothing is kept, and nothing said of it.
+
+    Raises:
+        ConfigError: If the folder is no path.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        if folder is not None and not _is_path(folder):
+            raise ConfigError(f"folder must be a path or None, got {printable(repr(folder), 80)}")
+        self._cache = Cache("metrics" if folder is None else _absolute(folder))
+
+    def load(self, key: StoreKey, *, max_age_s: float | None = None) -> Known:
+        """What is known of a job; candidates in the order of the key.
+
+        Args:
+            key: The job.
+            max_age_s: Seconds since it was saved, at most; of any age if None.
+
+        Raises:
+            ConfigError: If ``max_age_s`` is negative or not finite.
+        """
+        if max_age_s is not None:
+            require_finite("max_age_s", max_age_s)
+        oldest_s = math.inf if max_age_s is None else max_age_s
+        plain = {name: self._figures(key.plain(name), (name,), oldest_s).get(name) for name in _PLAIN}
+        found = {
+            name: self._figures(digest, _OF_CANDIDATE, oldest_s) for name, digest in key.candidates().items()
+        }
+        candidates = tuple(Candidate(name=name, **figures) for name, figures in found.items() if figures)
+        return Known(**plain, candidates=candidates)
+
+    def save(self, key: StoreKey, known: Known) -> None:
+        """Keep what a job has measured, as of now. What it does not know stays as it was.
+
+        Raises:
+            ConfigError: If there is a candidate that is none of the key's.
+        """
+        candidates = key.candidates()
+        plain = {name: getattr(known, name) for name in _PLAIN}
+        files = {key.plain(name): {name: value} for name, value in plain.items() if value is not None}
+        for each in known.candidates:
+            if each.name not in candidates:
+                allowed = ", ".join(candidates) or "there are none"
+                raise ConfigError(f"{each.name!r} is no candidate of the key ({allowed})")
+            files[candidates[each.name]] = {"rthp": each.rthp, "ocycle": each.ocycle}
+        for digest, figures in files.items():
+            text = msgspec.json.encode(
+                _File(schema=STORE_SCHEMA, key=digest, saved=time.time(), figures=figures)
+            )
+            self._cache.save(digest, text.decode() + "\n")
+
+    def _figures(self, digest: str, names: Sequence[str], oldest_s: float) -> dict[str, float]:
+        """What a file says; nothing where it is not there, too old, or cannot be used."""
+        found = self._cache.load(digest, lambda data: _checked(data, digest, names))
+        # An age below 0 is that of a clock that was put back; it is no better known than one above.
+        return found.figures if found is not None and abs(time.time() - found.saved) <= oldest_s else {}
+
+
+def _absolute(folder: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(folder).absolute()
+    except OSError:  # the current folder is gone
+        return Path(os.devnull)
+
+
+def _checked(data: bytes, digest: str, names: Sequence[str]) -> _File:
+    """A file that is what its name says.
+
+    Raises:
+        ValueError: If it is something else; or an error of msgspec.
+    """
+    found = msgspec.json.decode(data, type=_File)
+    if found.key != digest:
+        raise ConfigError("its key is not that of its name")
+    if sorted(found.figures) != sorted(names):
+        raise ConfigError(f"its figures must be {', '.join(names)}, got {', '.join(found.figures) or 'none'}")
+    for name, value in found.figures.items():
+        require_finite(name, value, positive=name not in _MAY_BE_0, at_most=MOST)
+    return found
+
+
+# ------------------------------------------------------------------------------------------- checking
+
+
+def _is_path(value: object) -> bool:
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return isinstance(text, str) and text != "" and "\0" not in text
+
+
+def _require_whole(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{name} must be a whole number >= {least}, got {printable(repr(value), 40)}")
+
+
+def _require_text(name: str, value: object, *, most: int | None = MAX_NAME) -> None:
+    if not isinstance(value, str) or not value or (most is not None and len(value) > most):
+        allowed = "1 character or more" if most is None else f"1 to {most} characters"
+        raise ConfigError(f"{name} must be a string of {allowed}, got {printable(repr(value), 80)}")
+
+
+def _require_names(names: Sequence[str]) -> None:
+    if len(names) > MAX_CANDIDATES:
+        raise ConfigError(f"there are at most {MAX_CANDIDATES} candidates, got {len(names)}")
+    for name in names:
+        _require_text("a candidate's name", name)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"candidates must have names of their own, got {twice[0]!r} twice")

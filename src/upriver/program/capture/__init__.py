@@ -1,0 +1,1 @@
+"""Capture a PyTorch model as a program."""

@@ -1,0 +1,384 @@
+"""A model's forward pass as ``torch.export`` records it: the wrapper, the hooks, and leaving early.
+
+The wrapper calls the user's model as the example does and returns what was asked for: leaves of what some
+module calls gave, or of the model's answer. Once the last of them is there the forward pass is left, so that
+whatever comes behind (control flow that depends on data, for example) need not be captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO, cast
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _pytree as pytree
+
+from upriver.errors import CaptureError
+from upriver.program.eval_mode import in_eval, no_fast_path
+from upriver.program.example_inputs import Example, Source, tensors_in
+from upriver.program.graph.autocast import autocasting
+from upriver.program.graph.devices import seed
+from upriver.program.module_state.restoration import state_kept
+
+ROOT = "model"
+"""What the wrapper calls the user's model; the first part of each path that export notes down."""
+
+CAPTURED = 1
+"""Seed of all generators while a model is recorded. A proof has another: so it finds out a number that Python
+drew and that stands in the graph as a constant."""
+
+_TORCH_LOGGERS = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+"""Those that write pages when a model cannot be captured; each has a level of its own."""
+
+
+class _Left(BaseException):
+    """Everything that was asked for is there. No error, so that no ``except Exception`` holds it up."""
+
+
+class Notes:
+    """What is noted down beside the graph; no plain attributes, for export puts back those of a module.
+
+    Attributes:
+        entered: Module calls that have begun and not ended: where a pass has come to.
+        num_answers: Tensors of the model's answer.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.entered: list[str] = []
+        self.num_answers = 0
+
+
+class Observed(nn.Module):
+    """The user's model, returning what ``sources`` name, then its own answer if that is wanted too.
+
+    Behind the answer come the tensors of caches in it: they are no part of what a program gives, but a cut
+    behind which one of them is made is none.
+    """
+
+    def __init__(self, model: nn.Module, example: Example, sources: Sequence[Source], *, whole: bool) -> None:
+        """Prepare a pass.
+
+        Args:
+            whole: Whether the model's answer follows; if not, the pass ends with the last source.
+        """
+        super().__init__()
+        self.model = model
+        self.example = example
+        self.sources = tuple(sources)
+        self.whole = whole
+        self.notes = Notes()
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What was asked for, from the example's tensors."""
+        call = self.example.with_tensors(inputs)
+        # Copies, since in-place code further on would change what was kept; they are dropped from the graph.
+        kept = {source: inputs[source.leaf].clone() for source in self.sources if source.path is None}
+        tracer = get_proxy_mode()
+        stack = tracer.tracer.module_stack if tracer is not None else {}
+        depth = len(stack)
+        answer = None
+        with self._hooks(kept):
+            try:
+                answer = self.model(*call.args, **call.kwargs)
+            except _Left:
+                # The tracer notes the way into each module and, left by an exception, not the way out.
+                while len(stack) > depth:
+                    stack.popitem()
+        missing = [str(source) for source in self.sources if source not in kept]
+        if missing:
+            raise CaptureError(f"the model gave no {missing[0]!r}")
+        given = [*(kept[source] for source in self.sources), *(self._answers(answer) if self.whole else ())]
+        # Copied once more: export stumbles over a result that comes straight out of a region with another
+        # grad mode or autocast.
+        return tuple(tensor.clone() for tensor in given)
+
+    def _answers(self, answer: Any) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves(answer, is_leaf=is_cache)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise CaptureError(f"the model's answer, a {type(answer).__name__}, holds no tensor")
+        self.notes.num_answers = len(tensors)
+        return tensors + [tensor for leaf in leaves if is_cache(leaf) for tensor in _held_by(leaf)]
+
+    @contextlib.contextmanager
+    def _hooks(self, kept: dict[Source, torch.Tensor]) -> Iterator[None]:
+        wanted: dict[str, list[Source]] = {}
+        for source in self.sources:
+            if source.path is not None:
+                wanted.setdefault(source.path, []).append(source)
+        numbers = dict.fromkeys(wanted, -1)
+        entered = self.notes.entered = []
+
+        def keep(path: str, result: Any) -> None:
+            numbers[path] += 1
+            tensors = tensors_in(result)
+            for source in wanted[path]:
+                if source.number == numbers[path] and source.leaf < len(tensors):
+                    kept[source] = tensors[source.leaf].clone()
+            if not self.whole and len(kept) == len(set(self.sources)):
+                raise _Left
+
+        with contextlib.ExitStack() as hooks:
+            for path, module in self.model.named_modules():
+                hooks.callback(
+                    module.register_forward_pre_hook(
+                        lambda _module, _args, path=path: entered.append(path), prepend=True
+                    ).remove
+                )
+
+                def leave(_module: nn.Module, _args: Any, result: Any, path: str = path) -> None:
+                    entered.pop()
+                    if path in wanted:
+                        keep(path, result)
+
+                # Ours come last on the way out, behind whatever the user's own hooks make of the result.
+                hooks.callback(module.register_forward_hook(leave).remove)
+            yield
+
+
+def is_cache(value: Any) -> bool:
+    """Whether this is a cache of keys and values, of whatever library."""
+    return type(value).__name__.endswith("Cache")
+
+
+def _held_by(value: Any, depth: int = 4) -> list[torch.Tensor]:
+    """Tensors among the attributes of an object, and of those that they hold."""
+    if isinstance(value, torch.Tensor) or depth == 0:
+        return [value] if isinstance(value, torch.Tensor) else []
+    inner: list[Any] = []
+    if isinstance(value, list | tuple):
+        inner = list(value)
+    elif hasattr(value, "__dict__"):
+        inner = list(vars(value).values())
+    return [tensor for item in inner for tensor in _held_by(item, depth - 1)]
+
+
+def export(
+    model: nn.Module,
+    example: Example,
+    sources: Sequence[Source],
+    *,
+    whole: bool,
+    autocast: torch.dtype | None = None,
+) -> tuple[torch.export.ExportedProgram, Notes]:
+    """Record what leads to ``sources`` (and to the model's answer), in eval, functional, with its casts.
+
+    Casts that autocast makes stand in the graph as operators, since the decompositions too run under it: what
+    is recorded gives the same bits with autocast off.
+
+    Other threads may compute meanwhile and get the bits that they always get, but must leave ``model`` alone:
+    torch has no values in its parameters while it records. A second pass waits for the first, since torch's
+    recording is not made for two.
+
+    Raises:
+        CaptureError: If torch cannot record it; the message says why.
+    """
+    wrapper = Observed(model, example, sources, whole=whole)
+    tensors = _distinct(example.tensors)
+    with (
+        _ONE_AT_A_TIME,
+        torch.no_grad(),
+        state_kept(model),
+        _quiet(),
+        _backends_kept(),
+        in_eval(wrapper),
+        no_fast_path(),
+        autocasting(tensors[0].device, autocast),
+    ):
+        seed(CAPTURED)
+        try:
+            exported: torch.export.ExportedProgram = torch.export.export(wrapper, tensors, strict=False)
+            _mark_dropouts(exported)
+            _name_no_cudnn(exported)
+            exported = exported.run_decompositions({})
+            _pass_on_in_dropouts(exported)
+        except CaptureError:
+            raise
+        except Exception as error:  # export raises whatever the user's code or its own tracing raises
+            entered = wrapper.notes.entered
+            inside = entered[-1] if entered else ""
+            raise CaptureError(_reason(error, entered), module=inside or None) from error
+    return exported, wrapper.notes
+
+
+_MARKED = {"memory_format": torch.preserve_format}
+"""How the copies that stand for a Dropout are told from those that the user's code makes."""
+
+
+def _mark_dropouts(exported: torch.export.ExportedProgram) -> None:
+    """Make each Dropout that is off a copy with a mark; decomposed it would be one without."""
+    for module in exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for fx in module.graph.nodes:
+                if fx.target is torch.ops.aten.clone.default and fx.kwargs == _MARKED:
+                    fx.kwargs = {}
+                elif fx.target is torch.ops.aten.dropout.default and fx.args[2] is False:
+                    fx.target, fx.args, fx.kwargs = torch.ops.aten.clone.default, fx.args[:1], _MARKED
+            module.recompile()
+
+
+def _pass_on_in_dropouts(exported: torch.export.ExportedProgram) -> None:
+    """Let each Dropout give what it was given, as the user's model does in eval.
+
+    A copy would cost memory, and may have other strides and another alignment, and with them other low bits.
+    """
+    marked = [
+        fx
+        for fx in exported.graph.nodes
+        if fx.target is torch.ops.aten.clone.default and fx.kwargs == _MARKED
+    ]
+    for fx in marked:
+        fx.target, fx.kwargs = torch.ops.aten.alias.default, {}
+    if any(fx.meta["val"].stride() != fx.args[0].meta["val"].stride() for fx in marked):
+        given = [fx.meta["val"] for fx in exported.graph.nodes if fx.op == "placeholder"]
+        FakeTensorProp(exported.graph_module, detect_fake_mode(given)).propagate_dont_convert_inputs(*given)
+
+
+_CUDNN = ("cudnn_enabled", "cudnn_enable")
+"""What operators call the flag that says whether cuDNN may be used, where they take it as an argument."""
+
+
+def _name_no_cudnn(exported: torch.export.ExportedProgram) -> None:
+    """Write into the graph that cuDNN is not to be used, whatever this process allows.
+
+    What an operator is decomposed into depends on it, and a program says nothing of where it was recorded.
+    """
+    for module in exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for fx in module.graph.nodes:
+                if isinstance(fx.target, torch._ops.OpOverload):
+                    _set_flags(fx, fx.target._schema.arguments)
+            module.recompile()
+
+
+def _set_flags(fx: torch.fx.Node, arguments: Sequence[Any]) -> None:
+    for index, argument in enumerate(arguments):
+        if argument.name in _CUDNN:
+            defaults = [other.default_value for other in arguments[len(fx.args) : index]]
+            fx.args = (*fx.args[:index], *defaults, False, *fx.args[index + 1 :])
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """A tensor that is given twice is two inputs."""
+    seen: set[int] = set()
+    given = []
+    for tensor in tensors:
+        given.append(tensor.detach().clone() if id(tensor) in seen else tensor.detach())
+        seen.add(id(tensor))
+    return tuple(given)
+
+
+def _reason(error: Exception, entered: Sequence[str]) -> str:
+    if operator := _operator_that_runs_functions(error):
+        return f"the model calls {operator}, which is no ATen operator"
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    where = f" in module {entered[-1]!r}" if entered and entered[-1] else ""
+    if "data-dependent" in str(error).lower() or type(error).__name__.startswith("GuardOnDataDependent"):
+        return f"torch.export could not capture the model: control flow depends on data{where}: {reason}"
+    return f"torch.export could not capture the model{where}: {reason}"
+
+
+def _operator_that_runs_functions(error: Exception) -> str:
+    """The operator, such as ``torch.cond``, whose functions torch could not compile; empty if that is not so.
+
+    It compiles them also where it only records, and stumbles over any hook of a module that they call.
+    """
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("torch._higher_order_ops."):
+                return frame.f_code.co_name
+    return ""
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while torch records: it changes flags, filters and tables of the whole process, and puts them back."""
+
+
+def _forked() -> None:
+    """In a child of this process: nobody there records."""
+    global _ONE_AT_A_TIME
+    _ONE_AT_A_TIME = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class _Thread(threading.local):
+    """What holds for the thread that records, and for no other one."""
+
+    recording = False
+
+
+_THREAD = _Thread()
+
+
+@contextlib.contextmanager
+def _backends_kept() -> Iterator[None]:
+    """Let torch record without switching oneDNN, NNPACK and cuDNN off, as it does for all threads.
+
+    A convolution of another thread would be computed by another kernel meanwhile, with other low bits. What
+    is recorded is the same: operators are chosen before kernels are.
+    """
+    tracing = importlib.import_module("torch.export._trace")  # no part of what starting up has to read
+    backends_off = tracing._ignore_backend_decomps
+
+    def elsewhere() -> Any:
+        return contextlib.nullcontext() if _THREAD.recording else backends_off()
+
+    tracing._ignore_backend_decomps = elsewhere  # type: ignore[attr-defined]
+    _THREAD.recording = True
+    try:
+        yield
+    finally:
+        _THREAD.recording = False
+        tracing._ignore_backend_decomps = backends_off  # type: ignore[attr-defined]
+
+
+class _Muted:
+    """A stream that drops what one thread writes, and passes on what others do."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write it, or only say that it was written."""
+        if threading.get_ident() == self._thread or self._stream is None:
+            return len(text)
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own warnings, logs and printed graphs from a user who gets one line with the reason."""
+    loggers = [logging.getLogger(name) for name in ("torch", *_TORCH_LOGGERS)]
+    levels = [logger.level for logger in loggers]
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(cast("TextIO", _Muted(sys.stdout))),
+        contextlib.redirect_stderr(cast("TextIO", _Muted(sys.stderr))),
+    ):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

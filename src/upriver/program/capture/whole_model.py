@@ -1,0 +1,229 @@
+"""A whole model as one program that can be cut after any operator, and its answer in the model's own form.
+
+Proven before it is used, on the example and on random values of its form: every cut changes no bit of what
+follows it, and what the program gives is what the model gives in eval. Where a cut between operators does
+change bits, stages end with modules only; where one of those does, there is a single stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from upriver.errors import CaptureError
+from upriver.program.capture.export import is_cache
+from upriver.program.capture.lowering import Recording, record
+from upriver.program.capture.prefix import bound, checked, graph_of
+from upriver.program.eval_mode import in_eval, no_fast_path
+from upriver.program.example_inputs import Example, Inputs, random_like
+from upriver.program.freeze import check_initialized
+from upriver.program.graph.alignment import through_cuts
+from upriver.program.graph.autocast import autocasting
+from upriver.program.graph.executor import Program
+from upriver.program.graph.liveness import Granularity
+from upriver.program.graph.weights_file import WeightsFile
+from upriver.program.module_state.attribute_reads import Reads
+from upriver.program.module_state.attributes import Attributes, attributes_of
+from upriver.program.module_state.restoration import state_kept
+from upriver.program.tensor_layouts import refusing, same_bits
+
+GRANULARITIES: tuple[Granularity, ...] = ("op", "module", "end")
+"""Where stages may end, the finest first: it offers the most cuts."""
+
+Constant: TypeAlias = "bool | int | float | str | None"
+"""What may stand in an answer beside tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """A model, for inputs of one form.
+
+    Attributes:
+        program: All of it.
+        example: What it was captured with.
+        reference: What the program gives for that.
+        places: For each tensor of an answer, in order, where it stands in what the program gives.
+        returned: What the model itself returned for the example.
+        granularity: Where its stages end.
+        weights: What the program reads, by key in the weights file: the model's own tensors.
+        attributes: What the model's forward read beside them.
+        autocast: Type that autocast computed in; None where it was off.
+    """
+
+    program: Program
+    example: Example = field(repr=False)
+    reference: tuple[torch.Tensor, ...] = field(repr=False)
+    places: tuple[int, ...]
+    returned: Answer = field(repr=False)
+    granularity: Granularity
+    weights: Mapping[str, torch.Tensor] = field(repr=False)
+    attributes: Attributes = field(repr=False)
+    autocast: torch.dtype | None = None
+
+    def answer(self, given: Sequence[torch.Tensor]) -> Any:
+        """What the model would return, from what its program gives."""
+        return self.returned.with_tensors([given[place] for place in self.places])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model returned, taken apart.
+
+    Attributes:
+        leaves: Tensors and constants, in order.
+        form: What they are parts of.
+    """
+
+    leaves: tuple[torch.Tensor | Constant, ...]
+    form: pytree.TreeSpec
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among its leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def constants(self) -> list[Constant]:
+        """The other ones."""
+        return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The same with other tensors, put together."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.form)
+
+
+@refusing("the model cannot be captured")
+def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | None = None) -> Captured:
+    """Capture a model in eval and prove every cut of it; the model is left as it was.
+
+    Args:
+        model: The user's model. Its parameters are not copied, so they must stay as they are.
+        inputs: What it is called with, on its device.
+        autocast: Type that autocast computes in; the casts become part of the program.
+
+    Raises:
+        CaptureError: If it cannot be captured, or its program gives other bits; the message says why.
+        ModelError: If a parameter is not initialized yet.
+        ConfigError: If ``inputs`` is nothing that a model can be called with.
+    """
+    example = Example.of(inputs)
+    check_initialized(model)
+    reads = Reads()
+    answer = _answer_of(model, example, autocast, reads)  # first: does it run at all?
+    recording = checked(record(model, example, autocast=autocast), whole=model)
+    random = random_like(example, torch.Generator().manual_seed(0))
+    try:
+        compared = [(example, answer), (random, _answer_of(model, random, autocast))]
+    except CaptureError:  # it does not take any values: the example has to do
+        compared = [(example, answer)]
+    places = tuple(recording.chain.outputs.index(name) for name in recording.answers)
+    program, reference, granularity = _proven(recording, model, places, compared)
+    return Captured(
+        program=program,
+        example=example,
+        reference=reference,
+        places=places,
+        returned=answer,
+        granularity=granularity,
+        weights=recording.tensors,
+        attributes=attributes_of(reads, model),
+        autocast=autocast,
+    )
+
+
+def _proven(
+    recording: Recording,
+    model: nn.Module,
+    places: Sequence[int],
+    compared: Sequence[tuple[Example, Answer]],
+) -> tuple[Program, tuple[torch.Tensor, ...], Granularity]:
+    """The program with the most cuts of which all hold, what it gives for the first example, and its cuts."""
+    weights, device = WeightsFile(recording.tensors), compared[0][0].tensors[0].device
+    for granularity in GRANULARITIES:
+        graph = graph_of(recording, model, weights.digest, device=device, granularity=granularity)
+        program = bound(graph, weights, device)
+        try:
+            given = [through_cuts(program, example) for example, _ in compared]
+            break
+        except CaptureError:
+            if granularity == GRANULARITIES[-1]:
+                raise
+    for (_, answer), tensors in zip(compared, given, strict=True):
+        _check_alike(compared[0][1], answer, [tensors[place] for place in places])
+    return program, given[0], granularity
+
+
+def _check_alike(first: Answer, answer: Answer, given: Sequence[torch.Tensor]) -> None:
+    """Whether a program gave what the model did, and nothing but tensors is another for other values."""
+    wanted = answer.tensors
+    if (first.form, first.constants) != (answer.form, answer.constants):
+        raise CaptureError(
+            "the form of the model's answer, or a constant in it, depends on the values of its input"
+        )
+    if len(wanted) != len(given) or not all(same_bits(a, b) for a, b in zip(wanted, given, strict=True)):
+        raise CaptureError("the captured model gives another answer than the model itself")
+
+
+def _answer_of(
+    model: nn.Module, example: Example, autocast: torch.dtype | None, reads: Reads | None = None
+) -> Answer:
+    """What the model returns in eval; it is left as it was, and so is the example.
+
+    Args:
+        reads: Where to note the attributes that it reads; it runs once more then, and must not count.
+
+    Raises:
+        CaptureError: If it does not run, returns what no program can give, or counts.
+    """
+    device = example.tensors[0].device
+    with (
+        torch.no_grad(),
+        state_kept(model),
+        in_eval(model),
+        no_fast_path(),
+        autocasting(device, autocast),
+    ):
+        answer = _run(model, example)
+        if reads is not None:
+            with state_kept(model) as between:
+                with reads.noting():
+                    _run(model, example)
+                _check_counts_nothing(between.counted())
+                behind = attributes_of(reads, model)
+    if reads is not None:
+        reads.written = behind.moved()
+    leaves, form = pytree.tree_flatten(answer)
+    for leaf in leaves:
+        if is_cache(leaf):
+            raise CaptureError(
+                f"the model's answer holds a {type(leaf).__name__}, a cache of keys and values: switch it "
+                "off (use_cache=False, in the model's configuration or among its inputs)"
+            )
+        if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
+            raise CaptureError(
+                f"the model's answer holds a {type(leaf).__name__}; it may hold tensors, numbers and words, "
+                "in tuples, lists, dicts and classes that torch.utils._pytree knows"
+            )
+    return Answer(tuple(leaves), form)
+
+
+def _run(model: nn.Module, example: Example) -> Any:
+    call = example.with_tensors([tensor.clone() for tensor in example.tensors])
+    try:
+        return model(*call.args, **call.kwargs)
+    except Exception as error:  # whatever the user's forward raises
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CaptureError(f"the model does not run: {reason}") from error
+
+
+def _check_counts_nothing(counting: Mapping[str, str]) -> None:
+    for path, name in counting.items():
+        what = f"attribute {name!r} of module {path!r}" if path else f"its attribute {name!r}"
+        raise CaptureError(f"the model changes {what} while it runs")

@@ -1,0 +1,1 @@
+"""Represent a program: schema, parser, validator, weights file and executor."""

@@ -1,0 +1,109 @@
+"""Programs in a store: a graph under ``programs/<digest>/`` and its weights under ``weights/``."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import torch
+
+from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound, StoreError
+from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.graph.executor import Program
+from upriver.program.graph.fetch import get_at_most
+from upriver.store import DEFAULT_PREFIX, Store
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text is the digest of a program or of weights, in form."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def check_digest(digest: str) -> str:
+    """A digest is 64 hexadecimal characters, so that a name can never become a path.
+
+    Raises:
+        ProgramError: If it is anything else.
+    """
+    if not is_digest(digest):
+        raise ProgramError(f"a digest is 64 hexadecimal characters, got {digest[:80]!r}")
+    return digest
+
+
+def graph_path(prefix: str, digest: str) -> str:
+    """Where a program's graph lies."""
+    return f"{prefix}/programs/{check_digest(digest)}/graph.json"
+
+
+def weights_path(prefix: str, weights_digest: str) -> str:
+    """Where a weights file lies."""
+    return f"{prefix}/weights/{check_digest(weights_digest)}.safetensors"
+
+
+class _Names(msgspec.Struct):
+    weights_digest: str
+
+
+def weights_digest_of(graph_bytes: bytes | memoryview) -> str:
+    """The weights file that a graph names.
+
+    Raises:
+        ProgramError: If the bytes are no graph.
+    """
+    try:
+        return check_digest(msgspec.json.decode(graph_bytes, type=_Names).weights_digest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProgramError(f"graph.json: {error}") from None
+
+
+def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> None:
+    """Put a program into a store: weights first, so that a graph that can be read is complete.
+
+    Raises:
+        StoreError: If the store refuses; a graph without its weights is never left behind.
+    """
+    graph = graph_path(prefix, program.digest)
+    if _is_there(store, graph):
+        return
+    weights = weights_path(prefix, program.weights_digest)
+    if not _is_there(store, weights):
+        store.put(weights, program.weights_bytes)
+    store.put(graph, program.graph_bytes)
+
+
+def _is_there(store: Store, path: str) -> bool:
+    """Whether an object need not be written again."""
+    try:
+        return store.exists(path)
+    except StoreError as error:
+        raise StoreError(f"cannot write a program: looking whether it is there failed: {error}") from None
+
+
+def load(
+    store: Store,
+    digest: str,
+    *,
+    prefix: str = DEFAULT_PREFIX,
+    device: str | torch.device = "cpu",
+    caps: GraphCaps = DEFAULT_CAPS,
+) -> Program:
+    """Read a program from a store and check it.
+
+    Args:
+        caps: What it may take, at most.
+
+    Raises:
+        ProgramNotFound: If the store has none of that digest.
+        ProgramError: If it is not what its name says, or takes more than the caps allow.
+    """
+    try:
+        graph = get_at_most(store, graph_path(prefix, digest), caps.graph_bytes)
+        weights = get_at_most(store, weights_path(prefix, weights_digest_of(graph)), caps.weights_bytes)
+    except ObjectNotFound as error:
+        raise ProgramNotFound(f"no program {digest} in store {store.name!r}: {error}") from None
+    try:
+        return Program.from_bytes(graph, weights, device=device, digest=digest, caps=caps)
+    except ProgramError as error:
+        raise ProgramError(f"program {digest} in store {store.name!r}: {error}") from None

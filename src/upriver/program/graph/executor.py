@@ -1,0 +1,333 @@
+"""A program: a captured network that any tier can run, any stretch of it, to the same bits."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from upriver.errors import ConfigError, ProgramError
+from upriver.program.eval_mode import no_fast_path
+from upriver.program.graph import weights_file
+from upriver.program.graph.autocast import autocast_dtype, autocasting
+from upriver.program.graph.buffer_reuse import overwritable
+from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.graph.constants import Constants, names_read
+from upriver.program.graph.devices import check_device, moved
+from upriver.program.graph.parser import check_weight, decode
+from upriver.program.graph.schedule import Step, Values, bind, mark_last_uses, schedule
+from upriver.program.graph.schema import Graph, Stage, Value, Weight, digest_of
+from upriver.program.graph.stage_clock import Laps
+from upriver.program.graph.validator import check
+from upriver.program.graph.weights_file import FileInMemory, Stored
+from upriver.text import printable
+
+BeforeStage: TypeAlias = Callable[[int, frozenset[str]], object]
+"""Called before a stage runs, with its number, counted from 1, and the keys of weights that it is the first
+to read; returns when these are there."""
+
+
+class Program:
+    """A captured network: graph and weights, on one device.
+
+    Attributes:
+        graph: The graph file.
+        graph_bytes: Its bytes; their SHA-256 is the program's digest.
+        weights_bytes: The weights file.
+        stages: Model stages; position ``k`` lies right after ``stages[k - 1]``.
+        before_stage: As it was given, until whoever gave it takes it away.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: bytes | memoryview | torch.Tensor | Stored,
+        *,
+        device: str | torch.device = "cpu",
+        caps: GraphCaps = DEFAULT_CAPS,
+        before_stage: BeforeStage | None = None,
+    ) -> None:
+        """Bind a checked graph to its weights file, and compute what no input has a part in.
+
+        Args:
+            weights: The file, or the tensors that it would hold; kept, not copied, so they must not change.
+                The stages read them in place if they lie on the program's device.
+            before_stage: Where weights are still to come: each stage is bound, and what no input has a part
+                in computed for it, when it first runs. The weights must lie on the program's device, and
+                those that no stage reads which is ever run need not be among them.
+
+        Raises:
+            ConfigError: If torch cannot compute on the device.
+            ProgramError: If weights are missing or of another form than the graph says.
+        """
+        self.graph = graph
+        self.graph_bytes = graph.encode()
+        self.digest = digest_of(self.graph_bytes)
+        self.device = check_device(device)
+        self.before_stage = before_stage
+        self._file = weights if isinstance(weights, Stored) else FileInMemory(_as_tensor(weights, caps), caps)
+        self._autocast = autocast_dtype(graph.autocast)
+        self._live = live_values(graph)
+        self._plan, self._over = schedule(graph), overwritable(graph)
+        self._declared = {weight.name: weight for weight in graph.weights}
+        self._weights: Values = {}
+        self._constants = Constants(self._plan)
+        self._stages: list[list[Step] | None] = [None] * len(graph.stages)
+        self._binding = threading.Lock()
+        if before_stage is None:
+            self._bind_all()
+
+    @classmethod
+    def from_bytes(
+        cls,
+        graph: bytes | memoryview,
+        weights: bytes | memoryview | torch.Tensor,
+        *,
+        device: str | torch.device = "cpu",
+        digest: str | None = None,
+        caps: GraphCaps = DEFAULT_CAPS,
+        before_stage: BeforeStage | None = None,
+    ) -> Program:
+        """Read a program from anyone: caps, digests, operators and shapes are checked before it runs.
+
+        Args:
+            digest: What the graph's must be, if it is known.
+            caps: What a program may take, at most.
+            before_stage: As for a program of one's own. The weights file is one that is still being filled
+                then, behind its header, and whoever fills it holds it against its digest.
+
+        Raises:
+            ConfigError: If torch cannot compute on the device.
+            ProgramError: If anything is not as it says.
+        """
+        device = check_device(device)
+        if digest is not None and digest_of(graph) != digest:
+            raise ProgramError(f"graph.json has digest {digest_of(graph)}, not {digest}")
+        parsed = decode(graph, caps)
+        file = _as_tensor(weights, caps)
+        if before_stage is None:
+            _check_digest(file, parsed)
+        stored = FileInMemory(file, caps)
+        for weight in parsed.weights:
+            check_weight(weight, stored.tensors.get(weight.key))
+        check(parsed, device=device, caps=caps)
+        return cls(parsed, stored, device=device, caps=caps, before_stage=before_stage)
+
+    @property
+    def weights_bytes(self) -> memoryview:
+        """The weights file; written anew at each call where the program holds the tensors themselves."""
+        return memoryview(self._file.encode())
+
+    @property
+    def weight_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Key to tensor, as the weights file holds them, in its order."""
+        return self._file.tensors
+
+    @property
+    def weights_digest(self) -> str:
+        """SHA-256 of the weights file."""
+        return self.graph.weights_digest
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of weights kept in memory."""
+        return self._file.nbytes
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples a run takes, no more and no fewer."""
+        return self.graph.micro_batch
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The model stages."""
+        return tuple(self.graph.stages)
+
+    @property
+    def num_stages(self) -> int:
+        """How many there are: the largest position."""
+        return len(self.graph.stages)
+
+    def live(self, position: int) -> list[Value]:
+        """The tensors that cross a cut at ``position``, in the order of :meth:`run`."""
+        return self._live[position]
+
+    @torch.no_grad()
+    def run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        start: int,
+        stop: int,
+        *,
+        on_stage: Callable[[int, float], None] | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run stages [start, stop) on one micro-batch, under the program's autocast and no other.
+
+        Args:
+            tensors: What is live at ``start``, each for a full micro-batch.
+            on_stage: Told the position after each stage and the seconds it took; at the end for all of them
+                where weights are still coming to an accelerator.
+
+        Returns:
+            What is live at ``stop``.
+
+        Raises:
+            ConfigError: If an argument is of another type.
+            ProgramError: If the stretch or the tensors are not the program's.
+        """
+        start, stop = _position("start", start), _position("stop", stop)
+        if not 0 <= start <= stop <= self.num_stages:
+            raise ProgramError(f"stages [{start}, {stop}) lie outside 0..{self.num_stages}")
+        values = self._take(tensors, start)
+        borrowed = frozenset(values)
+        with no_fast_path(), autocasting(self.device, self._autocast):
+            # While weights are still coming the next stage's are copied to an accelerator as it computes.
+            laps = Laps(on_stage, self.device, at_the_end=self.before_stage is not None)
+            for position in range(start + 1, stop + 1):
+                steps = self._ready(position)
+                laps.begin()
+                self._run_stage(steps, values, borrowed)
+                laps.end(position)
+            laps.tell()
+        return tuple(self._result(value.name, values) for value in self.live(stop))
+
+    def _run_stage(self, steps: Sequence[Step], values: Values, borrowed: Container[str]) -> None:
+        for step in steps:
+            try:
+                step.run(values, borrowed)
+            except Exception as error:
+                raise step.refusal(error) from error
+
+    def _take(self, tensors: Sequence[torch.Tensor], start: int) -> Values:
+        live = self.live(start)
+        for one in tensors if isinstance(tensors, Sequence) else (None,):
+            if not isinstance(one, torch.Tensor) or one.is_meta:
+                raise ConfigError(
+                    "tensors must be a sequence of tensors with values, one for each that crosses the cut, "
+                    f"as in run([x], 0, stop); got {printable(repr(tensors), 60)} of type "
+                    f"{type(tensors).__name__}"
+                )
+        if len(tensors) != len(live):
+            raise ProgramError(f"cut {start} is crossed by {len(live)} tensors, got {len(tensors)}")
+        for value, tensor in zip(live, tensors, strict=True):
+            wanted = (value.spec.dtype, tuple(value.spec.shape))
+            got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            if wanted != got:
+                raise ProgramError(
+                    f"cut {start} takes {wanted[0]} of shape {wanted[1]}, got {got[0]} of {got[1]}"
+                )
+        return {value.name: tensor.to(self.device) for value, tensor in zip(live, tensors, strict=True)}
+
+    def _result(self, name: str, values: Values) -> torch.Tensor:
+        # A constant is copied: the caller may write into what it gets.
+        return values[name] if name in values else self._constants.values[name].clone()
+
+    # --------------------------------------------------------------------------------------- binding
+
+    def _ready(self, position: int) -> list[Step]:
+        """The steps of a stage that is about to run, once what they read is there."""
+        steps = self._stages[position - 1]
+        if (before_stage := self.before_stage) is not None:
+            before_stage(position, self._unread(position) if steps is None else frozenset())
+        return self._bind_stage(position) if steps is None else steps
+
+    def _unread(self, position: int) -> frozenset[str]:
+        """Keys of the weights that a stage is the first to read, itself or by what is computed for it."""
+        names = self._names(position)
+        with self._binding:
+            names |= names_read(self._constants.before(names))
+            return frozenset(weight.key for weight in self._unbound(names))
+
+    @torch.no_grad()
+    def _bind_all(self) -> None:
+        self._bind_weights(self._declared)
+        with no_fast_path(), autocasting(self.device, self._autocast):
+            self._constants.compute(self._plan.constants, self._weights, self.device)
+        for position in range(1, self.num_stages + 1):
+            self._bind_stage(position)
+
+    def _bind_stage(self, position: int) -> list[Step]:
+        """The steps of a stage; each drops what its stage needs no longer and does not ship.
+
+        So a stage never sees more than another tier would have sent it.
+        """
+        names, nodes = self._names(position), self._plan.stages[position - 1]
+        with self._binding:
+            bound = self._stages[position - 1]
+            if bound is not None:  # by another thread, meanwhile
+                return bound
+            first = self._constants.before(names)
+            self._bind_weights(names | names_read(first))
+            self._constants.compute(first, self._weights, self.device)
+            known = (self._weights, self._constants.values)
+            fixed = {name: some[name] for name in names for some in known if name in some}
+            steps = bind(nodes, fixed, self.device, self._over)
+            mark_last_uses(steps, nodes, [*self.graph.stages[position - 1].live, *fixed])
+            self._stages[position - 1] = steps
+        return steps
+
+    def _names(self, position: int) -> set[str]:
+        """Of all that a stage reads or ships."""
+        return names_read(self._plan.stages[position - 1]).union(self.graph.stages[position - 1].live)
+
+    def _unbound(self, names: Iterable[str]) -> list[Weight]:
+        """Those weights among these names that no stage that is bound reads."""
+        return [
+            self._declared[name] for name in names if name in self._declared and name not in self._weights
+        ]
+
+    def _bind_weights(self, names: Iterable[str]) -> None:
+        self._weights |= _bind(self._unbound(names), self._file.tensors, self.device)
+
+
+def _check_digest(file: torch.Tensor, graph: Graph) -> None:
+    found = digest_of(file.numpy().data)
+    if found != graph.weights_digest:
+        raise ProgramError(f"the weights file has digest {found}, the graph names {graph.weights_digest}")
+
+
+def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torch.Tensor:
+    nbytes = data.nbytes if isinstance(data, torch.Tensor) else memoryview(data).nbytes
+    if not 0 < nbytes <= caps.weights_bytes:
+        raise ProgramError(f"a weights file has 1..{caps.weights_bytes} bytes, got {nbytes}")
+    if isinstance(data, torch.Tensor):
+        return data
+    view = memoryview(data).cast("B")
+    if not view.readonly:
+        tensor = torch.frombuffer(view, dtype=torch.uint8)
+        if tensor.data_ptr() % weights_file.ALIGNMENT == 0:
+            return tensor  # a mapped file, say: its pages stay shared with whoever else reads it
+    # Copied into the allocator's own memory: a bytes object lies on a 16-byte boundary, and alignment decides
+    # low bits.
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    tensor.numpy().data[:] = view
+    return tensor
+
+
+def _bind(weights: Sequence[Weight], file: Mapping[str, torch.Tensor], device: torch.device) -> Values:
+    there: dict[str, torch.Tensor] = {}
+    bound: Values = {}
+    for weight in weights:
+        check_weight(weight, file.get(weight.key))
+        if weight.key not in there:  # once, however many names it has
+            there[weight.key] = moved(file[weight.key].reshape(-1), device)
+        bound[weight.name] = there[weight.key].as_strided(weight.spec.shape, weight.spec.stride)
+    return bound
+
+
+def live_values(graph: Graph) -> list[list[Value]]:
+    """What crosses the cut at each position, in the order of :meth:`Program.run`."""
+    made = {output.name: output for node in graph.nodes for output in node.outputs if output is not None}
+    made |= {value.name: value for value in graph.inputs}
+    return [list(graph.inputs), *([made[name] for name in stage.live] for stage in graph.stages)]
+
+
+def _position(name: str, value: object) -> int:
+    """A whole number, NumPy's, too."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{name} must be a whole number, a cut's position, got {value!r}") from None

@@ -1,0 +1,1 @@
+"""Find a model by its name."""

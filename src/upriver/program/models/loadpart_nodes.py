@@ -1,0 +1,206 @@
+"""LoADPart's view of a network: its computation nodes by number, and what crosses a cut after each.
+
+Liu, Zheng, Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep Neural Networks for Edge Offloading",
+ICDCS 2022, sections III-B, III-D and V. The paper counts the nodes of MindSpore's graphs:
+
+    - From 1, in the order in which they run. 0 stands for the input; with a cut at the last node all runs on
+      the device.
+    - The bias of a convolution or of a linear layer is a node of its own. So is a flatten.
+    - A concatenation is two: in MindSpore one node makes a tuple of its inputs, and the next one joins them.
+      The paper does not say so, but only then are its numbers of SqueezeNet (5, 39, and 99 at the end) right.
+    - Other views are none, nor is a Dropout in eval, a pooling that leaves the size as it is, or what depends
+      on no input.
+
+A graph here holds a convolution and its bias as one operator. A cut between the two exists in the paper's
+view alone, and is never run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from upriver.program.capture.lowering import Recording, record
+from upriver.program.example_inputs import Example, Inputs
+from upriver.program.graph.call_validator import operator_of
+from upriver.program.graph.liveness import MANY, Chain, live_at
+from upriver.program.graph.schema import Lifetimes, Node, constants, reference, references
+
+_TUPLE = "tuple"
+
+_CONVOLUTIONS = frozenset(
+    {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+)
+_JOINING = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack"})
+_RESHAPING = frozenset({"view", "_unsafe_view", "reshape", "flatten"})
+
+_KINDS = {
+    **dict.fromkeys(_CONVOLUTIONS, "conv"),
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv"), "matmul"),
+    **dict.fromkeys(("add", "sub", "rsub", "mul", "div"), "element-wise"),
+    **dict.fromkeys(
+        (
+            *("relu", "relu6", "leaky_relu", "prelu", "elu", "selu", "gelu", "silu", "mish", "softplus"),
+            *("sigmoid", "hardsigmoid", "log_sigmoid", "hardswish", "tanh", "hardtanh"),
+            *("softmax", "_softmax", "log_softmax", "_log_softmax"),
+        ),
+        "activation",
+    ),
+}
+"""What the paper calls an operator, where a part of the operator's name does not say it (Table I)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperNode:
+    """One node, and the cut after it.
+
+    Attributes:
+        number: The paper's ``p``; 0 is the input.
+        kind: The paper's where it has one (Table I), else the operator's name.
+        name: The module that it runs in; its kind outside of all modules.
+        cut_bytes: What crosses the cut, per sample.
+        tensors: How many they are.
+        runnable: Whether a program can be cut there.
+    """
+
+    number: int
+    kind: str
+    name: str
+    cut_bytes: float
+    tensors: int
+    runnable: bool
+
+
+def paper_nodes(
+    model: nn.Module, example: Inputs, *, autocast: torch.dtype | None = None
+) -> tuple[PaperNode, ...]:
+    """Number a model's nodes in eval, the input first; the model is left as it was.
+
+    Args:
+        model: The user's model.
+        example: What it is called with, any number of samples.
+        autocast: Run under autocast to this type.
+
+    Raises:
+        CaptureError: If torch cannot record the model to its end.
+    """
+    recording = record(model, Example.of(example), autocast=autocast)
+    inputs = recording.chain.inputs
+    before_all = PaperNode(
+        number=0,
+        kind="input",
+        name="input",
+        cut_bytes=sum(value.spec.nbytes for value in inputs) / recording.micro_batch,
+        tensors=len(inputs),
+        runnable=True,
+    )
+    return (before_all, *_numbered(recording))
+
+
+def _numbered(recording: Recording) -> Iterator[PaperNode]:
+    chain = recording.chain
+    fixed = constants(chain.inputs, chain.nodes)
+    steps = _steps(chain, fixed)
+    lifetimes = Lifetimes(chain.inputs, chain.nodes, chain.outputs, fixed | set(chain.weights))
+    live = live_at(lifetimes, {step.stop for step in steps})
+    first_problem = min(recording.problems, default=len(chain.nodes))
+    for number, step in enumerate(steps, start=1):
+        crossing = live[step.stop]
+        yield PaperNode(
+            number=number,
+            kind=step.kind,
+            name=step.name,
+            cut_bytes=sum(recording.sizes[value] for value in crossing) / recording.micro_batch,
+            tensors=len(crossing),
+            runnable=step.whole and step.stop <= first_problem and len(crossing) <= MANY,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """A node of the paper's, by where it lies in a chain of operators.
+
+    Attributes:
+        stop: How many operators have run at the cut after it.
+        whole: False where that cut would lie inside the last of them: before a bias. What crosses there has
+            the size of what crosses behind it.
+    """
+
+    kind: str
+    name: str
+    stop: int
+    whole: bool
+
+
+def _steps(chain: Chain, fixed: frozenset[str]) -> list[_Step]:
+    shapes = {value.name: value.spec.shape for value in chain.inputs}
+    steps: list[_Step] = []
+    for index, (node, place) in enumerate(zip(chain.nodes, chain.places, strict=True)):
+        made = {value.name: value.spec.shape for value in node.outputs if value is not None}
+        shapes |= made
+        kinds = () if fixed.issuperset(made) else _kinds(node, shapes)
+        for kind in kinds:
+            steps.append(
+                _Step(
+                    kind=kind,
+                    name=place[-1][1] if place else kind,
+                    stop=index if kind == _TUPLE else index + 1,
+                    whole=kind in (_TUPLE, kinds[-1]),
+                )
+            )
+    if steps:  # what runs behind the last node is none, and then the answer is there
+        steps[-1] = replace(steps[-1], stop=len(chain.nodes))
+    return steps
+
+
+# ------------------------------------------------------------------------------------------ kinds
+
+
+def _kinds(node: Node, shapes: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """What an operator counts as, in order; nothing for one that the paper has no node for.
+
+    Args:
+        shapes: Of all that it reads and makes, weights apart.
+    """
+    name = node.op.partition(".")[0]
+    before: Sequence[int] = shapes.get(next(references([node.args, node.kwargs]), ""), ())
+    after: Sequence[int] = next((shapes[value.name] for value in node.outputs if value is not None), ())
+    if name in _RESHAPING and len(before) > 2 and after == [before[0], math.prod(before[1:])]:
+        return ("flatten",)
+    if gives_view(node.op) or ("adaptive" in name and after == before):
+        return ()
+    if name in _JOINING:
+        return (_TUPLE, "concat")
+    kind = _kind(node, name, before)
+    return (kind, "bias") if _has_bias(node, name) else (kind,)
+
+
+def _kind(node: Node, name: str, before: Sequence[int]) -> str:
+    if name in _CONVOLUTIONS:
+        groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
+        return "depthwise conv" if groups > 1 and before[1:2] == [groups] else "conv"
+    for part, kind in (("pool", "pooling"), ("batch_norm", "batch norm")):
+        if part in name:
+            return kind
+    return _KINDS.get(name, name)
+
+
+def _has_bias(node: Node, name: str) -> bool:
+    if name != "linear" and name not in _CONVOLUTIONS:
+        return name == "addmm"  # its first argument is what a linear layer calls a bias
+    return reference(node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")) is not None
+
+
+def gives_view(op: str) -> bool:
+    """Whether an operator gives the memory that it was given, as its signature says."""
+    if op == "_unsafe_view.default":
+        return True
+    try:
+        results = operator_of(op)._schema.returns
+    except AttributeError:
+        return False  # none of torch's own
+    return any(result.alias_info is not None for result in results)

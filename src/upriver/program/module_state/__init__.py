@@ -1,0 +1,1 @@
+"""Watch and restore the state of a PyTorch model: parameters, attributes, hooks."""

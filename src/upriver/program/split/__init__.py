@@ -1,0 +1,1 @@
+"""Split a model at its freeze point, and prove that the split changes no bit."""

@@ -1,0 +1,107 @@
+"""The tensors that cross the freeze point, of some samples: checking, choosing rows, putting together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from upriver.errors import CaptureError, ConfigError
+from upriver.program.split.freeze_point import Ship
+
+
+class Values:
+    """What crosses a freeze point, as tuples of tensors in one order.
+
+    Samples lie in the dimension in which the model has them, several rows a sample if the model has split
+    them (the windows of an image); a tensor that is the same for all samples has none.
+    """
+
+    def __init__(self, ships: Sequence[Ship]) -> None:
+        """Take the ships of a freeze point.
+
+        Raises:
+            CaptureError: If a tensor does not hold its samples in one dimension, or none of them has any.
+        """
+        self.ships = tuple(ships)
+        self._dims = [ship.shape.dim if ship.shape.batched else None for ship in ships]
+        self._rows = [
+            1 if dim is None else ship.shape.slope[dim] for dim, ship in zip(self._dims, ships, strict=True)
+        ]
+        counted = [number for number, dim in enumerate(self._dims) if dim is not None]
+        if not counted:
+            raise CaptureError("nothing that crosses the cut depends on the number of samples")
+        self._counted = counted[0]
+
+    def __len__(self) -> int:
+        """How many tensors cross."""
+        return len(self.ships)
+
+    def check(self, features: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """What a caller gave, as a tuple.
+
+        Raises:
+            ConfigError: If it is not what crosses this cut: the model's own input, for example.
+        """
+        values = (features,) if isinstance(features, torch.Tensor) else features
+        if isinstance(values, tuple) and len(values) == len(self.ships):
+            first = values[self._counted]
+            form = self.ships[self._counted].shape
+            if isinstance(first, torch.Tensor) and first.dim() == len(form.base):
+                samples = form.samples_of(first.shape)
+                wanted = [ship.shape.at(samples) for ship in self.ships]
+                if [tuple(value.shape) for value in values] == wanted:
+                    return values
+        raise ConfigError(
+            f"call the job with the features it yields, of shape {self._wanted()}, got {_given(features)}"
+        )
+
+    def samples_of(self, values: Sequence[torch.Tensor]) -> int:
+        """How many samples these values are of."""
+        return self.ships[self._counted].shape.samples_of(values[self._counted].shape)
+
+    def select(self, values: Sequence[torch.Tensor], rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """The values of some samples, in the order of ``rows``."""
+        if not rows:
+            raise ConfigError("no samples were chosen")
+        run = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        return tuple(
+            value if dim is None else _choose(value, dim, count, rows, run)
+            for value, dim, count in zip(values, self._dims, self._rows, strict=True)
+        )
+
+    def concatenate(self, parts: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        """The values of all samples of some parts, one behind the other."""
+        return tuple(
+            parts[0][index] if dim is None else torch.cat([part[index] for part in parts], dim)
+            for index, dim in enumerate(self._dims)
+        )
+
+    def unshared(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The same, where the tail writes into one a copy: the caller's tensors stay as they are."""
+        return tuple(
+            value.clone() if ship.overwritten else value
+            for value, ship in zip(values, self.ships, strict=True)
+        )
+
+    def one_or_all(self, values: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """As a caller has them: a tensor where there is one, else a tuple."""
+        return values[0] if len(self.ships) == 1 else tuple(values)
+
+    def _wanted(self) -> str:
+        return " and ".join(str(ship.shape) for ship in self.ships)
+
+
+def _choose(value: torch.Tensor, dim: int, count: int, rows: Sequence[int], run: bool) -> torch.Tensor:
+    if run:
+        return value.narrow(dim, rows[0] * count, len(rows) * count)
+    index = torch.tensor([row * count + part for row in rows for part in range(count)], device=value.device)
+    return value.index_select(dim, index)
+
+
+def _given(features: object) -> str:
+    if isinstance(features, torch.Tensor):
+        return str(tuple(features.shape))
+    if isinstance(features, tuple) and all(isinstance(value, torch.Tensor) for value in features):
+        return " and ".join(str(tuple(value.shape)) for value in features)
+    return type(features).__name__

@@ -1,0 +1,271 @@
+"""Every cut of a model, what it costs, and why it is none where it is not legal.
+
+Unlike a program, a survey shows a model that holds operators no program may hold: cut ``c`` is legal if
+nothing before it is in the way. Of a model that cannot be captured to its end it shows the part that can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from upriver.errors import CaptureError, ConfigError
+from upriver.program.capture.lowering import Recording, record
+from upriver.program.example_inputs import Example, Inputs, Source
+from upriver.program.graph.liveness import Boundary, Granularity, boundaries, progress
+from upriver.program.graph.schema import Node, TensorSpec, Weight, references
+from upriver.program.split.freeze_point import FreezePoint, find
+from upriver.program.split.module_trace import Shape, trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """One row: a place at which a model may be cut.
+
+    Attributes:
+        cut: Its number; 0 lies before the first operator.
+        after: The module (or operator) that ends there.
+        bytes_per_sample: What crosses it.
+        tensors: How many they are.
+        param_bytes_before: Weights that are read before it, each once.
+        flops_before: Floating-point operations before it, per sample.
+        legal: Whether a model may be cut there.
+        why_not: Why it may not.
+    """
+
+    cut: int
+    after: str
+    bytes_per_sample: float
+    tensors: int
+    param_bytes_before: int
+    flops_before: float
+    legal: bool = True
+    why_not: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """All cuts of a model.
+
+    Attributes:
+        rows: From the input to the answer.
+        captured_by: How far the model could be captured, in words.
+        why: Why no further; empty when it could be captured whole.
+    """
+
+    rows: tuple[Cut, ...]
+    captured_by: str
+    why: str = ""
+
+
+def survey(
+    model: nn.Module,
+    example: Inputs,
+    *,
+    granularity: Granularity = "module",
+    freeze_to: str | None = None,
+    autocast: torch.dtype | None = None,
+) -> Survey:
+    """Look for every cut of a model in eval; the model is left as it was.
+
+    Batch-mixing operators are not found here: only a proof finds them.
+
+    Args:
+        model: The user's model.
+        example: What it is called with, as many samples as a micro-batch holds.
+        granularity: Cuts behind modules or behind operators.
+        freeze_to: The last frozen module. What it needs is put first, and no cut behind it is legal.
+        autocast: Run under autocast to this type.
+
+    Raises:
+        ConfigError: If ``freeze_to`` is no module that is called.
+        ModelError: If the model cannot be called with such inputs.
+    """
+    given = Example.of(example)
+    first = answers_of(model, given, freeze_to, autocast) if freeze_to is not None else []
+    try:
+        recording = record(model, given, first=first, autocast=autocast)
+    except CaptureError as error:
+        return _in_part(model, given, granularity, freeze_to, first, autocast, str(error))
+    rows = _rows(recording, granularity, freeze_to)
+    return Survey(rows=tuple(rows), captured_by="torch.export")
+
+
+def answers_of(
+    model: nn.Module, example: Inputs, path: str, autocast: torch.dtype | None = None
+) -> list[Source]:
+    """The tensors that the last call of a module returns.
+
+    Raises:
+        ConfigError: If the module is not called, or returns no tensor.
+        ModelError: If the model cannot be called with such inputs.
+    """
+    try:
+        calls = trace(model, Example.of(example), autocast=autocast).of(path)
+    except CaptureError:
+        return [Source(path=path)]  # the capture will say what is wrong
+    sources = calls[-1].sources() if calls else []
+    if not sources:
+        raise ConfigError(
+            f"module {path!r} is not called, or gives no tensor; it cannot be the last frozen one"
+        )
+    return sources
+
+
+# -------------------------------------------------------------------------------------------- rows
+
+
+def _rows(recording: Recording, granularity: Granularity, freeze_to: str | None) -> list[Cut]:
+    chain, samples = recording.chain, recording.micro_batch
+    cuts = boundaries(chain, granularity=granularity, also=(recording.first,) if freeze_to else ())
+    rows = [_input_row(sum(value.spec.nbytes for value in chain.inputs), len(chain.inputs), samples)]
+    trouble, run = _Trouble.of(recording), progress(chain)
+    weights = _WeightsRead(recording.weights)
+    start, flops = 0, 0.0
+    for number, cut in enumerate(cuts, start=1):
+        weights.add(chain.nodes[start : cut.stop])
+        flops += sum(recording.flops[start : cut.stop])
+        start = cut.stop
+        late = freeze_to is not None and run[cut.stop] > run[recording.first]
+        why_not = trouble.before(cut) or (f"lies after the freeze point {freeze_to!r}" if late else "")
+        rows.append(
+            Cut(
+                cut=number,
+                after=cut.name,
+                bytes_per_sample=sum(recording.sizes[value] for value in cut.live) / samples,
+                tensors=len(cut.live),
+                param_bytes_before=weights.nbytes,
+                flops_before=flops / samples,
+                legal=not why_not,
+                why_not=why_not,
+            )
+        )
+    return rows
+
+
+class _WeightsRead:
+    """Bytes of the weights that some operators read, each once: tied ones lie once in their file."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self._unread = {weight.name: weight for weight in weights}
+        self._keys: set[str] = set()
+        self.nbytes = 0
+
+    def add(self, nodes: Sequence[Node]) -> None:
+        for name in (name for node in nodes for name in references([node.args, node.kwargs])):
+            weight = self._unread.pop(name, None)
+            if weight is not None and weight.key not in self._keys:
+                self._keys.add(weight.key)
+                self.nbytes += weight.spec.nbytes
+
+
+def _input_row(nbytes: int, tensors: int, samples: int) -> Cut:
+    return Cut(
+        cut=0,
+        after="input",
+        bytes_per_sample=nbytes / samples,
+        tensors=tensors,
+        param_bytes_before=0,
+        flops_before=0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trouble:
+    """The first operator that no program may hold.
+
+    Attributes:
+        index: Of its node; behind the last one if there is none.
+        why_not: What is wrong with it.
+        again: Index of the last node of the module whose state it changes; -1 if it changes none.
+    """
+
+    index: int
+    why_not: str = ""
+    again: int = -1
+
+    @classmethod
+    def of(cls, recording: Recording) -> _Trouble:
+        if not recording.problems:
+            return cls(index=len(recording.chain.nodes))
+        index = min(recording.problems)
+        module = recording.mutated.get(index)
+        inside = (
+            number
+            for number, place in enumerate(recording.chain.places)
+            if any(path == module for _, path in place)
+        )
+        return cls(index=index, why_not=recording.problems[index], again=max(inside, default=-1))
+
+    def before(self, cut: Boundary) -> str:
+        """Why what runs before a cut can be no program; empty if it can."""
+        if self.index >= cut.stop:
+            return ""
+        both = ", and that module is called on both sides" if self.again >= cut.stop else ""
+        return self.why_not + both
+
+
+# ----------------------------------------------------------------------------------- a part of a model
+
+
+def _in_part(
+    model: nn.Module,
+    example: Example,
+    granularity: Granularity,
+    freeze_to: str | None,
+    first: Sequence[Source],
+    autocast: torch.dtype | None,
+    why: str,
+) -> Survey:
+    """What can be captured of a model that cannot be captured to its end, and its answer, with the reason."""
+    point, answer = _reachable(model, example, autocast)
+    outputs = [ship.source for ship in point.ships]
+    orders: list[Sequence[Source]] = [first, ()] if first else [()]
+    for chained in orders if outputs else ():
+        try:
+            recording = record(model, example, outputs=outputs, first=chained, autocast=autocast)
+        except CaptureError:
+            continue  # the freeze point lies behind what can be captured
+        rows = _rows(recording, granularity, freeze_to if chained else None)
+        rows[-1] = replace(rows[-1], after=point.name)
+        last = _answer_row(model, rows[-1], answer, why)
+        return Survey(rows=(*rows, last), captured_by=f"torch.export, up to {point.name!r}", why=why)
+    nbytes = sum(TensorSpec.of(tensor).nbytes for tensor in example.tensors)
+    row = _input_row(nbytes, len(example.tensors), example.samples)
+    return Survey(rows=(row, _answer_row(model, row, answer, why)), captured_by="nothing", why=why)
+
+
+def _reachable(
+    model: nn.Module, example: Example, autocast: torch.dtype | None
+) -> tuple[FreezePoint, Sequence[Shape]]:
+    """Where the part ends that depends on no data-dependent branch, and the tensors of the model's answer."""
+    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        for parameter in flags:
+            parameter.requires_grad_(False)
+        calls = trace(model, example, autocast=autocast)
+        answer = [leaf for leaf in calls.whole.leaves if isinstance(leaf, Shape)]
+        return find(model, calls, before_branches=True), answer
+    except CaptureError as error:
+        return FreezePoint(why_not=str(error)), ()
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+
+
+def _answer_row(model: nn.Module, before: Cut, answer: Sequence[Shape], why: str) -> Cut:
+    parameters = {id(tensor): tensor.nbytes for tensor in model.parameters()}
+    return replace(
+        before,
+        cut=before.cut + 1,
+        after="output",
+        bytes_per_sample=float(sum(math.prod(shape.at(1)) * shape.dtype.itemsize for shape in answer)),
+        tensors=len(answer),
+        param_bytes_before=sum(parameters.values()),
+        legal=False,
+        why_not=why,
+    )

@@ -1,0 +1,154 @@
+"""Questions about one forward pass: who made a value, what depends on what, what runs inside which calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from upriver.program.split.dataflow import Flow, Operation, Value
+from upriver.program.split.module_trace import Call
+
+
+class Pass:
+    """The calls and the data flow of one forward pass."""
+
+    def __init__(self, calls: Sequence[Call], flow: Flow) -> None:
+        self.calls: Mapping[int, Call] = {call.index: call for call in calls}
+        self.flow = flow
+        self.whole = calls[-1]
+        self.by_name = {(call.path, call.number): call for call in calls}
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """All operators, in the order of execution."""
+        return self.flow.operations
+
+    def maker(self, value: Value) -> int:
+        """The operation that made a value what it is; -1 for what was there before."""
+        return value.writer if value.writer >= 0 else self.flow.makers.get(value.tensor, -1)
+
+    def makers(self, operation: Operation) -> Iterator[int]:
+        """The operations that an operation depends on."""
+        for value in operation.reads:
+            if value.writer >= 0:
+                yield value.writer
+            if value.tensor in self.flow.makers:
+                yield self.flow.makers[value.tensor]
+
+    def follows(self, operation: Operation, operations: Collection[int]) -> bool:
+        """Whether an operation reads what one of some others has made."""
+        return any(maker in operations for maker in self.makers(operation))
+
+    def reached_from_inputs(self) -> set[int]:
+        """Operations that depend on an input."""
+        inputs = {number for number, origin in self.flow.origins.items() if origin.kind == "input"}
+        reached: set[int] = set()
+        for index, operation in enumerate(self.operations):
+            if any(v.tensor in inputs for v in operation.reads) or self.follows(operation, reached):
+                reached.add(index)
+        return reached
+
+    def depends_on_input(self, value: Value, reached: Collection[int]) -> bool:
+        """Tell whether a value is an input, or one of some operations made it.
+
+        Args:
+            reached: See :meth:`reached_from_inputs`.
+        """
+        maker = self.maker(value)
+        return maker in reached if maker >= 0 else self.flow.origins[value.tensor].kind == "input"
+
+    def closure(self, start: Collection[int]) -> set[int]:
+        """These operations and all that they depend on."""
+        found: set[int] = set()
+        todo = list(start)
+        while todo:
+            index = todo.pop()
+            if index not in found:
+                found.add(index)
+                todo += self.makers(self.operations[index])
+        return found
+
+    def enclosing(self, chosen: Collection[int]) -> dict[int, int]:
+        """For each call the outermost of some calls that it lies in, itself counted; -1 for none."""
+        owner: dict[int, int] = {-1: -1}
+        for index in sorted(self.calls):  # parents begin before their children
+            around = owner[self.calls[index].parent]
+            owner[index] = around if around >= 0 else index if index in chosen else -1
+        return owner
+
+    def inside(self, chosen: Collection[int]) -> list[int]:
+        """For each operation the one of some calls that it ran in, or -1."""
+        owner = self.enclosing(chosen)
+        return [owner[operation.call] for operation in self.operations]
+
+    def around(self, operations: Collection[int]) -> set[int]:
+        """The calls that these operations ran in."""
+        found: set[int] = set()
+        for index in operations:
+            call = self.operations[index].call
+            while call >= 0 and call not in found:
+                found.add(call)
+                call = self.calls[call].parent
+        return found
+
+    def where(self, index: int) -> str:
+        """The module that an operation ran in, for messages."""
+        path = self.calls[self.operations[index].call].path
+        return f"module {path!r}" if path else "the model"
+
+
+@dataclass(kw_only=True, slots=True)
+class Needs:
+    """What the calls that do run read of those that do not.
+
+    Attributes:
+        values: Results of skipped calls, and inputs.
+        strays: Skipped calls of which something is read that they do not return.
+        constants: Skipped calls whose results are read and depend on no input.
+    """
+
+    values: set[Value] = field(default_factory=set)
+    strays: set[int] = field(default_factory=set)
+    constants: set[int] = field(default_factory=set)
+
+
+def needs(run: Pass, skipped: Collection[int]) -> Needs:
+    """Walk back from the answer, and from what else the rest of the model does, to what is skipped.
+
+    A tensor of the data that the pass leaves on a module may be read later, so that module has to run.
+    """
+    inside = run.inside(skipped)
+    returned = {value for index in skipped for value in run.calls[index].values}
+    data = run.reached_from_inputs()
+    found = Needs()
+    left = [(path, value) for path, value in run.flow.left if run.depends_on_input(value, data)]
+    todo = [*run.whole.values, *(value for _, value in left)]
+    for index, operation in enumerate(run.operations):
+        if inside[index] < 0 and (operation.observes or operation.trouble):
+            todo += operation.reads
+    seen: set[Value] = set()
+    while todo:
+        value = todo.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        maker = run.maker(value)
+        if maker < 0:
+            if run.flow.origins[value.tensor].kind == "input":
+                found.values.add(value)
+        elif inside[maker] < 0:
+            todo += run.operations[maker].reads
+        elif value not in returned:
+            found.strays.add(inside[maker])
+        else:
+            found.values.add(value)
+            if maker not in data:
+                found.constants |= {index for index in skipped if value in run.calls[index].values}
+    for index in skipped:
+        around = run.calls[index].path
+        if any(f"{path}.".startswith(f"{around}.") for path, _ in left):
+            found.strays.add(index)
+    makers = {index: [run.maker(value) for value in run.calls[index].values] for index in found.constants}
+    # A call that also gives something that depends on the data is skipped as a whole.
+    found.constants = {index for index, made in makers.items() if not any(maker in data for maker in made)}
+    return found

@@ -1,0 +1,329 @@
+"""Where the frozen prefix ends: which module calls need not run in the tail, and what it needs instead.
+
+Everything that depends on no trainable parameter comes first, in *chain order*: a frozen tower that runs
+second is prefix, too. The tail is the user's own forward, so what can be left out of it are whole calls of
+modules: the *skipped* calls. What crosses the freeze point are those results of skipped calls, and those
+inputs, that the rest reads, found by walking back from the model's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from upriver.program.example_inputs import Source
+from upriver.program.split.dataflow import Operation, Value
+from upriver.program.split.forward_pass import Pass, needs
+from upriver.program.split.module_trace import Call, Shape, Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ship:
+    """A tensor that crosses the freeze point.
+
+    Attributes:
+        source: Where it comes from.
+        shape: For any number of samples.
+        value: The tensor in the traced pass.
+        overwritten: Whether the tail writes into it.
+    """
+
+    source: Source
+    shape: Shape
+    value: Value = field(default_factory=lambda: Value(-1))
+    overwritten: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreezePoint:
+    """Where the frozen prefix ends.
+
+    Attributes:
+        skipped: Indices of the module calls that do not run in the tail, in the order in which they end.
+        ships: What crosses, in the order in which it is made.
+        name: The last module of the prefix, in the order in which they ran; empty when there is none.
+        why_not: Why nothing can be cut off.
+        note: Why it is not later, where something but a trainable parameter ended it.
+    """
+
+    skipped: tuple[int, ...] = ()
+    ships: tuple[Ship, ...] = ()
+    name: str = ""
+    why_not: str = ""
+    note: str = ""
+
+
+def find(
+    model: nn.Module,
+    calls: Trace,
+    training: Pass | None = None,
+    *,
+    before_branches: bool = False,
+    left: Mapping[str, str] | None = None,
+) -> FreezePoint:
+    """The end of the frozen prefix.
+
+    Args:
+        calls: A pass in eval.
+        training: The same in training mode, frozen units in eval: it may read more (auxiliary heads).
+        before_branches: End the prefix before the first operator that shows Python a value of the data, or
+            that torch.compile was told of.
+        left: Modules inside which nothing may be skipped, with the reason.
+    """
+    return _Search(model, calls, training, before_branches=before_branches, left=left or {}).run()
+
+
+class _Search:
+    """One search; shrinks the set of skipped calls until what the tail needs of them can be shipped."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Trace,
+        training: Pass | None,
+        *,
+        before_branches: bool,
+        left: Mapping[str, str],
+    ) -> None:
+        self.trace = calls
+        self.seen = Pass(calls.calls, calls.flow)
+        self.training = training
+        self.kinds = {path: _kind(module) for path, module in model.named_modules()}
+        self.left = left
+        self.notes: list[str] = []
+        self.held = self._held(before_branches=before_branches)
+        self.holds = self.seen.around(self.held)
+        # Whether what is inside may be skipped all the same.
+        self.blocked = {call.index: True for call in calls.calls if self._counts_inside(call)}
+        self.blocked |= {call.index: False for call in calls.calls if call.path in left}
+        self.notes += left.values()
+        self.notes += [
+            f"{f'module {path!r}' if path else 'the model'} keeps {name!r} from one call for the next"
+            for path, name in calls.counting.items()
+        ]
+
+    def run(self) -> FreezePoint:
+        """Search."""
+        while True:
+            frozen, free = self._candidates()
+            if not frozen:
+                return FreezePoint(why_not=self._why_nothing())
+            skipped = [*frozen, *self._before(frozen, free)]
+            needed, blocked = self._needed({call.index for call in skipped})
+            if not blocked:
+                break
+            self.blocked |= blocked
+        ships = self._ships(skipped, needed)
+        if self.seen.whole.opaque and not self.seen.whole.values:
+            return FreezePoint(
+                why_not=f"no tensor was found in the model's answer ({self.seen.whole.opaque})"
+            )
+        if all(ship.source.path is None for ship in ships):
+            return FreezePoint(
+                why_not="the tail reads nothing that the frozen modules give, or in a way that cannot be "
+                "followed: through NumPy, lists of numbers, another thread or a tensor class of its own"
+            )
+        skipped.sort(key=lambda call: call.exit)
+        return FreezePoint(
+            skipped=tuple(call.index for call in skipped),
+            ships=tuple(ships),
+            name=max(frozen, key=lambda call: call.exit).path,
+            note="; ".join(dict.fromkeys(self.notes)),
+        )
+
+    # ------------------------------------------------------------------------------ who may be skipped
+
+    def _candidates(self) -> tuple[list[Call], list[Call]]:
+        """Largest calls that can run anywhere: of frozen modules, and of modules without parameters."""
+        frozen: list[Call] = []
+        free: list[Call] = []
+        children: dict[int, list[Call]] = {}
+        for index in sorted(self.seen.calls):
+            children.setdefault(self.seen.calls[index].parent, []).append(self.seen.calls[index])
+
+        def visit(call: Call) -> None:
+            kind = self.kinds[call.path]
+            usable = call.index not in self.holds and call.index not in self.blocked
+            if call.opaque and usable and kind == "frozen" and call.path:
+                self.notes.append(f"module {call.path!r} gives what cannot cross a cut: {call.opaque}")
+            if call.path and usable and kind != "trained" and not call.opaque:
+                (frozen if kind == "frozen" else free).append(call)
+            elif self.blocked.get(call.index, True):
+                for child in children.get(call.index, ()):
+                    visit(child)
+
+        visit(self.seen.whole)
+        return frozen, free
+
+    def _before(self, frozen: Sequence[Call], free: Sequence[Call]) -> list[Call]:
+        """Calls without parameters that a frozen one depends on: before it, so part of the prefix."""
+        inside = self.seen.inside({call.index for call in frozen})
+        wanted = self.seen.closure([index for index, owner in enumerate(inside) if owner >= 0])
+        of_free = self.seen.inside({call.index for call in free})
+        kept = {of_free[index] for index in wanted}
+        return [call for call in free if call.index in kept]
+
+    def _why_nothing(self) -> str:
+        if self.notes:
+            return self.notes[0]
+        for operation in self.seen.operations:
+            if self._trained(operation):
+                owner = self.seen.calls[operation.call].path
+                where = repr(owner) if owner else "the model itself"
+                return f"no frozen module finishes before {where}, which is trained, begins"
+        return "no frozen module was called"
+
+    # --------------------------------------------------------------------------- what the tail needs
+
+    def _needed(self, skipped: set[int]) -> tuple[set[Value], dict[int, bool]]:
+        """What crosses if these calls are skipped, or which of them have to run after all."""
+        found = needs(self.seen, skipped)
+        values, strays, constants = found.values, found.strays, found.constants
+        if self.training is not None:
+            again = self._in_training(skipped)
+            values, strays, constants = values | again[0], strays | again[1], constants | again[2]
+        for index in strays:
+            path = self.seen.calls[index].path
+            self.notes.append(f"module {path!r} keeps a value of the data, which may be read after the cut")
+        # What is the same whatever the data is cheaper made where it is needed than shipped.
+        return values, dict.fromkeys(constants, False) | dict.fromkeys(strays, True)
+
+    def _in_training(self, skipped: set[int]) -> tuple[set[Value], set[int], set[int]]:
+        """The same question about the pass in training, answered in terms of the one in eval."""
+        run = self.training
+        assert run is not None  # asked only then
+        twins = {
+            run.by_name[key].index: self.seen.calls[index]
+            for index in skipped
+            if (key := (self.seen.calls[index].path, self.seen.calls[index].number)) in run.by_name
+        }
+        found = needs(run, twins)
+        values: set[Value] = set()
+        for index, twin in twins.items():
+            pairs = zip(run.calls[index].values, twin.values, strict=False)
+            values |= {here for there, here in pairs if there in found.values}
+        here_named = self.seen.flow.inputs()
+        there_named = {number: leaf for leaf, number in run.flow.inputs().items()}
+        found_leaves = {there_named[v.tensor] for v in found.values if v.tensor in there_named}
+        values |= {Value(here_named[leaf]) for leaf in found_leaves}
+        strays, constants = ({twins[i].index for i in some} for some in (found.strays, found.constants))
+        return values, strays, constants
+
+    def _ships(self, skipped: Sequence[Call], needed: set[Value]) -> list[Ship]:
+        ships: dict[Value, Ship] = {}
+        crossing = {value.tensor: value for value in needed}
+        for leaf, number in sorted(self.seen.flow.inputs().items()):
+            if number in crossing and number in self.seen.flow.origins:
+                value = crossing[number]
+                ships[value] = Ship(
+                    source=Source(path=None, leaf=leaf),
+                    shape=self.trace.inputs[leaf],
+                    value=value,
+                    overwritten=any(run.flow.writes_into_input(leaf) for run in self._passes()),
+                )
+        for call in sorted(skipped, key=lambda call: call.exit):
+            shapes = [leaf for leaf in call.leaves if isinstance(leaf, Shape)]
+            for source, value, shape in zip(call.sources(), call.values, shapes, strict=True):
+                if value in needed and value not in ships:
+                    twins = (run.by_name.get((call.path, call.number)) for run in self._passes())
+                    written = any(twin is not None and twin.overwritten for twin in twins)
+                    ships[value] = Ship(source=source, shape=shape, value=value, overwritten=written)
+        return list(ships.values())
+
+    def _passes(self) -> list[Pass]:
+        """In evaluation and in training: an in-place Dropout, for example, writes only then."""
+        return [self.seen] if self.training is None else [self.seen, self.training]
+
+    # ------------------------------------------------------------------------------------- data flow
+
+    def _held(self, *, before_branches: bool) -> set[int]:
+        """Operations that must run where the user's model runs, and all that depend on them."""
+        run, held, stateful = self.seen, set[int](), self._stateful()
+        told = False
+        left = run.inside({call.index for call in self.trace.calls if call.path in self.left})
+        data = run.reached_from_inputs() if before_branches else set()
+        branched = False
+        for index, operation in enumerate(run.operations):
+            own = bool(operation.trouble) or self._trained(operation)
+            own = own or left[index] >= 0 or run.calls[operation.call].path in self.trace.counting
+            own = own or branched or run.follows(operation, held)
+            if before_branches and operation.compiled:
+                own = True
+                self.notes.append(f"{run.where(index)} runs code that torch.compile makes")
+            read = {value.tensor for value in operation.reads} & stateful
+            if own or read:
+                held.add(index)
+            if read and not own and not told:  # one of them says it
+                origin = run.flow.origins[min(read)]
+                self.notes.append(f"the model changes {origin.kind} {origin.name!r} while it runs")
+                told = True
+            if operation.trouble:
+                self.notes.append(f"{run.where(index)} {operation.trouble}")
+            if operation.observes and not branched:
+                if run.follows(operation, data):
+                    self.notes.append(
+                        f"{run.where(index)} decides by the data what it does ({operation.name})"
+                    )
+                    branched = True
+                branched = branched or index in held
+        return held
+
+    def _counts_inside(self, call: Call) -> bool:
+        inside = f"{call.path}." if call.path else ""
+        return any(path == call.path or path.startswith(inside) for path in self.trace.counting)
+
+    def _trained(self, operation: Operation) -> bool:
+        origins = self.seen.flow.origins
+        return any(value.tensor in origins and origins[value.tensor].trained for value in operation.reads)
+
+    def _stateful(self) -> set[int]:
+        """Parameters, buffers and other tensors of the model that a pass changes."""
+        changed = set(self.seen.flow.changed)
+        if self.training is not None:
+            # What is in eval in a job whatever train() says changes nothing there.
+            named = self.training.flow.changed
+            changed |= {name for name in named if self.kinds.get(name.rpartition(".")[0]) != "free"}
+        return {n for n, o in self.seen.flow.origins.items() if o.kind in _HELD and o.name in changed}
+
+
+_HELD = ("parameter", "buffer", "tensor")
+"""Kinds of what hangs on the model itself."""
+
+
+def _kind(module: nn.Module) -> str:
+    flags = [parameter.requires_grad for parameter in module.parameters()]
+    return "free" if not flags else "trained" if any(flags) else "frozen"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalPlan:
+    """What does not train.
+
+    Attributes:
+        modules: In eval whatever ``train()`` says: frozen units, and modules without parameters that are
+            called in the prefix only.
+        calls: Of modules without parameters that are called on both sides of the cut: which of their calls
+            are the prefix's.
+    """
+
+    modules: tuple[str, ...]
+    calls: Mapping[str, Collection[int]] = field(default_factory=dict)
+
+
+def in_eval_for(model: nn.Module, calls: Trace, point: FreezePoint, units: Sequence[str]) -> EvalPlan:
+    """What does not train, given the model's frozen units."""
+    owner = Pass(calls.calls, calls.flow).enclosing(point.skipped)
+    early: dict[str, list[int]] = {}
+    late: set[str] = set()
+    for call in calls.calls:
+        if owner[call.index] >= 0:
+            early.setdefault(call.path, []).append(call.number)
+        else:
+            late.add(call.path)
+    free = [path for path in sorted(early) if _kind(model.get_submodule(path)) == "free"]
+    return EvalPlan(
+        modules=(*units, *(path for path in free if path not in late)),
+        calls={path: early[path] for path in free if path in late},
+    )

@@ -1,0 +1,403 @@
+"""What a model's modules do in one forward pass: who is called, in which order, on what, with what shapes.
+
+The pass is run at two batch sizes; a dimension that differs between them grows with the batch, which is how a
+later stage can say what shape a skipped module would have given for any number of samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils import _pytree as pytree
+
+from upriver.errors import CaptureError, ModelError
+from upriver.program.compiled_code import as_ever, entering, uncompiled
+from upriver.program.eval_mode import in_eval, mode, no_fast_path
+from upriver.program.example_inputs import Example, Source, tensors_in
+from upriver.program.freeze import check_initialized, keep_in_eval
+from upriver.program.graph.autocast import autocasting
+from upriver.program.module_state.attribute_reads import Reads
+from upriver.program.module_state.attributes import attributes_of
+from upriver.program.module_state.restoration import Kept, state_kept
+from upriver.program.split.dataflow import Flow, Recorder, Value, opaque_in
+from upriver.program.tensor_layouts import unusual
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of one module.
+
+    Attributes:
+        path: Name of the module in ``named_modules()`` (its first name, if it has several).
+        number: 0 for the module's first call, 1 for its second.
+        index: Of this call among all, in the order in which they began; 0 is the model itself.
+        parent: Index of the call around it; -1 for the model itself.
+        enter: Index of the event at which it began, in the order of all events.
+        exit: Index of the event at which it ended.
+        leaves: What it returned, flattened; tensors as :class:`Shape`.
+        form: What these are parts of. Nothing is put together but of tensors: a class may look at its fields.
+        values: The tensors of its result, in order, as they were when it ended.
+        opaque: Why no stub could give its result, such as the type of something in it; empty for most.
+        overwritten: Whether something wrote into its result in place afterwards.
+    """
+
+    path: str
+    number: int
+    index: int
+    parent: int
+    enter: int
+    exit: int
+    leaves: tuple[Any, ...]
+    form: pytree.TreeSpec
+    values: tuple[Value, ...] = ()
+    opaque: str = ""
+    overwritten: bool = False
+
+    def sources(self) -> list[Source]:
+        """The tensors of its result, by name."""
+        return [Source(path=self.path, number=self.number, leaf=leaf) for leaf in range(len(self.values))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A tensor whose dimensions may grow with the number of samples: ``size = base + slope * samples``."""
+
+    dtype: torch.dtype
+    base: tuple[int, ...]
+    slope: tuple[int, ...]
+
+    def at(self, samples: int) -> tuple[int, ...]:
+        """The shape for so many samples."""
+        return tuple(b + s * samples for b, s in zip(self.base, self.slope, strict=True))
+
+    @property
+    def batched(self) -> bool:
+        """Whether it has samples at all."""
+        return any(self.slope)
+
+    @property
+    def dim(self) -> int:
+        """The dimension that holds the samples.
+
+        Raises:
+            CaptureError: If that is no one dimension, or holds something beside the samples.
+        """
+        growing = [d for d, slope in enumerate(self.slope) if slope]
+        if len(growing) != 1 or self.base[growing[0]] != 0 or self.slope[growing[0]] < 1:
+            raise CaptureError(f"a tensor of shape {self} does not hold its samples in one dimension")
+        return growing[0]
+
+    def samples_of(self, shape: Sequence[int]) -> int:
+        """How many samples a tensor of this shape holds.
+
+        Raises:
+            CaptureError: If no dimension grows with the batch.
+        """
+        for size, base, slope in zip(shape, self.base, self.slope, strict=True):
+            if slope:
+                return (size - base) // slope
+        raise CaptureError(f"a tensor of shape {tuple(shape)} does not depend on the number of samples")
+
+    def __str__(self) -> str:
+        sizes = []
+        for base, slope in zip(self.base, self.slope, strict=True):
+            grown = "n" if slope == 1 else f"{slope}n"
+            sizes.append(str(base) if not slope else f"{grown}+{base}" if base else grown)
+        return f"({', '.join(sizes)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """All calls of one pass, in the order in which they ended, the shapes of the inputs, the data flow.
+
+    Attributes:
+        example: What the model was called with.
+        counting: Modules that keep something from one pass for the next, and the attribute that they do it
+            in: a number that they change, a list that grows, a tensor that they read and replace.
+        reads: Attributes that the pass read.
+    """
+
+    calls: tuple[Call, ...]
+    inputs: tuple[Shape, ...]
+    example: Example
+    flow: Flow
+    counting: Mapping[str, str] = field(default_factory=dict)
+    reads: Reads = field(default_factory=Reads)
+
+    def of(self, path: str) -> list[Call]:
+        """The calls of one module."""
+        return [call for call in self.calls if call.path == path]
+
+    @property
+    def whole(self) -> Call:
+        """The call of the model itself."""
+        return self.calls[-1]
+
+
+def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = None) -> Trace:
+    """Run ``model`` in eval on 2 and on 3 samples and write down its calls.
+
+    Args:
+        example: Only the form of its tensors matters, and the constants between them.
+        autocast: Run under autocast to this type.
+
+    Raises:
+        CaptureError: If the two passes call different modules, or the model runs and cannot be watched.
+        ModelError: If the model cannot be called with such an input, or a parameter is not initialized yet.
+    """
+    check_initialized(model)
+    two, three, reads = example.resized(2), example.resized(3), Reads()
+    with (
+        torch.no_grad(),
+        state_kept(model) as kept,
+        in_eval(model),
+        no_fast_path(),
+        uncompiled(),
+        autocasting(example.tensors[0].device, autocast),
+    ):
+        first, flow = _watch(model, two, example, kept)
+        with state_kept(model) as between:
+            second, again = _watch(model, three, example, between, reads)
+            counting = between.counted() | again.carried()
+            behind = attributes_of(reads, model)
+    reads.written = behind.moved()
+    if [call.path for call in first] != [call.path for call in second]:
+        raise CaptureError("the model calls different modules for 2 and for 3 samples")
+    return Trace(
+        calls=tuple(_merge(a, b) for a, b in zip(first, second, strict=True)),
+        inputs=tuple(_shape(a, b) for a, b in zip(two.tensors, three.tensors, strict=True)),
+        example=two,
+        flow=flow,
+        counting=counting,
+        reads=reads,
+    )
+
+
+def watch_training(
+    model: nn.Module, example: Example, in_eval: Sequence[str], *, autocast: torch.dtype | None = None
+) -> tuple[list[Call], Flow]:
+    """The calls and the data flow of one pass in training mode; the model is left as it was.
+
+    Args:
+        in_eval: Modules that are in eval all the same.
+
+    Raises:
+        ModelError: If the model cannot be called with such an input in training.
+    """
+    device = example.tensors[0].device
+    with (
+        torch.no_grad(),
+        state_kept(model) as kept,
+        mode(model, training=True),
+        no_fast_path(),
+        uncompiled(),
+        autocasting(device, autocast),
+    ):
+        keep_in_eval(model, list(in_eval))
+        return _watch(model, example, example, kept)
+
+
+def written_in_training(
+    model: nn.Module, example: Example, *, autocast: torch.dtype | None
+) -> frozenset[str]:
+    """Names of the tensors that a model's forward in training changes; none if it cannot be called so."""
+    call = example.with_tensors([tensor.clone() for tensor in example.tensors])
+    with (
+        torch.no_grad(),
+        state_kept(model) as kept,
+        mode(model, training=True),
+        autocasting(call.tensors[0].device, autocast),
+        contextlib.suppress(Exception),  # whatever the user's forward raises
+    ):
+        model(*call.args, **call.kwargs)
+        return kept.written()
+    return frozenset()
+
+
+def _watch(
+    model: nn.Module, example: Example, given: Example, kept: Kept, reads: Reads | None = None
+) -> tuple[list[Call], Flow]:
+    run = _Pass(model, example, given, kept)
+    with contextlib.nullcontext() if reads is None else reads.noting(run.where):
+        run.run()
+    return run.calls, run.recorder.flow(changed=kept.written(), left=kept.left())
+
+
+class _Pass:
+    """One forward pass, watched from hooks on every module.
+
+    Args:
+        example: What the model is called with.
+        given: What the user calls it with, where that is of another number of samples.
+    """
+
+    def __init__(self, model: nn.Module, example: Example, given: Example, kept: Kept) -> None:
+        self.model = model
+        self.example, self.given = example, given
+        self.calls: list[Call] = []
+        self.recorder = Recorder(kept.tensors, example.tensors)
+        self._draws = kept.draws()
+        self._open: list[tuple[int, int]] = []  # index, event
+        self._numbers: dict[str, int] = {}
+        self._begun = 0
+        self._events = 0
+        self._results: list[list[tuple[torch.Tensor, int]]] = []
+        self._inside: dict[str, str] = {}  # modules that an operator's functions call, and its name
+
+    def run(self) -> None:
+        """Run it.
+
+        Raises:
+            CaptureError: If it runs when nobody watches.
+            ModelError: With whatever the user's forward raised.
+        """
+        try:
+            self._watched()
+        except CaptureError:
+            raise
+        except Exception as error:  # whatever the user's forward raises, or those who watch it
+            raise self._failed(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        self.calls = [
+            replace(
+                call,
+                overwritten=any(tensor._version != version for tensor, version in kept),
+                opaque=self._inside.get(call.path, call.opaque),
+            )
+            for call, kept in zip(self.calls, self._results, strict=True)
+        ]
+        self._results.clear()
+
+    def _watched(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for path, module in self.model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    where = f"module {path!r}" if path else "the model"
+                    raise CaptureError(f"{where} is TorchScript, which cannot be watched while it runs")
+                # Ours run first on the way in and last on the way out, around whatever hooks the user has.
+                stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
+                stack.callback(module.register_forward_hook(self._leave(path)).remove)
+            with self.recorder, entering(self.recorder.enter_compiled):
+                self.model(*self.example.args, **self.example.kwargs)
+
+    def where(self) -> tuple[int, int]:
+        """The call that it has come to, and the event."""
+        return (self._open[-1][0] if self._open else -1), self._events
+
+    def _failed(self, reason: str) -> CaptureError | ModelError:
+        """Whose fault it is: the model is run once more, and nobody watches."""
+        if self._runs(self.example):
+            return CaptureError(f"the model cannot be watched while it runs: {reason}")
+        with torch.enable_grad():
+            if self._runs(self.example):  # it differentiates in its forward
+                return CaptureError(f"the model cannot be watched without gradients: {reason}")
+        if self._runs(self.given):
+            return CaptureError(f"the model does not run on {self.example.samples} samples: {reason}")
+        return ModelError(f"the model cannot be called with {self.example.describe()}: {reason}")
+
+    def _runs(self, example: Example) -> bool:
+        call = example.resized(example.samples)  # copies, as it may write into them
+        try:
+            with as_ever():
+                self.model(*call.args, **call.kwargs)
+        except Exception:  # whatever the user's forward raises
+            return False
+        return True
+
+    def _enter(self, _module: nn.Module, _args: Any) -> None:
+        self._look_for_draws()
+        if self.recorder.running:  # see :meth:`_note`
+            return
+        self._open.append((self._begun, self._events))
+        self.recorder.call = self._begun
+        self._begun += 1
+        self._events += 1
+
+    def _leave(self, path: str) -> Callable[..., Any]:
+        def hook(_module: nn.Module, args: Any, result: Any) -> Any:
+            passed_on = isinstance(result, torch.Tensor) and any(
+                result is given for given in tensors_in(args)
+            )
+            if passed_on:
+                # A Dropout in eval gives what it was given. Under a name of its own, so that one can see
+                # who reads the one and who the other.
+                result = result.view_as(result)
+            self._note(path, result)
+            return result if passed_on else None
+
+        return hook
+
+    def _look_for_draws(self) -> None:
+        """Since the last call began or ended: what draws is the innermost one that is open."""
+        if self._open and (whose := self._draws.made()):
+            self.recorder.draw(whose)
+
+    def _note(self, path: str, result: Any) -> None:
+        self._look_for_draws()
+        if self.recorder.running:  # none of its calls can be told from others then, nor be skipped
+            self._inside[path] = self.recorder.running
+            return
+        index, enter = self._open.pop()
+        number = self._numbers.get(path, 0)
+        self._numbers[path] = number + 1
+        parent = self._open[-1][0] if self._open else -1
+        self.recorder.call = max(parent, 0)
+        leaves, form = pytree.tree_flatten(result)
+        tensors, opaque = tensors_in(result), opaque_in(result)
+        if any(map(is_functorch_wrapped_tensor, tensors)):  # none that is there outside of it
+            tensors = []
+        self.calls.append(
+            Call(
+                path=path,
+                number=number,
+                index=index,
+                parent=parent,
+                enter=enter,
+                exit=self._events,
+                leaves=tuple(_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+                form=form,
+                values=tuple(self.recorder.value(tensor) for tensor in tensors),
+                opaque=opaque,
+            )
+        )
+        self._results.append([(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()])
+        self._events += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _form(tensor: torch.Tensor) -> _Form | str:
+    """All that is needed of a tensor; to keep it would keep every activation alive."""
+    return unusual(tensor) or _Form(tensor.dtype, tuple(tensor.shape))
+
+
+def _merge(a: Call, b: Call) -> Call:
+    if a.form != b.form:
+        raise CaptureError(f"module {a.path!r} returns different structures for 2 and for 3 samples")
+    leaves: list[Any] = []
+    opaque = a.opaque or b.opaque
+    for x, y in zip(a.leaves, b.leaves, strict=True):
+        if isinstance(x, _Form) and isinstance(y, _Form):
+            leaves.append(_shape(x, y))
+            continue
+        if not opaque and not (x is y or x == y):
+            opaque = "number that depends on the batch"
+        leaves.append(x)
+    return replace(a, leaves=tuple(leaves), opaque=opaque)
+
+
+def _shape(two: _Form | torch.Tensor, three: _Form | torch.Tensor) -> Shape:
+    if len(two.shape) != len(three.shape):
+        raise CaptureError("a tensor has another number of dimensions for 2 than for 3 samples")
+    slope = tuple(int(b) - int(a) for a, b in zip(two.shape, three.shape, strict=True))
+    base = tuple(int(a) - 2 * s for a, s in zip(two.shape, slope, strict=True))
+    return Shape(dtype=two.dtype, base=base, slope=slope)

@@ -1,0 +1,185 @@
+"""Proofs are made once: what was proven for a model, on this machine and these versions, is remembered.
+
+A proof is named by a digest of everything it depends on: the program (its graph and weights), the user's
+model as code (classes, their source, settings) and as a list of parameters, what crosses the freeze point,
+versions and processor. One small file a proof, under ``$UPRIVER_CACHE`` or the user's cache folder; losing
+it costs the seconds of a new proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import os
+import platform
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import torch
+from torch import nn
+
+import upriver
+from upriver.cache import Cache
+from upriver.program.graph.executor import Program
+from upriver.program.split.freeze_point import FreezePoint
+from upriver.program.tensor_layouts import stored_parts
+
+SCHEMA: Literal["upriver.proof/2"] = "upriver.proof/2"
+
+
+def proof_digest(
+    model: nn.Module, program: Program, point: FreezePoint, *, autocast: torch.dtype | None = None
+) -> str:
+    """The name of the proof that this program and this model's tail are the whole model."""
+    folded = hashlib.sha256()
+    for fact in _facts(model, program, point, autocast):
+        folded.update(fact.encode())
+        folded.update(b"\0")
+    return folded.hexdigest()
+
+
+Asking: TypeAlias = "dict[bool, tuple[bool, ...]]"
+"""Which of the tensors that cross ask for a gradient, by the model's mode: found by a proof."""
+
+
+_PROOFS = Cache("proofs")
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file of a proof holds."""
+
+    schema: Literal["upriver.proof/2"]
+    proof: str
+    program: str
+    asking: dict[Literal["training", "eval"], tuple[bool, ...]]
+
+
+def is_proven(digest: str, program: Program, point: FreezePoint) -> Asking | None:
+    """Tell what that proof found; None if it was not made before."""
+
+    def decode(data: bytes) -> Asking:
+        found = msgspec.json.decode(data, type=_File)
+        if (found.proof, found.program) != (digest, program.digest):
+            raise ValueError("it is of another program")
+        modes = {"eval", "training"} if program.micro_batch > 1 else {"eval"}  # as the proof compares
+        if found.asking.keys() != modes or {*map(len, found.asking.values())} != {len(point.ships)}:
+            raise ValueError(f"it must say of {len(point.ships)} tensors whether they ask for a gradient")
+        return {mode == "training": asks for mode, asks in found.asking.items()}
+
+    return _PROOFS.load(digest, decode)
+
+
+def remember(digest: str, program: Program, asking: Asking) -> None:
+    """Keep that a proof was made. A cache that cannot be written is no error: the next job proves again."""
+    found: dict[Literal["training", "eval"], tuple[bool, ...]] = {
+        "training" if training else "eval": asks for training, asks in asking.items()
+    }
+    file = _File(schema=SCHEMA, proof=digest, program=program.digest, asking=found)
+    _PROOFS.save(digest, msgspec.json.encode(file).decode() + "\n")
+
+
+def _facts(
+    model: nn.Module, program: Program, point: FreezePoint, autocast: torch.dtype | None
+) -> Iterator[str]:
+    yield SCHEMA
+    yield f"{upriver.__version__} {torch.__version__} {platform.machine()} {torch.get_num_threads()}"
+    yield f"{torch.backends.cpu.get_cpu_capability()} {_device_name(program.device)} {autocast}"
+    yield program.digest
+    yield str([(str(ship.source), str(ship.shape), ship.overwritten) for ship in point.ships])
+    yield str(point.skipped)
+    yield repr(model)
+    yield from (_settings(module) for module in model.modules())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+        yield _fold(list((parameter._backward_hooks or {}).values()), _DEPTH)
+    classes = {type(module) for module in model.modules()}
+    for module_class in sorted(classes, key=lambda kind: (kind.__module__, kind.__qualname__)):
+        yield f"{module_class.__module__}.{module_class.__qualname__} {_source(module_class)}"
+
+
+_OURS_NOT = frozenset({"_parameters", "_buffers", "_modules", "training"})
+"""Attributes of every module that stand elsewhere among the facts, or that a call does not depend on."""
+
+_DEPTH = 4
+"""How deep settings may lie in objects; below, only types are told apart."""
+
+
+def _settings(module: nn.Module) -> str:
+    """What a forward may branch on: a module's attributes, whatever they are."""
+    own = {name: value for name, value in vars(module).items() if name not in _OURS_NOT}
+    return str(sorted((name, _fold(_without_numbers(name, value), _DEPTH)) for name, value in own.items()))
+
+
+def _without_numbers(name: str, value: Any) -> Any:
+    """Hooks without the numbers that torch gives them, which go on from model to model."""
+    is_hooks = name.startswith("_") and "hook" in name and isinstance(value, dict)
+    return list(value.values()) if is_hooks else value
+
+
+def _fold(value: Any, depth: int) -> str:
+    """A value as text that is the same for equal ones in every process."""
+    match value:
+        case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | torch.device():
+            return repr(value)
+        case torch.Tensor():
+            return f"tensor {value.dtype} {_digest_of(value)}"
+        case nn.Module():
+            return type(value).__qualname__
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if depth == 0:
+        return kind
+    match value:
+        case dict():
+            return f"{kind} {[(_fold(k, depth - 1), _fold(v, depth - 1)) for k, v in value.items()]}"
+        case set() | frozenset():
+            return f"{kind} {sorted(_fold(item, depth - 1) for item in value)}"
+        case list() | tuple():
+            return f"{kind} {[_fold(item, depth - 1) for item in value]}"
+    if isinstance(value, functools.partial):
+        return f"{kind} {_fold([value.func, value.args, value.keywords], depth - 1)}"
+    if inspect.isroutine(value) or inspect.isclass(value):
+        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+        return f"{kind} {name} {_source(value)} {_fold(_captured(value), depth - 1)}"
+    return f"{kind} {_fold(getattr(value, '__dict__', None), depth - 1)}"
+
+
+def _captured(value: Any) -> list[Any]:
+    """What a function made inside another one has from there."""
+    found = []
+    for cell in getattr(value, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            found.append(cell.cell_contents)
+    return found
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
+    """Of its values; of one that cannot be read another each time, so that no proof is remembered."""
+    try:
+        parts = [part.cpu() for part in stored_parts(tensor.detach())]
+        values = [(tuple(part.shape), part.flatten().tolist()) for part in parts]
+    except Exception:  # of whatever class of tensors
+        return secrets.token_hex()
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _source(thing: Any) -> str:
+    """The digest of the file that a class or a function stands in: what it calls there counts, too."""
+    try:
+        file = inspect.getsourcefile(thing)
+    except TypeError:  # built in, or made at run time: its settings are all that there is
+        return ""
+    return _file_digest(file, os.path.getmtime(file)) if file and os.path.exists(file) else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _file_digest(file: str, _changed: float) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

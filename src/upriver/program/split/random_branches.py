@@ -1,0 +1,53 @@
+"""Layers that are left out at random: a frozen part that such code decides about cannot be taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from upriver.program.split.forward_pass import Pass
+
+
+def random_branch(training: Pass, skipped: Collection[str]) -> tuple[str, str] | None:
+    """The module in which chance decides what runs around the prefix while the model trains, and a message.
+
+    Python looks at a random number in a module that skipped ones are part of. (In evaluation such code, a
+    layer drop, does nothing.)
+
+    Args:
+        training: A pass in training mode.
+        skipped: Names of the modules that are skipped.
+    """
+    random: set[int] = set()
+    ended = _ended(training)
+    for index, operation in enumerate(training.operations):
+        drawn = operation.trouble.startswith("draws ")  # Python has the number, whatever it does with it
+        depends = drawn or training.follows(operation, random)
+        if depends or operation.trouble.startswith("runs the random"):
+            random.add(index)
+        path = training.calls[operation.call].path
+        inside = f"{path}." if path else ""
+        # What was over by then is not decided about; what never ran may have been left out.
+        open_ones = [name for name in skipped if name.startswith(inside) and ended.get(name, index) >= index]
+        if depends and operation.observes and open_ones:
+            if drawn:
+                return path, (
+                    f"{training.where(index)} {operation.trouble} before all of its frozen layers have run, "
+                    "and may decide by them which of these run (layer drop?); draw them behind those layers, "
+                    "or by an operator of torch"
+                )
+            return path, (
+                f"{training.where(index)} decides by a random number which of its layers run (layer drop?); "
+                "set that probability to 0"
+            )
+    return None
+
+
+def _ended(run: Pass) -> dict[str, int]:
+    """The last operator that ran in each module."""
+    ended: dict[str, int] = {}
+    for index, operation in enumerate(run.operations):
+        call = operation.call
+        while call >= 0:
+            ended[run.calls[call].path] = index
+            call = run.calls[call].parent
+    return ended

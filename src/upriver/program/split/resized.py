@@ -1,0 +1,48 @@
+"""The program of a split once more, for another number of samples: what a measurement at two sizes needs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from upriver.errors import CaptureError
+from upriver.program.capture.lowering import record
+from upriver.program.capture.prefix import bound, checked, graph_of, name_of
+from upriver.program.example_inputs import Example, Inputs
+from upriver.program.graph.executor import Program
+from upriver.program.graph.liveness import Granularity
+from upriver.program.graph.weights_file import WeightsFile
+from upriver.program.split.split import Split
+
+LEVELS: tuple[Granularity, ...] = ("module", "op", "end")
+"""Where the split's stages may end, the usual first; nothing but the names of its stages tells."""
+
+
+def resized(
+    model: nn.Module, parts: Split, example: Inputs, *, autocast: torch.dtype | None = None
+) -> Program:
+    """Capture the frozen part for the samples of ``example``, cut at the same places; nothing is proven.
+
+    Args:
+        model: What was split.
+        parts: Its split, at another number of samples.
+        example: As for :func:`~upriver.program.split.split.split`.
+        autocast: What it was split under.
+
+    Raises:
+        CaptureError: If the model runs unsplit, cannot be captured at this size, or has other stages there.
+    """
+    if parts.program is None:
+        raise CaptureError(f"the model runs unsplit: {parts.why_not}")
+    given = Example.of(example)
+    outputs = [ship.source for ship in parts.tail.values.ships]
+    recording = checked(record(model, given, outputs=outputs, autocast=autocast))
+    weights, device = WeightsFile(recording.tensors), given.tensors[0].device
+    wanted = [stage.name for stage in parts.program.stages]
+    for level in LEVELS:
+        graph = graph_of(
+            recording, model, weights.digest, device=device, granularity=level, name=name_of(outputs)
+        )
+        if [stage.name for stage in graph.stages] == wanted:
+            return bound(graph, weights, device)
+    raise CaptureError(f"the model has other stages for {given.samples} samples")

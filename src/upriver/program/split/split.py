@@ -1,0 +1,384 @@
+"""A model in two: a proven program for the frozen part, and the user's own tail.
+
+What is tried, each only after the one before it has failed its proof:
+
+1. every cut of the granularity that was asked for;
+2. cuts at the ends of modules only, if that was finer;
+3. the freeze point alone;
+4. the same with a prefix that ends before the first branch on data, or code that torch.compile makes, where
+   there is one;
+5. unsplit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from upriver.errors import CaptureError, ConfigError, ModelError
+from upriver.program.capture.prefix import capture
+from upriver.program.example_inputs import Example, Inputs, Source
+from upriver.program.freeze import check_trainable, frozen_units, without_written
+from upriver.program.graph.autocast import autocast_dtype, autocasting
+from upriver.program.graph.executor import Program
+from upriver.program.graph.liveness import Granularity
+from upriver.program.module_state.attributes import Attributes, attributes_of
+from upriver.program.module_state.restoration import state_kept
+from upriver.program.split.crossing_values import Values
+from upriver.program.split.forward_pass import Pass
+from upriver.program.split.freeze_point import EvalPlan, FreezePoint, Ship, find, in_eval_for
+from upriver.program.split.module_trace import Shape, Trace, trace, watch_training, written_in_training
+from upriver.program.split.proof_cache import is_proven, proof_digest, remember
+from upriver.program.split.random_branches import random_branch
+from upriver.program.split.tail import Tail
+from upriver.program.split.verification import Proof
+from upriver.program.tensor_layouts import refusing
+
+
+class Whole(nn.Module):
+    """A model that runs unsplit: the tail is all of it, its features are the model's inputs.
+
+    Attributes:
+        values: The inputs.
+    """
+
+    def __init__(self, model: nn.Module, example: Example, *, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.values = Values(_as_ships(example))
+        self.module = model
+        self._example = example
+        self._autocast = autocast
+
+    def forward(self, features: torch.Tensor | tuple[torch.Tensor, ...]) -> object:
+        """The model's answer."""
+        values = (features,) if isinstance(features, torch.Tensor) else features
+        call = self._example.with_tensors(values)
+        with autocasting(values[0].device, self._autocast):
+            return self.module(*call.args, **call.kwargs)
+
+
+def _as_ships(example: Example) -> list[Ship]:
+    ships = []
+    for leaf, tensor in enumerate(example.tensors):
+        batched = example.holds_samples(tensor)
+        base = tuple(tensor.shape) if not batched else (0, *tensor.shape[1:])
+        slope = tuple(int(batched and dim == 0) for dim in range(tensor.dim()))
+        ships.append(
+            Ship(source=Source(path=None, leaf=leaf), shape=Shape(dtype=tensor.dtype, base=base, slope=slope))
+        )
+    return ships
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """A way of cutting that was tried.
+
+    Attributes:
+        step: What it was.
+        why_not: Why it was given up; empty for the one that was taken.
+        remembered: Whether its proof was made by an earlier job.
+    """
+
+    step: str
+    why_not: str = ""
+    remembered: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.step}: {self.why_not or ('proven before' if self.remembered else 'proven')}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """What a model was cut into.
+
+    Attributes:
+        program: The frozen prefix; None when the model runs unsplit.
+        tail: Runs what is left, from what crosses the freeze point (or from the inputs).
+        in_eval: Modules that stay in eval whatever ``model.train()`` says.
+        prefix_units: Frozen modules that run in the program.
+        skipped: These and the others that the tail does not call.
+        attributes: What the forward of the model reads up to the freeze point; None when unsplit.
+        boundary: The last module of the prefix; empty when unsplit.
+        why_not: Why the model runs unsplit; empty when it does not.
+        note: Why the freeze point is not later, where something but a trainable parameter ended the prefix.
+        attempts: What was tried, in order.
+        capture_s: Seconds that capturing the program took.
+    """
+
+    program: Program | None
+    tail: Tail | Whole
+    in_eval: tuple[str, ...]
+    prefix_units: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    attributes: Attributes | None = None
+    boundary: str = ""
+    why_not: str = ""
+    note: str = ""
+    attempts: tuple[Attempt, ...] = ()
+    capture_s: float = 0.0
+
+    @property
+    def freeze(self) -> int:
+        """The freeze point: the largest cut that training allows."""
+        return 0 if self.program is None else self.program.num_stages
+
+    def still_so(self, now: Split, *, hooked: bool) -> Attributes | None:
+        """What the model reads now, if a split of it as it is now comes to the same; else None.
+
+        Args:
+            now: That split.
+            hooked: Whether hooks came or went: other tensors that cross may ask for a gradient, and do so in
+                the tail from here on.
+        """
+        ours, theirs = ((each.in_eval, each.prefix_units, each.skipped) for each in (self, now))
+        if self.program is None or now.program is None or self.program.digest != now.program.digest:
+            return None
+        if ours != theirs or not (isinstance(self.tail, Tail) and isinstance(now.tail, Tail)):
+            return None
+        asks = now.tail.with_gradient
+        if not self.tail.same_as(now.tail) or not (hooked or asks == self.tail.with_gradient):
+            return None
+        self.tail.with_gradient = asks
+        return now.attributes
+
+
+def split(
+    model: nn.Module,
+    example: Inputs,
+    *,
+    autocast: torch.dtype | None = None,
+    granularity: Granularity = "module",
+    on_progress: Callable[[str], None] | None = None,
+) -> Split:
+    """Find the freeze point of a model, capture what lies before it, and prove every cut.
+
+    Args:
+        model: The user's model; its parameters, buffers and flags are left as they are.
+        example: One micro-batch of input, samples in dimension 0, on the model's device.
+        autocast: Run prefix and tail under autocast to this type.
+        granularity: Cuts at the ends of modules (``module``) or between any two operators (``op``).
+        on_progress: Told what is being done.
+
+    Raises:
+        ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model does
+            not run.
+        ConfigError: If an argument is outside what is allowed.
+    """
+    if granularity not in _LEVELS:
+        raise ConfigError(f"granularity must be module, op or end, got {granularity!r}")
+    precision = autocast_dtype(autocast)
+    job = _Splitting(model, Example.of(example), precision, on_progress or (lambda text: None))
+    return job.run(granularity)
+
+
+class _Splitting:
+    """One run through the ways of cutting."""
+
+    def __init__(
+        self, model: nn.Module, example: Example, autocast: torch.dtype | None, tell: Callable[[str], None]
+    ) -> None:
+        self.model, self.example, self.autocast, self.tell = model, example, autocast, tell
+        self.attempts: list[Attempt] = []
+        self.left: dict[str, str] = {}  # modules that no program can hold, and why
+
+    def run(self, granularity: Granularity) -> Split:
+        """Try one way after the other."""
+        check_trainable(self.model)
+        try:
+            # The values are copied once, for all that follows.
+            with refusing(_NOT_WATCHED), state_kept(self.model):
+                return self._run(granularity)
+        except CaptureError as error:
+            self.attempts.insert(0, Attempt(step="trace", why_not=str(error)))
+            return self._unsplit(frozen_units(self.model))
+
+    def _run(self, granularity: Granularity) -> Split:
+        units = frozen_units(self.model)
+        step = "trace"
+        try:
+            self.tell("tracing the model")
+            with refusing(_NOT_WATCHED):
+                calls = trace(self.model, self.example, autocast=self.autocast)
+                training = self._in_training(calls, units)
+            if training is not None:
+                changed = training.flow.changed
+                units = without_written(self.model, units, changed, calls.flow.changed)
+            step = "freeze point"
+            for point in self._points(calls, training):
+                done = self._tried(calls, point, units, granularity)
+                if done is not None:
+                    return done
+        except CaptureError as error:
+            self.attempts.append(Attempt(step=step, why_not=str(error)))
+        if step == "trace":
+            changed = written_in_training(self.model, self.example, autocast=self.autocast)
+            units = without_written(self.model, units, changed, changed)
+        return self._unsplit(units)
+
+    def _in_training(self, calls: Trace, units: list[str]) -> Pass | None:
+        try:
+            return Pass(*watch_training(self.model, calls.example, units, autocast=self.autocast))
+        except ModelError:  # it may want labels then; the proof will tell
+            return None
+
+    def _points(self, calls: Trace, training: Pass | None) -> Iterator[FreezePoint]:
+        """Freeze points to try: the largest prefix, then one that ends before control flow on data.
+
+        Each is tried again without the modules that turned out to be none that a program can hold.
+        """
+        tried: set[tuple[int, ...]] = set()
+        for before_branches in (False, True):
+            while True:
+                point = self._point(calls, training, before_branches=before_branches)
+                if point.why_not:
+                    self.attempts.append(Attempt(step="freeze point", why_not=point.why_not))
+                if point.why_not or point.skipped in tried:
+                    break
+                tried.add(point.skipped)
+                yield point
+
+    def _point(self, calls: Trace, training: Pass | None, *, before_branches: bool) -> FreezePoint:
+        """The largest prefix, without what chance decides about."""
+        left: dict[str, str] = {}
+        while True:
+            point = find(self.model, calls, training, before_branches=before_branches, left=left | self.left)
+            chance = random_branch(training, self._paths(calls, point)) if training else None
+            if chance is None or chance[0] in left:
+                return point
+            left[chance[0]] = chance[1]
+
+    def _tried(
+        self, calls: Trace, point: FreezePoint, units: list[str], granularity: Granularity
+    ) -> Split | None:
+        try:
+            with refusing(_NOT_WATCHED):
+                return self._cut(calls, point, units, granularity)
+        except CaptureError as error:
+            self.attempts.append(Attempt(step=f"up to {point.name}", why_not=str(error)))
+        return None
+
+    def _cut(
+        self, calls: Trace, point: FreezePoint, units: list[str], granularity: Granularity
+    ) -> Split | None:
+        in_eval = in_eval_for(self.model, calls, point, units)
+        step = f"up to {point.name}"
+        try:
+            tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
+            for level in _levels(granularity):
+                self.tell(f"capturing it {step}")
+                began = time.perf_counter()
+                program = self._capture(calls, point, level)
+                capture_s = time.perf_counter() - began
+                proof = proof_digest(self.model, program, point, autocast=self.autocast)
+                known = is_proven(proof, program, point)
+                if known is not None:
+                    tail.with_gradient = known
+                elif not self._proven(program, tail, in_eval, f"{step}, {_LEVELS[level]}"):
+                    continue
+                remember(proof, program, tail.with_gradient)
+                remembered = known is not None
+                self.attempts.append(Attempt(step=f"{step}, {_LEVELS[level]}", remembered=remembered))
+                return self._split(calls, point, tail, program, in_eval, capture_s=capture_s)
+        except CaptureError as error:  # a finer or coarser program would not help
+            self.attempts.append(Attempt(step=step, why_not=str(error)))
+            if error.module is not None and error.module not in self.left:
+                self.left[error.module] = str(error)  # the next point leaves it to the tail
+        return None
+
+    def _proven(self, program: Program, tail: Tail, in_eval: EvalPlan, step: str) -> bool:
+        """Whether every cut holds; a coarser program may be tried when not.
+
+        Raises:
+            CaptureError: If the freeze point does not: no other program would help.
+        """
+        proof = Proof(program, self.example)
+        try:
+            self.tell("proving every cut")
+            proof.cuts()
+        except CaptureError as error:
+            self.attempts.append(Attempt(step=step, why_not=str(error)))
+            return False
+        self.tell("proving that prefix and tail give what the whole model gives")
+        proof.split(self.model, tail, in_eval, autocast=self.autocast)
+        return True
+
+    def _capture(self, calls: Trace, point: FreezePoint, level: Granularity) -> Program:
+        outputs = [ship.source for ship in point.ships]
+        return capture(self.model, self.example, outputs=outputs, autocast=self.autocast, granularity=level)
+
+    def _split(
+        self,
+        calls: Trace,
+        point: FreezePoint,
+        tail: Tail,
+        program: Program,
+        in_eval: EvalPlan,
+        *,
+        capture_s: float,
+    ) -> Split:
+        paths = self._paths(calls, point)
+        return Split(
+            program=program,
+            tail=tail,
+            in_eval=in_eval.modules,
+            prefix_units=tuple(
+                p for p in paths if any(True for _ in self.model.get_submodule(p).parameters())
+            ),
+            skipped=tuple(paths),
+            attributes=self._attributes(calls, point, paths),
+            boundary=point.name,
+            note=point.note,
+            attempts=tuple(self.attempts),
+            capture_s=capture_s,
+        )
+
+    def _attributes(self, calls: Trace, point: FreezePoint, paths: list[str]) -> Attributes:
+        """What skipped calls read, and those around them until the last of them ends."""
+        run = Pass(calls.calls, calls.flow)
+        owner = run.enclosing(point.skipped)
+        ends: dict[int, int] = {}
+        for index in point.skipped:
+            exit = run.calls[index].exit
+            while index >= 0:
+                index = run.calls[index].parent
+                ends[index] = max(exit, ends.get(index, -1))
+        inside = [module for path in paths for module in self.model.get_submodule(path).modules()]
+        around = [self.model.get_submodule(call.path) for call in calls.calls if call.index in ends]
+        return attributes_of(
+            calls.reads,
+            self.model,
+            among=[*inside, *around],
+            within=lambda call, event: owner.get(call, -1) >= 0 or event <= ends.get(call, -1),
+        )
+
+    def _paths(self, calls: Trace, point: FreezePoint) -> list[str]:
+        by_index = {call.index: call for call in calls.calls}
+        return list(dict.fromkeys(by_index[index].path for index in point.skipped))
+
+    def _unsplit(self, units: list[str]) -> Split:
+        return Split(
+            program=None,
+            tail=Whole(self.model, self.example, autocast=self.autocast),
+            in_eval=tuple(units),
+            why_not=self.attempts[0].why_not,
+            attempts=tuple(self.attempts),
+        )
+
+
+_NOT_WATCHED = "the model cannot be watched while it runs"
+
+
+_LEVELS: dict[Granularity, str] = {
+    "op": "between operators",
+    "module": "at the ends of modules",
+    "end": "at the freeze point alone",
+}
+
+
+def _levels(granularity: Granularity) -> tuple[Granularity, ...]:
+    order: tuple[Granularity, ...] = ("op", "module", "end")
+    return order[order.index(granularity) :]

@@ -1,0 +1,275 @@
+"""Proof before use: prefix + tail against the whole model, to the bit, before a job starts.
+
+What is compared, with ``torch.equal``, on random micro-batches and on one whose last rows are padding:
+
+- the answers, and the gradients that ``backward()`` leaves in each parameter, whole and cut at the freeze
+  point;
+- what crosses each cut of the program, computed in one go and from tensors that were sent over a wire at the
+  cut before;
+- the features of some samples while the other rows change: one that moves with its neighbours shows a model
+  that mixes samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from upriver.errors import CaptureError
+from upriver.program.eval_mode import calls_in_eval, no_fast_path
+from upriver.program.example_inputs import Example, Source, random_like, tensors_in
+from upriver.program.freeze import keep_in_eval, switch
+from upriver.program.graph.alignment import through_cuts
+from upriver.program.graph.autocast import autocasting
+from upriver.program.graph.devices import seed
+from upriver.program.graph.executor import Program
+from upriver.program.module_state.restoration import Kept, state_kept, unattended
+from upriver.program.split.freeze_point import EvalPlan, Ship
+from upriver.program.split.tail import Tail
+from upriver.program.tensor_layouts import dense_parts, same_bits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """What one step of training gave.
+
+    Attributes:
+        answers: The tensors of the answer.
+        gradients: Name of each parameter, frozen ones too, to what ``backward()`` left in it.
+        crossing: Which of the tensors that cross the freeze point were to have a gradient.
+        left: What it wrote to the model's tensors, and those that it set as attributes, by name.
+    """
+
+    answers: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    crossing: tuple[bool, ...]
+    left: dict[str, list[torch.Tensor]]
+
+
+class Proof:
+    """The comparisons of one program, on inputs that are the same for all of them."""
+
+    def __init__(self, program: Program, example: Example, *, seed: int = 0) -> None:
+        """Make the inputs.
+
+        Args:
+            example: A micro-batch; its integers are shuffled, not made up, since they may be indices.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        first, second, other = (random_like(example, generator) for _ in range(3))
+        size = program.micro_batch
+        self.program = program
+        self._kept = size // 2
+        self._random = (first, second)
+        self._unpadded = size - max(1, size // 4)
+        self._padded = _changed_from(self._unpadded, second)
+        self._mixed = _changed_from(self._kept, first, other)
+        self._values: list[tuple[torch.Tensor, ...]] = []
+
+    def cuts(self) -> None:
+        """Compare each stage on tensors that stay in memory with the same on tensors that were sent.
+
+        With the prefix as a whole proven, this proves each cut of it.
+
+        Raises:
+            CaptureError: Naming the first cut that changes a bit.
+        """
+        self._values = [through_cuts(self.program, example) for example in self._random]
+
+    def split(
+        self, model: nn.Module, tail: Tail, in_eval: EvalPlan, *, autocast: torch.dtype | None = None
+    ) -> None:
+        """Compare the model cut at the freeze point with the whole one; :meth:`cuts` comes before.
+
+        Args:
+            in_eval: What does not train.
+            autocast: What the program was captured under.
+
+        Raises:
+            CaptureError: Naming what differed.
+        """
+        program = self.program
+        padded = program.run(self._padded.tensors, 0, program.num_stages)
+        self._rows_are_independent(tail, padded)
+        compared = zip((*self._random, self._padded), (*self._values, padded), strict=True)
+        for number, (example, values) in enumerate(compared):
+            # As in training and as in evaluation; one sample is too few for a BatchNorm that trains.
+            training = number != 1 and program.micro_batch > 1
+            step = _Step(model, tail, training=training, autocast=autocast)
+            try:
+                # On copies: the model may write into what it is given.
+                fresh = example.with_tensors([tensor.clone() for tensor in example.tensors])
+                whole = step.taken(model, fresh.args, fresh.kwargs, in_eval)
+            except CaptureError:
+                raise
+            except Exception as error:  # the user's forward, on values that are none of theirs
+                if example is self._padded:
+                    continue  # it takes no padding; such rows never reach it
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise CaptureError(f"the model does not run on random values: {reason}") from error
+            tail.with_gradient[training] = whole.crossing
+            _same_answers(step, tail, in_eval, whole, values)
+
+    def _rows_are_independent(self, tail: Tail, padded: tuple[torch.Tensor, ...]) -> None:
+        """Change some rows: the features of the others must not move."""
+        program = self.program
+        if program.micro_batch == 1:
+            return
+        mixed = program.run(self._mixed.tensors, 0, program.num_stages)
+        first, second = self._values
+        for changed, before, rows in ((mixed, first, self._kept), (padded, second, self._unpadded)):
+            a, b = (tail.values.select(values, range(rows)) for values in (changed, before))
+            if not all(same_bits(x, y) for x, y in zip(a, b, strict=True)):
+                raise CaptureError(
+                    "samples influence each other in the frozen part: the answer for one row depends on "
+                    "others"
+                )
+
+
+def _changed_from(first: int, given: Example, other: Example | None = None) -> Example:
+    """The same with the rows of another example from ``first`` on, or zero, as padding leaves them."""
+    changed = []
+    for number, mine in enumerate(given.tensors):
+        tensor = mine
+        if given.holds_samples(mine):
+            tensor = torch.empty_like(mine).copy_(mine)
+            tensor[first:] = 0 if other is None else other.tensors[number][first:]
+        changed.append(tensor)
+    return given.with_tensors(changed)
+
+
+def _same_answers(
+    step: _Step, tail: Tail, in_eval: EvalPlan, whole: Taken, values: tuple[torch.Tensor, ...]
+) -> None:
+    kept = [value.clone() for value in values]
+    cut = f"the model cut after {tail.boundary!r}"
+    try:
+        features = tail.values.one_or_all(values)
+        # Calls that belong to the prefix are not made here, so none of them is to be put in eval.
+        split = step.taken(tail, (features,), {}, EvalPlan(modules=in_eval.modules))
+    except CaptureError:
+        raise
+    except Exception as error:  # the user's forward, on a model of which a part is missing
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CaptureError(f"{cut} does not run: {reason}") from error
+    pairs = zip(whole.answers, split.answers, strict=False)
+    if len(whole.answers) != len(split.answers) or not all(same_bits(a, b) for a, b in pairs):
+        raise CaptureError(f"{cut} gives another answer than the whole one")
+    for name in {**whole.gradients, **split.gradients}:
+        gradient, other = whole.gradients.get(name), split.gradients.get(name)
+        if (gradient is None) != (other is None):
+            raise CaptureError(
+                f"{cut} gives {'no' if other is None else 'a'} gradient of {name!r}, unlike it whole"
+            )
+        if gradient is not None and not same_bits(gradient, other):
+            raise CaptureError(f"{cut} gives another gradient of {name!r}")
+    for name, tensors in split.left.items():
+        others = whole.left.get(name, [])
+        if len(tensors) != len(others) or not all(map(same_bits, others, tensors)):
+            raise CaptureError(f"{cut} leaves another value in {name!r}")
+    if not all(same_bits(a, b) for a, b in zip(kept, values, strict=True)):
+        raise CaptureError(f"{cut} writes into what it was given")
+
+
+class _Step:
+    """A step of training as a user takes it, but for the optimizer's, that leaves a model as it was.
+
+    Args:
+        model: The user's.
+        tail: Its tail, which says what crosses.
+        training: Whether in training mode.
+        autocast: Under autocast to this type.
+    """
+
+    def __init__(self, model: nn.Module, tail: Tail, *, training: bool, autocast: torch.dtype | None) -> None:
+        self._model, self._tail = model, tail
+        self._training, self._autocast = training, autocast
+
+    def taken(self, run: nn.Module, args: Sequence[object], kwargs: object, in_eval: EvalPlan) -> Taken:
+        """Take it with the model or with its tail.
+
+        Raises:
+            CaptureError: If nothing is to be trained.
+        """
+        model = self._model
+        device = next(p for p in model.parameters() if p.requires_grad).device
+        with state_kept(model) as kept, no_fast_path(), torch.enable_grad():
+            for training in (True, self._training):  # some modules drop what they kept in eval then
+                switch(model, training=training)
+            keep_in_eval(model, list(in_eval.modules))
+            seed(0)
+            ships = self._tail.values.ships
+            with (
+                calls_in_eval(model, in_eval.calls),
+                _Crossing(model, ships) as crossing,
+                unattended(model),
+            ):
+                with autocasting(device, self._autocast):
+                    returned = tensors_in(run(*args, **dict(kwargs)))  # type: ignore[call-overload]
+                answers = [part for tensor in returned for part in dense_parts(tensor)]
+                self._loss(answers, whole=run is model).backward()
+                gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+            left = _left(kept)
+        return Taken(
+            answers=[t.detach() for t in answers],
+            gradients=gradients,
+            crossing=crossing.with_gradient(),
+            left=left,
+        )
+
+    def _loss(self, answers: Sequence[torch.Tensor], *, whole: bool) -> Any:
+        # Squares, so that a gradient depends on the values; scaled, so that it stays finite in half
+        # precision.
+        terms = [(t.float() / 16).square().mean() for t in answers if t.requires_grad]
+        if not terms and whole:
+            raise CaptureError("the model's answer does not depend on its trainable parameters")
+        if not terms:
+            raise CaptureError(
+                f"the model cut after {self._tail.boundary!r} gives an answer without a gradient"
+            )
+        return torch.stack(terms).sum()
+
+
+def _left(kept: Kept) -> dict[str, list[torch.Tensor]]:
+    found: dict[str, list[torch.Tensor]] = {}
+    written = kept.written()
+    for each in (*(each for each in kept.tensors if each.name in written), *kept.left()):
+        found.setdefault(each.name, []).append(each.tensor.detach().clone())
+    return found
+
+
+class _Crossing(contextlib.ExitStack):
+    """Looks, in a run of a whole model, at what crosses the freeze point: does it ask for a gradient?
+
+    What frozen layers give does not, unless a hook on them says that it does: activation checkpointing needs
+    that, and leaves what is trained behind it without a gradient otherwise.
+    """
+
+    def __init__(self, model: nn.Module, ships: Sequence[Ship]) -> None:
+        super().__init__()
+        self._found = dict.fromkeys((ship.source for ship in ships), False)
+        for path in {source.path for source in self._found if source.path is not None}:
+            # Ours comes last, behind whatever the user's own hooks make of the result.
+            self.callback(model.get_submodule(path).register_forward_hook(self._look(path)).remove)
+
+    def with_gradient(self) -> tuple[bool, ...]:
+        """Which of them do, in order."""
+        return tuple(self._found.values())
+
+    def _look(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        numbers = itertools.count()
+
+        def look(_module: nn.Module, _args: Any, result: Any) -> None:
+            number = next(numbers)
+            for leaf, tensor in enumerate(tensors_in(result)):
+                source = Source(path=path, number=number, leaf=leaf)
+                if source in self._found:
+                    self._found[source] = tensor.requires_grad
+
+        return look

@@ -1,0 +1,1 @@
+"""Call near-data servers: HTTP client, discovery, verification, and choice among servers."""

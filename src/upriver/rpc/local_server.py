@@ -1,0 +1,237 @@
+"""A near-data server of one's own: a subprocess on loopback, for one machine and for demonstrations."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain
+from types import TracebackType
+
+from upriver.errors import ConfigError, ServerUnavailable, UpriverError
+from upriver.rpc.child_server import START_TIMEOUT_S, Lifeline, Tail, announced_url, end
+from upriver.rpc.client import ServerClient
+
+READY_POLL_S = 0.05
+"""Between two looks at /readyz while it starts: a hundredth of what starting takes."""
+
+STOP_TIMEOUT_S = 10.0
+"""After SIGTERM; what has not ended by then is killed."""
+
+TOKEN_VARIABLE = "UPRIVER_TOKEN"
+"""Where ``upriver serve`` finds its token: unlike an argument, other users cannot see it."""
+
+
+class EmbeddedServer:
+    """A running ``upriver serve``, which ends with this object, and with this process however that dies.
+
+    Attributes:
+        url: Where it listens, on loopback.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], lifeline: Lifeline, errors: Tail, url: str) -> None:
+        self.url = url
+        self._process = process
+        self._errors = errors
+        self._close = weakref.finalize(self, _end, process, lifeline, errors, os.getpid())
+
+    @classmethod
+    def start(
+        cls,
+        stores: Mapping[str, str],
+        *,
+        threads: int | None = None,
+        workers: int | None = None,
+        cpu: Set[int] | None = None,
+        token: str | None = None,
+        port: int = 0,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> EmbeddedServer:
+        """Start a server and wait until it takes requests.
+
+        Args:
+            stores: Names to URIs.
+            threads: Of each compute process; the server's own default if None.
+            workers: Compute processes; the server's own default if None.
+            cpu: Cores that the server and its processes may use.
+            token: What clients must send.
+            port: 0 takes a free one.
+            timeout_s: How long that may take.
+
+        Raises:
+            ConfigError: If a store cannot be shared with another process.
+            ServerUnavailable: If it ends or says nothing; with the last lines of its stderr.
+        """
+        _check_stores(stores)
+        options = [option for name, uri in stores.items() for option in ("--store", f"{name}={uri}")]
+        numbers = {"--threads": threads, "--workers": workers, "--port": port}
+        return cls._started("serve", options, numbers, cpu=cpu, token=token, timeout_s=timeout_s)
+
+    @classmethod
+    def start_worker(
+        cls,
+        allow: Sequence[str],
+        *,
+        workers: int | None = None,
+        cpu: Set[int] | None = None,
+        token: str | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> EmbeddedServer:
+        """Start an ``upriver worker`` and wait until it takes requests.
+
+        Args:
+            allow: Names of what it may run, as ``--allow`` takes them.
+            workers: Compute processes; its own default if None.
+            cpu: As for `start`, as are the others.
+
+        Raises:
+            ServerUnavailable: As `start`.
+        """
+        options = [option for name in allow for option in ("--allow", name)]
+        numbers = {"--workers": workers, "--port": 0}
+        return cls._started("worker", options, numbers, cpu=cpu, token=token, timeout_s=timeout_s)
+
+    @classmethod
+    def _started(
+        cls,
+        command: str,
+        options: Sequence[str],
+        numbers: Mapping[str, int | None],
+        *,
+        cpu: Set[int] | None,
+        token: str | None,
+        timeout_s: float,
+    ) -> EmbeddedServer:
+        lifeline = Lifeline()
+        try:
+            line = _command(command, options, {**numbers, "--parent-pipe": lifeline.reader})
+            process = _spawn(line, pass_fd=lifeline.reader, cpu=cpu, token=token)
+        except BaseException:
+            lifeline.close()
+            raise
+        finally:
+            lifeline.hand_over()
+        errors = Tail(process.stderr)
+        try:
+            deadline = time.monotonic() + timeout_s
+            url = announced_url(process, deadline)
+            if url is None:
+                raise _not_there(process, errors, deadline)
+            _wait_until_ready(process, errors, url, token, deadline)
+            return cls(process, lifeline, errors, url)
+        except BaseException:
+            _end(process, lifeline, errors, os.getpid())
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's front."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    @property
+    def stderr_tail(self) -> str:
+        """The last lines it wrote to stderr."""
+        return self._errors.text
+
+    def close(self) -> None:
+        """Ask it to end, wait, and kill it if it does not. May be called again."""
+        self._close()
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_stores(stores: Mapping[str, str]) -> None:
+    if not stores:
+        raise ConfigError("an embedded server needs at least one store")
+    for name, uri in stores.items():
+        if uri.startswith("memory:"):
+            raise ConfigError(
+                f"store {name!r} ({uri}) lies in this process's memory, where a server cannot see it; "
+                "use a file:// or s3:// store, or connect without a server"
+            )
+
+
+def _command(command: str, options: Sequence[str], numbers: Mapping[str, int | None]) -> list[str]:
+    given = [(option, str(value)) for option, value in numbers.items() if value is not None]
+    return [sys.executable, "-m", "upriver", command, *options, *chain.from_iterable(given)]
+
+
+def _spawn(
+    command: list[str], *, pass_fd: int, cpu: Set[int] | None, token: str | None
+) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    if token is not None:
+        environment[TOKEN_VARIABLE] = token
+    with _on_cores(cpu):
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(pass_fd,),
+            env=environment,
+        )
+
+
+@contextlib.contextmanager
+def _on_cores(cpu: Set[int] | None) -> Iterator[None]:
+    """Confine this thread for a moment: a child starts where the thread that starts it may run."""
+    if cpu is None:
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    if not cpu or not cpu <= allowed:
+        raise ConfigError(f"cpu must be some of this process's cores {sorted(allowed)}, got {sorted(cpu)}")
+    os.sched_setaffinity(0, cpu)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], errors: Tail, url: str, token: str | None, deadline: float
+) -> None:
+    """One worker was ready when it said that it listens; whether it still answers is seen by asking."""
+    with ServerClient(url, token=token) as client:
+        while process.poll() is None and (left_s := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(UpriverError):
+                if client.ready(timeout_s=left_s):
+                    return
+            time.sleep(READY_POLL_S)
+    raise _not_there(process, errors, deadline)
+
+
+def _not_there(process: subprocess.Popen[bytes], errors: Tail, deadline: float) -> ServerUnavailable:
+    """Why a server that was started cannot be used."""
+    if time.monotonic() >= deadline:
+        return ServerUnavailable(f"the embedded server was not ready in time{_said(errors)}")
+    code = process.wait()
+    errors.join(STOP_TIMEOUT_S)
+    return ServerUnavailable(f"the embedded server ended with exit code {code}{_said(errors)}")
+
+
+def _said(errors: Tail) -> str:
+    return f"; it said:\n{errors.text}" if errors.text else ""
+
+
+def _end(process: subprocess.Popen[bytes], lifeline: Lifeline, errors: Tail, owner: int) -> None:
+    """End it, unless this is not the process that started it."""
+    if owner != os.getpid():  # a fork of the process that started the server, on its own way out
+        return
+    end(process, errors, lifeline, timeout_s=STOP_TIMEOUT_S)

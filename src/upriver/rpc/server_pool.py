@@ -1,0 +1,530 @@
+"""Several servers as one: which is healthy, which has room, and when a lost one is back.
+
+Each server has a keeper, a thread that sleeps unless its server needs attention: it lets a new or returned
+server in (after the caller's check), lets an overloaded one rest, and looks whether a silent one is still
+alive.
+
+```
+joining ──admit──► up ──Overloaded, nothing in flight──► resting ──► up
+   │                │
+   └─NotExact─► out ├──ServerUnavailable, ProtocolError, …──► down ──ready and admit──► up
+                    └──silent, and /livez does not answer───►
+```
+
+Servers may be added and dropped at any time. One that is dropped gets no further request; what it is at may
+end, and then its client is closed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from upriver.errors import (
+    ConfigError,
+    DoesNotFit,
+    Forbidden,
+    NotAuthorized,
+    NotExact,
+    Overloaded,
+    ProgramError,
+    ProgramNotFound,
+    ProtocolError,
+    ServerUnavailable,
+    StorageFull,
+    TooLarge,
+    UpriverError,
+)
+from upriver.retry import Backoff, RetryBudget
+from upriver.rpc.refusal_log import MAX_REST_S, RefusalLog, Refusals
+from upriver.text import said
+from upriver.types import MicroBatch, Timings
+
+if TYPE_CHECKING:
+    from upriver.protocol import RunRequest
+
+log = logging.getLogger("upriver")
+
+QUIET_S = 5.0
+"""A server that has owed an answer for so long is asked whether it lives: a micro-batch of the largest
+network measured (vgg19) takes 11 s on one core, so silence alone means nothing, but asking costs little."""
+
+PROBE_TIMEOUT_S = 5.0
+"""For /livez and /readyz, which a healthy server answers at once, however busy its workers."""
+
+RAISE_BY = 0.125
+"""What a success adds to a server's limit after it had refused: one more request in flight for eight
+answers."""
+
+LOST = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, Forbidden)
+"""Errors after which a server must be let in again: it died, restarted, lost the program or changed its
+version, or this job is not one that may ask it. `TooLarge`, which is said of one request, is none of them."""
+
+DECIDED = (DoesNotFit, TooLarge, StorageFull, Forbidden, NotAuthorized, ProgramError)
+"""Errors that come again however often a server is to be let in, until somebody changes something there."""
+
+DECIDED_REST_S = 30.0
+"""Between two attempts at such a server, at least: each has it look at a request, or at a program that is
+sent anew, and write that down."""
+
+
+class Answer(Protocol):
+    """Micro-batches as they arrive. ``close`` may be called from any thread and wakes a waiting reader."""
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, Timings]]: ...
+    def __next__(self) -> tuple[MicroBatch, Timings]: ...
+    def close(self) -> None:
+        """Break off."""
+
+
+class Transport(Protocol):
+    """What the pool and the loader need of a client; `ServerClient` is the one that talks HTTP."""
+
+    @property
+    def url(self) -> str:
+        """Names the server in reports."""
+
+    def run(self, request: RunRequest) -> Answer:
+        """Start a request; nothing is sent before the answer is iterated."""
+
+    def alive(self, *, timeout_s: float) -> bool:
+        """Whether the server's front answers at all."""
+
+    def ready(self, *, timeout_s: float) -> bool:
+        """Whether it takes requests; raises ServerUnavailable when it cannot be reached."""
+
+    def abort(self) -> None:
+        """Break all connections off: whoever reads from one gets ServerUnavailable."""
+
+    def close(self) -> None:
+        """Abort, and refuse further use."""
+
+
+class Health(StrEnum):
+    """Where a server stands."""
+
+    JOINING = "joining"
+    UP = "up"
+    RESTING = "resting"
+    DOWN = "down"
+    OUT = "out"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerStatus:
+    """One server, for reports.
+
+    Attributes:
+        reason: Why it is not up; empty where it is.
+        served: Requests it has answered in full.
+        available: The share of the last seconds in which it did not refuse requests.
+    """
+
+    url: str
+    health: Health
+    reason: str
+    in_flight: int
+    served: int
+    available: float = 1.0
+
+
+class _Member:
+    """One server's state; guarded by the pool's lock."""
+
+    def __init__(self, client: Transport, limit: int) -> None:
+        self.client = client
+        self.health = Health.JOINING
+        self.reason = ""
+        self.in_flight = 0
+        self.served = 0
+        self.failures = 0
+        self.limit = float(limit)
+        self.rest_s = 0.0  # how long it is left alone, if it is
+        self.rests = 0  # in a row
+        self.last_heard = 0.0
+        self.answered_at = 0.0
+        self.refusals = Refusals()
+        self.left = False  # dropped: no further request
+        self.lives = 0  # how often it was let in; a failure of an earlier life says nothing about this one
+
+
+class Lease:
+    """The right to one request on one server; how its ``with`` block ends decides about its health."""
+
+    def __init__(self, pool: ServerPool, member: _Member) -> None:
+        self._pool = pool
+        self._member = member
+        self._life = member.lives
+        self._began = time.monotonic()
+
+    @property
+    def client(self) -> Transport:
+        """The server."""
+        return self._member.client
+
+    def heard(self) -> None:
+        """Something has arrived from the server."""
+        self._member.last_heard = self._member.answered_at = time.monotonic()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool._settle(self._member, error, life=self._life, began=self._began)
+
+
+class ServerPool:
+    """Lends the least-loaded healthy server, and brings lost ones back. Thread-safe; owns its clients.
+
+    Args:
+        clients: One for each server address.
+        admit: Called before a server is used for the first time and after each loss (version, fingerprint,
+            program there, canary). `NotExact` keeps the server out for good; any other error is tried again
+            later.
+        max_in_flight: Requests at once on one server; a server that refuses lowers its own limit.
+        backoff: Between attempts to bring a server back.
+        budget: Shared by all retries of the jobs that use this pool.
+        quiet_s: Silence after which a server that owes an answer is asked whether it lives.
+        probe_timeout_s: How long that question, or /readyz, may take.
+
+    Attributes:
+        refusal_log: What servers have had no room for, those among them that have been dropped since.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[Transport],
+        *,
+        admit: Callable[[Transport], None] | None = None,
+        max_in_flight: int = 16,
+        backoff: Backoff | None = None,
+        budget: RetryBudget | None = None,
+        quiet_s: float = QUIET_S,
+        probe_timeout_s: float = PROBE_TIMEOUT_S,
+    ) -> None:
+        if not clients:
+            raise ConfigError("a pool needs at least one server")
+        if max_in_flight < 1:
+            raise ConfigError(f"max_in_flight must be at least 1, got {max_in_flight}")
+        self.budget = budget or RetryBudget()
+        self.refusal_log = RefusalLog()
+        self._admit = admit
+        self._max_in_flight = max_in_flight
+        self._backoff = backoff or Backoff()
+        self._quiet_s = quiet_s
+        self._probe_timeout_s = probe_timeout_s
+        self._changed = threading.Condition()
+        self._closed = False
+        self._listeners: list[Callable[[], None]] = []
+        self._members: list[_Member] = []
+        self._leaving: list[_Member] = []
+        self._keepers: list[threading.Thread] = []
+        self._numbers = itertools.count()
+        with self._changed:
+            for client in clients:
+                self._take_in(client)
+
+    # ------------------------------------------------------------------------------- for borrowers
+
+    def borrow(self, url: str | None = None) -> Lease | None:
+        """The least-loaded healthy server that has room (the one at ``url``, if that is given), or None."""
+        with self._changed:
+            asked = [m for m in self._members if url is None or m.client.url == url]
+            free = [m for m in asked if m.health is Health.UP and m.in_flight < int(m.limit)]
+            if not free or self._closed:
+                return None
+            member = min(free, key=lambda m: (m.in_flight, m.served))
+            if member.in_flight == 0:
+                member.last_heard = time.monotonic()
+            member.in_flight += 1
+            self._changed.notify_all()  # its keeper now watches for silence
+            return Lease(self, member)
+
+    @property
+    def usable(self) -> bool:
+        """Whether any server is up, be it at its limit."""
+        with self._changed:
+            return any(member.health is Health.UP for member in self._members)
+
+    @property
+    def up(self) -> tuple[Transport, ...]:
+        """The clients of all servers that are up, in the order in which they came."""
+        with self._changed:
+            return tuple(member.client for member in self._members if member.health is Health.UP)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses of all servers, however they are, in the order in which they came."""
+        with self._changed:
+            return tuple(member.client.url for member in self._members)
+
+    def lost(self, url: str) -> str | None:
+        """Why this server cannot be used, if that is more than a matter of waiting; None if it is not."""
+        for status in self.status():
+            if status.url == url:
+                return (
+                    (status.reason or status.health) if status.health in (Health.DOWN, Health.OUT) else None
+                )
+        return "it is none of this job's servers"
+
+    def wait_joined(self, timeout_s: float, urls: Collection[str] | None = None) -> bool:
+        """Wait until each server (of ``urls``) was let in or failed to be, once; whether any is up."""
+        with self._changed:
+            awaited = [m for m in self._members if urls is None or m.client.url in urls]
+            self._changed.wait_for(
+                lambda: self._closed or all(m.left or m.health is not Health.JOINING for m in awaited),
+                timeout_s,
+            )
+        return self.usable
+
+    def status(self) -> tuple[ServerStatus, ...]:
+        """Every server as it stands, in the order given."""
+        with self._changed:
+            return tuple(
+                ServerStatus(
+                    url=m.client.url,
+                    health=m.health,
+                    reason=m.reason,
+                    in_flight=m.in_flight,
+                    served=m.served,
+                    available=m.refusals.available,
+                )
+                for m in self._members
+            )
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call ``listener``, with no lock held, whenever `borrow` may answer differently."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """Stop calling it; unknown ones are ignored."""
+        with self._changed:
+            self._listeners = [known for known in self._listeners if known != listener]
+
+    def close(self) -> None:
+        """Break everything off and stop the keepers. May be called again."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            members, keepers = [*self._members, *self._leaving], self._keepers
+        for member in members:
+            member.client.close()
+        for keeper in keepers:
+            if keeper is not threading.current_thread():
+                keeper.join()
+
+    def __enter__(self) -> ServerPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------- come and go
+
+    def add(self, client: Transport) -> None:
+        """Let one more server in, once it has passed what all have to pass; any thread may call this.
+
+        The client belongs to the pool from here on. Where its address is known already it is closed at once.
+        """
+        with self._changed:
+            known = [member.client for member in self._members if member.client.url == client.url]
+            if not known and not self._closed:
+                self._take_in(client)
+                return
+        if client not in known:
+            client.close()
+
+    def drop(self, url: str) -> None:
+        """Give a server no more requests; any thread may call this. Unknown ones are ignored.
+
+        What it is at may end as it will; then its client is closed.
+        """
+        with self._changed:
+            gone = [member for member in self._members if member.client.url == url]
+            self._members = [member for member in self._members if member not in gone]
+            self._leaving += [member for member in gone if member.in_flight]
+            for member in gone:
+                member.left = True
+            self._changed.notify_all()
+        for member in gone:
+            if member not in self._leaving:
+                member.client.close()
+        if gone:
+            self._tell()
+
+    def _take_in(self, client: Transport) -> None:
+        """A new member, and its keeper."""
+        member = _Member(client, self._max_in_flight)
+        name = f"upriver-keeper-{next(self._numbers)}"
+        keeper = threading.Thread(target=self._keep, args=(member,), name=name, daemon=True)
+        self._members.append(member)
+        self._keepers = [*(each for each in self._keepers if each.is_alive()), keeper]
+        keeper.start()
+
+    # ---------------------------------------------------------------------------------- changes
+
+    def _settle(self, member: _Member, error: BaseException | None, *, life: int, began: float) -> None:
+        """A lease came back: draw the conclusions."""
+        with self._changed:
+            member.in_flight -= 1
+            if error is None:
+                member.served += 1
+                member.failures = member.rests = 0
+                member.limit = min(float(self._max_in_flight), member.limit + RAISE_BY)
+                self.budget.succeeded()
+            elif isinstance(error, Overloaded):
+                self._refused(member, error, began)
+            elif is_lost(error) and life == member.lives and member.health is not Health.DOWN:
+                member.failures += 1
+                self._set(member, Health.DOWN, str(error))
+            is_through = member in self._leaving and not member.in_flight
+            if is_through:
+                self._leaving.remove(member)
+            self._changed.notify_all()
+        if is_through:
+            member.client.close()
+        self._tell()
+        if isinstance(error, Overloaded):
+            self.refusal_log.add(member.client.url, error)  # not under the lock, since it logs
+
+    def _refused(self, member: _Member, error: Overloaded, began: float) -> None:
+        """It had no room: send less, and nothing for a while where that was all that it was asked for."""
+        now, rest_s = time.monotonic(), 0.0
+        member.limit = max(1.0, float(member.in_flight))
+        if member.in_flight == 0 and member.health is Health.UP:
+            member.rests += 1
+            rest_s = member.rest_s = max(self._as_told_s(error), self._backoff.wait_s(member.rests))
+            self._set(member, Health.RESTING, str(error))
+        # Some servers let a request wait before they refuse it; answers to others show that they do not only
+        # wait.
+        member.refusals.refused(max(began, member.answered_at), now + rest_s)
+
+    def _as_told_s(self, error: Overloaded) -> float:
+        """At least what a server asks for, at most twice that: clients sent away together come back apart."""
+        told_s = min(MAX_REST_S, error.retry_after_s)
+        return self._backoff.rng.uniform(told_s, 2 * told_s)
+
+    def _set(self, member: _Member, health: Health, reason: str) -> None:
+        member.health, member.reason = health, reason
+        self._changed.notify_all()
+
+    def _tell(self) -> None:
+        with self._changed:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    # ----------------------------------------------------------------------------------- keepers
+
+    def _keep(self, member: _Member) -> None:
+        """One server's keeper: sleeps until its server needs it."""
+        steps = {
+            Health.JOINING: self._join,
+            Health.DOWN: self._bring_back,
+            Health.RESTING: self._rest,
+            Health.UP: self._watch,
+        }
+        while self._needs_keeper(member) and (step := steps.get(member.health)) is not None:
+            before = member.health
+            step(member)
+            if member.health is not before:
+                self._tell()
+        if member.left and member.in_flight:  # lost, dropped, and from here on nobody watches what it owes
+            member.client.abort()
+
+    def _needs_keeper(self, member: _Member) -> bool:
+        """All do while the pool is open; one that was dropped as long as it owes an answer."""
+        owes = member.in_flight > 0 and member.health is Health.UP
+        return not self._closed and (owes or not member.left)
+
+    def _bring_back(self, member: _Member) -> None:
+        if self._sleep(member, max(member.rest_s, self._backoff.wait_s(member.failures))):
+            self._join(member)
+
+    def _join(self, member: _Member) -> None:
+        """Ask the server whether it is ready, and the caller whether it may be used."""
+        try:
+            if not member.client.ready(timeout_s=self._probe_timeout_s):
+                raise ServerUnavailable(f"{member.client.url} is not ready")
+            if self._admit is not None:
+                self._admit(member.client)
+        except Exception as error:
+            if isinstance(error, Overloaded):
+                self.refusal_log.add(member.client.url, error)
+            # Errors that are not ours are a fault in `admit`: trying again would not help.
+            keep_out = isinstance(error, NotExact) or not isinstance(error, UpriverError)
+            with self._changed:
+                member.failures += 1
+                member.rest_s = self._rest_after(error)
+                reason = str(error) if isinstance(error, UpriverError) else repr(error)
+                self._set(member, Health.OUT if keep_out else Health.DOWN, reason)
+        else:
+            with self._changed:
+                before = member.reason
+                member.lives += 1
+                member.rest_s = 0.0
+                self._set(member, Health.UP, "")
+            if before:  # not under the lock, since it logs
+                log.info("%s is used again; it was not, since: %s", member.client.url, said(before))
+
+    def _rest_after(self, error: Exception) -> float:
+        """For how long a server that could not be let in is left alone, whatever the backoff says."""
+        if isinstance(error, Overloaded):
+            return self._as_told_s(error)
+        if isinstance(error, DECIDED):
+            return self._backoff.rng.uniform(DECIDED_REST_S, 2 * DECIDED_REST_S)
+        return 0.0
+
+    def _rest(self, member: _Member) -> None:
+        if self._sleep(member, member.rest_s):
+            with self._changed:
+                member.rest_s = 0.0
+                if member.health is Health.RESTING:
+                    self._set(member, Health.UP, "")
+
+    def _watch(self, member: _Member) -> None:
+        """Sleep while all is well; return when the server's health changed or it turned out to be dead."""
+        with self._changed:
+            while member.health is Health.UP and self._needs_keeper(member):
+                quiet_s = time.monotonic() - member.last_heard
+                if member.in_flight and quiet_s >= self._quiet_s:
+                    break
+                self._changed.wait(self._quiet_s - quiet_s if member.in_flight else None)
+            else:
+                return
+        if self._is_alive(member):
+            member.last_heard = time.monotonic()
+            return
+        with self._changed:
+            if member.health is Health.UP and not self._closed:
+                member.failures += 1
+                self._set(
+                    member, Health.DOWN, f"{member.client.url} owes an answer and does not answer /livez"
+                )
+        member.client.abort()
+
+    def _is_alive(self, member: _Member) -> bool:
+        try:
+            return member.client.alive(timeout_s=self._probe_timeout_s)
+        except UpriverError:
+            return False
+
+    def _sleep(self, member: _Member, seconds: float) -> bool:
+        """Sleep, unless the pool is closed or the server dropped; whether neither is so."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._closed or member.left, seconds)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a server that answered so must be let in again before it is asked further."""
+    return isinstance(error, LOST) and not isinstance(error, TooLarge)

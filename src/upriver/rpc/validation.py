@@ -1,0 +1,193 @@
+"""What callers hand in, checked once: an error names the argument, what is allowed, and what was got."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+from torch.utils.data import ConcatDataset, Subset
+
+from upriver.errors import ConfigError
+from upriver.pipeline import Dataset
+from upriver.pipeline.subset import rows_of, whole_of
+from upriver.rpc.discovery import Directory, is_directory
+from upriver.rpc.http import Address
+from upriver.text import printable
+from upriver.types import require_finite, require_type
+
+MAX_THREADS = 256
+"""Threads or connections of one job. Each has a stack, a socket and a micro-batch in memory; the largest
+machines in common use have about as many cores, so a larger number is a slip."""
+
+COMPILE_OPTIONS = ("backend", "mode", "options", "fullgraph", "dynamic")
+"""Of ``torch.compile``: what decides how the tail is compiled."""
+
+Indexed: TypeAlias = Dataset | Subset[Any] | ConcatDataset[Any]
+"""A dataset from `upriver.index`, or what PyTorch makes parts of one with."""
+
+_T = TypeVar("_T")
+
+
+def whole(name: str, value: int, *, most: int | None = None) -> int:
+    """A whole number from 1 on; a bool is none."""
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        allowed = "of at least 1" if most is None else f"in 1..{most}"
+        raise ConfigError(f"{name} must be a whole number {allowed}, got {_shown(value)}")
+    return value
+
+
+def flag(name: str, value: bool) -> bool:
+    """True or False and nothing that merely counts as one: ``"no"`` would count as True."""
+    if type(value) is not bool:
+        raise ConfigError(f"{name} must be True or False, got {_shown(value)}")
+    return value
+
+
+def choice(name: str, value: _T, allowed: Collection[_T]) -> _T:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in allowed:
+        separator = " or " if len(allowed) == 2 else ", "
+        raise ConfigError(f"{name} must be {separator.join(map(str, allowed))}, got {_shown(value)}")
+    return value
+
+
+def shard(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
+    """Which of how many ranks; both or neither. One process alone is rank 0 of 1."""
+    if rank is None and num_ranks is None:
+        return 0, 1
+    if rank is None or num_ranks is None:
+        given, missing = ("num_ranks", "rank") if rank is None else ("rank", "num_ranks")
+        raise ConfigError(f"{given} was given without {missing}: a shard is one of several")
+    whole("num_ranks", num_ranks)
+    if type(rank) is not int or not 0 <= rank < num_ranks:
+        raise ConfigError(f"rank must be a whole number in 0..{num_ranks - 1}, got {_shown(rank)}")
+    return rank, num_ranks
+
+
+def cuts(value: int | Mapping[int, float] | None) -> dict[int, float] | None:
+    """Cuts and their shares of the samples, the earliest first; None where the policy is to choose.
+
+    Which cuts there are only the split model says.
+    """
+    if value is None or type(value) is int:
+        return None if value is None else {value: 1.0}
+    if not isinstance(value, Mapping) or any(type(cut) is not int for cut in value):
+        raise ConfigError(
+            "cut must be a whole number, a mapping of whole numbers to shares of the samples, or None, got "
+            f"{_shown(value)}"
+        )
+    for cut, share in value.items():
+        require_finite(f"cut[{cut}]", share, positive=True)
+    shares = {cut: float(share) for cut, share in value.items()}
+    if not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
+        raise ConfigError(f"cut must have shares that sum to 1, got {_shown(dict(value))}")
+    return dict(sorted(shares.items()))
+
+
+def compiling(value: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Arguments for ``torch.compile``; None to leave the tail as it is."""
+    if isinstance(value, Mapping):
+        unknown = [name for name in value if name not in COMPILE_OPTIONS]
+        if unknown:
+            raise ConfigError(
+                f"compile_tail takes {', '.join(COMPILE_OPTIONS)}, which go to torch.compile, "
+                f"got {_shown(unknown)}"
+            )
+        _check_compile_options(value)
+        return dict(value)
+    if type(value) is not bool:
+        raise ConfigError(
+            f"compile_tail must be True, False or a mapping of torch.compile's arguments, got {_shown(value)}"
+        )
+    return {} if value else None
+
+
+def _check_compile_options(options: Mapping[str, Any]) -> None:
+    """What ``torch.compile`` takes without a look, to fail at the first call; the rest it checks itself."""
+    backend = options.get("backend", "")
+    if not isinstance(backend, str) and not callable(backend):
+        raise ConfigError(f"compile_tail's backend must be a name or a function, got {_shown(backend)}")
+    flag("compile_tail's fullgraph", options.get("fullgraph", False))
+    if options.get("dynamic") is not None:
+        flag("compile_tail's dynamic", options["dynamic"])
+
+
+def indexed(dataset: Indexed) -> tuple[Dataset, Sequence[int]]:
+    """An indexed dataset and the rows that are meant: all, or those of a part of it."""
+    whole = require_type(
+        "dataset", whole_of(dataset), Dataset, "from upriver.index(), or a torch.utils.data.Subset of one"
+    )
+    return whole, rows_of(dataset)
+
+
+def function(name: str, value: _T) -> _T:
+    """Something to call, or None."""
+    if value is not None and not callable(value):
+        raise ConfigError(f"{name} must be a function, got {_shown(value)}")
+    return value
+
+
+def addresses(urls: Sequence[str]) -> tuple[str, ...]:
+    """Addresses of servers, or of a directory that knows them."""
+    for url in urls:
+        require_type("a server's address", url, str, "http://HOST:PORT")
+        if not _is_directory(url):
+            Address.parse(url, None)
+        elif len(urls) == 1:
+            Directory(url)
+        else:
+            raise ConfigError(f"{url} names servers that come and go: give it alone, without other addresses")
+    return tuple(urls)
+
+
+def encrypts(url: str) -> bool:
+    """Whether an address is spoken to over TLS, or leads to servers that may be."""
+    return is_directory(url) or urlsplit(url).scheme == "https"
+
+
+def _is_directory(url: str) -> bool:
+    try:
+        return is_directory(url)
+    except ValueError:  # no address at all, as will be said
+        return False
+
+
+def token(value: str | None) -> str | None:
+    """What may stand in a header; what is wrong with it is said without repeating it."""
+    if value is not None and not (isinstance(value, str) and re.fullmatch(r"[!-~]+", value)):
+        raise ConfigError("token must be a text of visible ASCII characters without spaces")
+    return value
+
+
+def cores(value: set[int] | None) -> set[int] | None:
+    """Cores that this process may use itself."""
+    allowed = os.sched_getaffinity(0)
+    if value is not None and not (isinstance(value, set | frozenset) and value and value <= allowed):
+        raise ConfigError(f"server_cpus must be a set of the cores {sorted(allowed)}, got {_shown(value)}")
+    return value
+
+
+def number(metric: object, value: Any) -> float:
+    """Return what a metric gave, as a number.
+
+    Raises:
+        ConfigError: If it is none; names the metric.
+    """
+    try:
+        if not isinstance(value, str | bytes | bytearray):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    name = getattr(metric, "__name__", type(metric).__name__)
+    tensor = isinstance(value, torch.Tensor)
+    got = f"a tensor of shape {tuple(value.shape)}" if tensor else f"{type(value).__name__} {_shown(value)}"
+    raise ConfigError(f"metric {name} must give one number, got {got}") from None
+
+
+def _shown(value: object) -> str:
+    return printable(repr(value), 100)

@@ -1,0 +1,325 @@
+"""One device with all that computes on it: memory, workers, their programs, and who waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import torch
+
+from upriver.errors import ConfigError, Overloaded
+from upriver.profile.resources import total_bytes
+from upriver.program.graph.devices import check_device
+from upriver.server.config import ServerConfig
+from upriver.server.execution.worker_pool import WorkerPool
+from upriver.server.http.errors import Wording
+from upriver.server.ipc.messages import Hello, Setup
+from upriver.server.ipc.shared_memory import KEPT_BYTES
+from upriver.server.observability.load import LoadMeter
+from upriver.server.observability.metrics import Metrics
+from upriver.server.programs.cache import Shelf
+from upriver.server.programs.datasets import Datasets
+from upriver.server.programs.registry import Programs
+from upriver.server.run_handler import Runner
+from upriver.server.sandbox.bubblewrap import enclose
+from upriver.server.sandbox.rlimits import on_cpu
+from upriver.server.scheduling.admission_queue import Line
+from upriver.server.scheduling.batch_adaptation import adaptive, static
+from upriver.server.scheduling.fair_queue import Turns
+from upriver.server.scheduling.footprint import DECODING_BYTES, GRAPH_FACTOR, WEIGHED_BYTES
+from upriver.server.scheduling.memory_budget import BASE, INDEXES, Budget, Hold, memory_budget
+from upriver.server.tenants import Tenant
+from upriver.store import Store
+from upriver.text import bytes_text
+
+log = logging.getLogger(__name__)
+
+LEAST_BYTES = 64 << 20
+"""With less beside idle workers hardly any request fits."""
+
+LOOK_S = 1.0
+"""Memory is looked at so often at most: it takes some ms a worker, which stands still for a part of them."""
+
+
+class Unit:
+    """One of a server's devices. Requests are dealt evenly over all of them, and each then admits its own.
+
+    So it is in HAPI (2022), section 4.5: the problem is solved for each accelerator alone.
+
+    Args:
+        device: Where its workers compute.
+        load: Of all workers of the server.
+        datasets: Indexes, which all share.
+
+    Attributes:
+        device: Where its workers compute.
+        base: What idle workers take; None until that is known.
+
+    Raises:
+        ConfigError: If there is no memory for requests.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        device: str,
+        *,
+        load: LoadMeter,
+        datasets: Datasets,
+        stores: Mapping[str, Store],
+        metrics: Metrics,
+        wording: Wording,
+    ) -> None:
+        self.device, self._config = device, config
+        self.base: Hold | None = None
+        self.budget = Budget(_memory(config, device))
+        self.shelf = Shelf(
+            self.budget,
+            most_bytes=config.program_budget_bytes,
+            on_evict=self._evicted,
+            quotas={
+                each.name: each.program_bytes for each in config.everyone() if each.program_bytes is not None
+            },
+        )
+        self.pool = WorkerPool(
+            count=config.workers,
+            setup=Setup(
+                threads=config.threads_per_worker,
+                device=device,
+                caps=config.caps,
+                memory_bytes=self.budget.total_bytes,
+                allow=config.allow,
+            ),
+            job_timeout_s=config.job_timeout_s,
+            enclosure=enclose(
+                config.sandbox,
+                device=device,
+                memory_bytes=self.budget.total_bytes,
+                own_code=bool(config.allow),
+                hidden=config.hidden_variables,
+            ),
+            on_restart=metrics.restart,
+            load=load,
+        )
+        self.programs = Programs(
+            stores,
+            prefix=config.prefix,
+            shelf=self.shelf,
+            caps=config.caps,
+            most_bytes=config.program_budget_bytes,
+            stored_bytes=config.stored_bytes,
+            workers=config.workers,
+            copies=1 if on_cpu(device) else config.workers,
+            device=torch.device(device),
+            limits=config.stream_limits,
+            metrics=metrics,
+        )
+        by_memory = config.admission == "adaptive"
+        self.line = Line(
+            self.budget,
+            self.shelf,
+            adaptive if by_memory else static,
+            most=config.max_admitted,
+            most_waiting=config.max_waiting,
+            most_waiting_bytes=config.max_waiting_bytes,
+            min_batch=config.min_batch if by_memory else 1,
+            collect_s=config.collect_s if by_memory else 0.0,
+            spare=datasets.drop_oldest,
+        )
+        self.turns = Turns(config.workers, one_each=True)
+        self.runner = Runner(
+            config,
+            pool=self.pool,
+            programs=self.programs,
+            datasets=datasets,
+            budget=self.budget,
+            line=self.line,
+            turns=self.turns,
+            metrics=metrics,
+            wording=wording,
+        )
+
+    @property
+    def hello(self) -> Hello:
+        """What its workers said of themselves.
+
+        Raises:
+            Overloaded: If none is ready yet.
+        """
+        if self.pool.hello is None or self.base is None:
+            raise Overloaded(self.pool.why)
+        return self.pool.hello
+
+    def hold_index(self, nbytes: int) -> Hold:
+        """Memory for a dataset's index, for which programs that nobody uses make room.
+
+        Raises:
+            Overloaded: If there is none.
+        """
+        self.shelf.make_room(nbytes)
+        return self.budget.hold(nbytes, owner=INDEXES)
+
+    async def hold_base(self) -> None:
+        """What workers take before they do anything is no request's; before it is held none is taken."""
+        try:
+            await self.pool.first()
+        except ConfigError:  # whoever started this server is told
+            return
+        resident = 0 if self.pool.hello is None else self.pool.hello.resident_bytes
+        each = resident + KEPT_BYTES + GRAPH_FACTOR * WEIGHED_BYTES
+        if self._config.stores:
+            each += DECODING_BYTES
+        nbytes = min(each * self._config.workers, self.budget.free_bytes)
+        if self.budget.free_bytes - nbytes < LEAST_BYTES:
+            log.warning(
+                "idle workers take %d of the memory budget's %d bytes: next to nothing is left for requests",
+                each * self._config.workers,
+                self.budget.total_bytes,
+            )
+        self.base = self.budget.hold(nbytes, owner=BASE)
+
+    def _evicted(self, key: str) -> None:
+        self.pool.forget(key)
+
+
+class Units:
+    """All devices of a server, over which requests are dealt.
+
+    Args:
+        units: One or more.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = tuple(units)
+        self._first = 0  # to be asked where all are alike
+        self._holding: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[int] | None = None
+        self._looked_at = 0.0
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units)
+
+    @property
+    def ready(self) -> bool:
+        """Whether each has a worker to work."""
+        return all(unit.pool.ready and unit.base is not None for unit in self._units)
+
+    @property
+    def why(self) -> str:
+        """Why there may be none."""
+        return next((unit.pool.why for unit in self._units if not unit.pool.ready), self._units[0].pool.why)
+
+    @property
+    def hello(self) -> Hello:
+        """What workers say of themselves, which is the same everywhere.
+
+        Raises:
+            Overloaded: If a device has none that is ready.
+        """
+        first, *_ = [unit.hello for unit in self._units]
+        return first
+
+    def start(self) -> None:
+        """Start all workers, and do not wait for them."""
+        for unit in self._units:
+            unit.pool.start()
+        self._holding = asyncio.create_task(self._hold_bases())
+
+    async def first(self) -> None:
+        """Wait until each device has a worker.
+
+        Raises:
+            ConfigError: If none can start on one of them, or two of them do not compute the same bits.
+        """
+        for unit in self._units:
+            await unit.pool.first()
+        hellos = [(unit.device, unit.pool.hello) for unit in self._units]
+        found = {str(hello.fingerprint): device for device, hello in hellos if hello is not None}
+        if len(found) > 1:
+            raise ConfigError(
+                f"{' and '.join(found.values())} do not compute alike, so answers would hang on chance: "
+                "give each a server of its own"
+            )
+
+    async def close(self) -> None:
+        """End all workers now."""
+        if self._holding is not None:
+            self._holding.cancel()
+            await asyncio.gather(self._holding, return_exceptions=True)
+        await asyncio.gather(*(unit.programs.close() for unit in self._units))
+        await asyncio.gather(*(unit.pool.close() for unit in self._units))
+
+    def deal(self, tenant: Tenant) -> Unit:
+        """Whose a tenant's next request is: where it has the fewest, then where the fewest are at all.
+
+        Where all are alike, each in turn.
+        """
+        count = len(self._units)
+        order = [(self._first + step) % count for step in range(count)]
+        runners = [unit.runner for unit in self._units]
+        chosen = min(order, key=lambda at: (runners[at].running_of(tenant.name), runners[at].running))
+        self._first = (chosen + 1) % count
+        return self._units[chosen]
+
+    def hold_index(self, nbytes: int) -> Hold:
+        """Memory for a dataset's index: the first device's if that is the machine's, else the host's.
+
+        Raises:
+            Overloaded: If there is none.
+        """
+        first = self._units[0]
+        return first.hold_index(nbytes) if on_cpu(first.device) else self._host.hold(nbytes, owner=INDEXES)
+
+    @property
+    def most_index_bytes(self) -> int:
+        """Memory that opening one index may take: half of what can be had at best."""
+        first = self._units[0]
+        return (first.budget if on_cpu(first.device) else self._host).most_bytes // 2
+
+    @cached_property
+    def _host(self) -> Budget:
+        """A quarter of the machine's free memory, for indexes where devices have memory of their own."""
+        return Budget(memory_budget("cpu", reserve=0.75, given=None))
+
+    async def used_bytes(self) -> int:
+        """Return bytes that all workers take, as of a second ago at most, however many ask."""
+        now = time.monotonic()
+        if self._looking is None or (self._looking.done() and now >= self._looked_at + LOOK_S):
+            pools = [unit.pool for unit in self._units]
+            look = asyncio.to_thread(lambda: sum(pool.used_bytes() for pool in pools))
+            self._looking, self._looked_at = asyncio.create_task(look), now
+        return await asyncio.shield(self._looking)
+
+    async def _hold_bases(self) -> None:
+        await asyncio.gather(*(unit.hold_base() for unit in self._units))
+
+
+def _memory(config: ServerConfig, device: str) -> int:
+    """Bytes that requests may take on a device; of the machine's each device that is none has its part.
+
+    Raises:
+        ConfigError: If nothing is left.
+    """
+    found = memory_budget(device, reserve=config.memory_reserve, given=config.memory_budget_bytes)
+    if config.memory_budget_bytes is not None:
+        _warn_of_too_much(found, device, count=len(config.devices) if on_cpu(device) else 1)
+    elif on_cpu(device):
+        return max(1, found // len(config.devices))
+    return found
+
+
+def _warn_of_too_much(budget: int, device: str, *, count: int) -> None:
+    """An operator may know more than a machine says of itself, so this is no error."""
+    most = total_bytes(check_device(device))
+    if budget * count > most:
+        where = "this machine, or the control group of this process," if on_cpu(device) else device
+        log.warning(
+            "memory_budget_bytes is %s%s, and %s has %s: requests are admitted that find no memory",
+            bytes_text(budget),
+            f" for each of {count}" if count > 1 else "",
+            where,
+            bytes_text(most),
+        )

@@ -1,0 +1,1 @@
+"""Run requests in worker processes."""

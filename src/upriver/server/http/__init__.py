@@ -1,0 +1,1 @@
+"""Serve HTTP: routes, authentication, limits, streaming of answers."""

@@ -1,0 +1,262 @@
+"""Who may come in: checked before a route is even looked for."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from upriver.errors import NotAuthorized, Overloaded
+from upriver.protocol import error_body
+from upriver.server.config import ServerConfig, is_loopback
+from upriver.server.http.errors import error_response
+from upriver.server.http.light_requests import HEALTH, MAX_STRANGERS, STRANGERS, Looks, Spent, metered
+from upriver.server.http.limits import ABORT, KNOWN, PEER_CERTIFICATE
+from upriver.server.http.tls import names_in
+from upriver.server.observability.audit_log import Audit
+from upriver.server.scheduling.concurrency_limit import Places
+from upriver.server.tenants import ANYONE, Tenant
+
+OPEN_PATHS = frozenset({"/livez", "/readyz"})
+"""Health says nothing about anyone's data, and whoever asks (a load balancer) has no token."""
+
+READING = frozenset({"GET", "HEAD"})
+"""Requests that may carry the token as a password. A browser adds a password by itself, also when a page from
+elsewhere has it ask: such a request must change nothing."""
+
+TENANT = "tenant"
+"""Where in a request's state its tenant stands."""
+
+_BASIC = 'Basic realm="upriver", charset="UTF-8"'
+
+
+class Access:
+    """Finds out whose request it is, and lets it through; what is nobody's is answered with 401.
+
+    A request that is let through keeps its connection busy, for as long as its client takes. Some connections
+    are left for tenants that have none: a request beyond that is answered with 503.
+
+    A tenant is told by its client certificate, or else by its token. A server without either trusts everyone
+    on its machine, which includes a browser there: a page from elsewhere can have its own name resolve to
+    127.0.0.1, but cannot choose what the browser then writes into ``Host``. What it posts there says in
+    ``Origin`` where it comes from.
+
+    Requests that only look, and those that are answered with an error, take turns for the front's time.
+
+    Args:
+        app: What is protected.
+        config: Says how.
+        audit: Told what is refused.
+        on_refused: Told the code of each error that is answered here.
+        looks: Deals out turns to those who look.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        audit: Audit | None = None,
+        on_refused: Callable[[str], None] = lambda code: None,
+        looks: Looks | None = None,
+    ) -> None:
+        self._app, self._on_refused = app, on_refused
+        self._looks = looks or Looks()
+        self._tenants = config.everyone()
+        self._places = Places(config.max_connections, (tenant.name for tenant in self._tenants))
+        self._wants_certificates = config.tls_client_ca is not None
+        self._audit = audit or Audit(None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401 or 503."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] in OPEN_PATHS:
+            await self._looks.turn(HEALTH)
+            await self._looks.look(HEALTH, self._app(scope, receive, send))
+            return
+        headers = Headers(scope=scope)
+        try:
+            tenant = self._tenant(scope, headers)
+        except NotAuthorized as error:
+            await self._refuse(error, scope, receive, send)
+            return
+        scope.setdefault("state", {}).get(KNOWN, _nothing)()
+        if not self._places.take(tenant.name):
+            await self._turn_away(tenant, scope, receive, send)
+            return
+        scope["state"][TENANT] = tenant
+        try:
+            if _works(scope):
+                await self._work(tenant, scope, receive, send)
+            else:
+                await self._looks.turn(tenant.name, tenant.weight)
+                await self._looks.look(tenant.name, self._app(scope, receive, send))
+        finally:
+            self._places.give_back(tenant.name)
+
+    async def _refuse(self, error: NotAuthorized, scope: Scope, receive: Receive, send: Send) -> None:
+        """401 in a stranger's turn; no answer where too many strangers wait for one."""
+        self._on_refused(error.code)
+        self._audit.refused(None, path=scope["path"], status=401, code=error.code, client=_address_of(scope))
+        if self._looks.strangers_waiting >= MAX_STRANGERS:
+            await _cut_off(scope)
+            return
+        await self._looks.turn(STRANGERS)
+        response = _refusal(error, scope["method"], Headers(scope=scope))
+        await self._looks.look(STRANGERS, response(scope, receive, send))
+
+    async def _work(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request that works; where it comes to an error, it has only looked."""
+        spent = Spent()
+        with ExitStack() as working:
+
+            async def send_in_turn(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    if message["status"] < 400:
+                        working.enter_context(self._looks.works())
+                    else:
+                        self._looks.charge(tenant.name, spent.seconds)
+                        await self._looks.turn(tenant.name, tenant.weight)
+                await send(message)
+
+            await metered(self._app(scope, receive, send_in_turn), spent.add)
+
+    async def _turn_away(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        """503, for the sake of other tenants; at once, for they lack a connection that waits."""
+        response = self._too_many(tenant)
+        if self._looks.behind:
+            await _cut_off(scope)
+        else:
+            await self._looks.look(tenant.name, response(scope, receive, send))
+
+    def _too_many(self, tenant: Tenant) -> Response:
+        count = self._places.taken_by(tenant.name)
+        error = Overloaded(
+            f"{count} requests of {tenant.name} are here, and the other connections are for others"
+        )
+        self._on_refused(error.code)
+        return error_response(error)
+
+    def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
+        """Whose request it is.
+
+        Raises:
+            NotAuthorized: If that cannot be told.
+        """
+        if self._wants_certificates:
+            tenant = self._by_certificate(scope)
+            if tenant is not None:
+                return tenant
+        if len(self._tenants):
+            return self._by_token(scope["method"], headers)
+        if not self._wants_certificates:
+            _check_host(headers)
+            _check_origin(scope["method"], headers)
+        return ANYONE
+
+    def _by_certificate(self, scope: Scope) -> Tenant | None:
+        certificate: Any = scope.get("state", {}).get(PEER_CERTIFICATE)
+        found = [self._tenants.by_certificate(name) for name in names_in(certificate)]
+        tenants = {tenant.name: tenant for tenant in found if tenant is not None}
+        if len(tenants) > 1:
+            raise NotAuthorized(f"the certificate stands for more than one tenant: {', '.join(tenants)}")
+        return next(iter(tenants.values()), None)
+
+    def _by_token(self, method: str, headers: Headers) -> Tenant:
+        tenant = self._tenants.by_token(given_token(method, headers.get("authorization", "")))
+        if tenant is None:
+            raise NotAuthorized("the token is not valid here")
+        return tenant
+
+
+def _works(scope: Scope) -> bool:
+    """Whether a request stores, runs or measures something."""
+    return scope["method"] not in READING and scope["path"] != "/v1/probe"
+
+
+async def _cut_off(scope: Scope) -> None:
+    """End a connection without an answer."""
+    scope.get("state", {}).get(ABORT, _nothing)()
+    await asyncio.sleep(0)  # it is lost by then, and no answer is expected
+
+
+def _nothing() -> None:
+    """Stands for what a connection would be told, where a request came by none."""
+
+
+def tenant_of(request: HTTPConnection) -> Tenant:
+    """Whose request it is.
+
+    Raises:
+        LookupError: On a route that is open to everyone, where nobody was asked.
+    """
+    tenant = request.scope.get("state", {}).get(TENANT)
+    if not isinstance(tenant, Tenant):
+        raise LookupError(f"{request.scope['path']} is open to everyone: there is no tenant")
+    return tenant
+
+
+def given_token(method: str, authorization: str) -> str:
+    """The token in an ``Authorization`` header; where something is only read also as a password.
+
+    Raises:
+        NotAuthorized: If there is none.
+    """
+    kind, _, value = authorization.partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    if kind.lower() == "basic" and method in READING:
+        return _password(value.strip())
+    raise NotAuthorized("send a bearer token: Authorization: Bearer TOKEN")
+
+
+def _password(credentials: str) -> str:
+    """Of ``user:password`` in base64. Who the user is the token says already."""
+    try:
+        _, separator, password = base64.b64decode(credentials, validate=True).decode().partition(":")
+    except ValueError:
+        separator, password = "", ""
+    if not separator:
+        raise NotAuthorized("send the token as the password, with any user name")
+    return password
+
+
+def _refusal(error: NotAuthorized, method: str, headers: Headers) -> JSONResponse:
+    """401; somebody who opens a page in a browser is asked for a password."""
+    response = JSONResponse(error_body(error), status_code=401)
+    if method in READING and "text/html" in headers.get("accept", ""):
+        response.headers.append("WWW-Authenticate", _BASIC)
+    response.headers.append("WWW-Authenticate", "Bearer")
+    return response
+
+
+def _check_host(headers: Headers) -> None:
+    host = _host_of(headers.get("host", ""))
+    if not is_loopback(host):
+        raise NotAuthorized(f"without a token only loopback names are served, not {host!r}")
+
+
+def _check_origin(method: str, headers: Headers) -> None:
+    """A page cannot read the answer, but what it asks for would be run."""
+    if method not in READING and "origin" in headers:
+        raise NotAuthorized("without a token nothing is done for a page in a browser")
+
+
+def _host_of(header: str) -> str:
+    """The name in a ``Host`` header, without port and brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+def _address_of(scope: Scope) -> str | None:
+    client = scope.get("client")
+    return client[0] if client else None

@@ -1,0 +1,1 @@
+"""Exchange messages and memory between the front and its workers."""

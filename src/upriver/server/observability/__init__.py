@@ -1,0 +1,1 @@
+"""Report what a server does: logs, metrics, traces, audit log, load."""

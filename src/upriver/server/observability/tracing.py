@@ -1,0 +1,235 @@
+"""The server's side of a trace: from a client's request to each read of a store and each phase of work.
+
+What workers did is known when they are done: their phases follow one another, so their spans are laid end to
+end, up to the moment at which the answer came.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from upriver import tracing
+from upriver.engine.clock import Clock
+from upriver.server.observability.logging import request_context
+from upriver.server.observability.metrics import ANYONE, Metrics
+from upriver.store import ObjectInfo, Store
+from upriver.store.direct import Direct
+from upriver.store.places import PIECE_BYTES, Places
+from upriver.store.store import _ignore, _ignore_async
+from upriver.types import Timings
+
+SPANS = {
+    ("POST", "/v1/run"): "POST /v1/run",
+    ("POST", "/v1/profile"): "POST /v1/profile",
+    ("HEAD", "/v1/programs"): "HEAD /v1/programs",
+    ("PUT", "/v1/programs"): "PUT /v1/programs",
+}
+"""Requests that are traced, and under which name: those that work for a job, not those that only look."""
+
+WORKER_PHASES = ("input", "weights", "forward", "encode")
+"""What a worker does of a micro-batch, in this order; stages wait for weights in between."""
+
+
+class Traced:
+    """Gives each request an id, for the log and the answer, and those that work a span.
+
+    Comes after `upriver.server.http.auth.Access`, which knows the tenant and lets no stranger in.
+
+    Args:
+        app: What answers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, within the request's context and span."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, state = Headers(scope=scope), scope.setdefault("state", {})
+        tenant = getattr(state.get("tenant"), "name", ANYONE)
+        secrets = _secrets(headers.get("authorization", ""))
+        with request_context(tenant=tenant, hidden=secrets) as request_id:
+            state["request_id"] = request_id
+
+            async def send_with_id(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+                await send(message)
+
+            with _span(scope, headers, tenant=tenant, request_id=request_id):
+                await self._app(scope, receive, send_with_id)
+
+
+def _secrets(authorization: str) -> list[str]:
+    """What a request came with, as it stands there and as it is meant."""
+    kind, _, value = authorization.partition(" ")
+    found = [value.strip()]
+    if kind.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            found.append(base64.b64decode(value, validate=True).decode().partition(":")[2])
+    return found
+
+
+def _span(
+    scope: Scope, headers: Headers, *, tenant: str, request_id: str
+) -> contextlib.AbstractContextManager[None]:
+    path = "/v1/programs" if scope["path"].startswith("/v1/programs/") else scope["path"]
+    name = SPANS.get((scope["method"], path))
+    if name is None or not tracing.configured():
+        return contextlib.nullcontext()
+    return tracing.span(name, parent=tracing.extract(headers), tenant=tenant, request_id=request_id)
+
+
+# ------------------------------------------------------------------------------------- micro-batches
+
+
+def clock(group: int) -> Clock:
+    """For one forward pass of a request: its phases are spans, where there are traces.
+
+    Args:
+        group: The place of its micro-batches in the request.
+    """
+    return _TracedClock(group) if tracing.configured() else Clock()
+
+
+class _TracedClock(Clock):
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self._group = group
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with tracing.span(name, group=self._group), super().phase(name):
+            yield
+
+
+def admitted(seconds: float) -> None:
+    """A request has just been given its memory, for which it waited so long."""
+    _just_over("admit", seconds)
+
+
+def over(phase: str, seconds: float, group: int) -> None:
+    """A phase has just ended that nobody could put a block around."""
+    _just_over(phase, seconds, group=group)
+
+
+def _just_over(name: str, seconds: float, **attributes: int) -> None:
+    if tracing.configured():
+        now = time.time_ns()
+        tracing.record(name, now - round(1e9 * seconds), now, **attributes)
+
+
+def computed(timings: Timings, group: int) -> None:
+    """A worker's answer has just come, with what its phases took."""
+    if not tracing.configured():
+        return
+    took = {name: round(1e9 * timings.phases[name]) for name in WORKER_PHASES if name in timings.phases}
+    at = time.time_ns() - sum(took.values())
+    for name, nanoseconds in took.items():
+        tracing.record(name, at, at + nanoseconds, group=group)
+        at += nanoseconds
+
+
+@contextlib.contextmanager
+def sending(metrics: Metrics, group: int) -> Iterator[None]:
+    """A micro-batch leaves while the block runs; there may be a ``yield`` in it."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = time.perf_counter() - began
+        metrics.sent(seconds)
+        over("send", seconds, group)
+
+
+# -------------------------------------------------------------------------------------------- stores
+
+
+def traced(stores: Mapping[str, Store]) -> dict[str, Store]:
+    """The stores, each read a span, where there are traces; else as they are."""
+    if not tracing.configured():
+        return dict(stores)
+    return {name: TracedStore(store) for name, store in stores.items()}
+
+
+class TracedStore(Store):
+    """A store whose reads are spans; what else is asked of it is not.
+
+    Args:
+        store: The store to read.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(
+            store._backend,
+            name=store.name,
+            uri=store.uri,
+            root=store._root,
+            secrets=store._secrets,
+            options=store._options,
+        )
+
+    def get(
+        self, path: str, *, etag: str | None = None, on_answer: Callable[[ObjectInfo], None] = _ignore
+    ) -> bytes:
+        """`Store.get`, traced."""
+        with self._span(path):
+            return super().get(path, etag=etag, on_answer=on_answer)
+
+    async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
+        """`Store.get_async`, traced."""
+        with self._span(path):
+            return await super().get_async(path, etag=etag)
+
+    def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
+        """`Store.get_range`, traced."""
+        with self._span(path, start, stop):
+            return super().get_range(path, start, stop, etag=etag)
+
+    async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
+        """`Store.get_range_async`, traced."""
+        with self._span(path, start, stop):
+            return await super().get_range_async(path, start, stop, etag=etag)
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        into: memoryview | Sequence[memoryview],
+        *,
+        etag: str | None = None,
+        on_bytes: Callable[[int], None] = _ignore,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """`Store.read_into`, traced."""
+        with self._span(path, start, start + Places(into).left):
+            super().read_into(path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes)
+
+    async def read_into_async(
+        self,
+        path: str,
+        start: int,
+        into: memoryview | Sequence[memoryview],
+        *,
+        etag: str | None = None,
+        on_bytes: Callable[[int], Awaitable[None]] = _ignore_async,
+        piece_bytes: int = PIECE_BYTES,
+        direct: Direct | None = None,
+    ) -> None:
+        """`Store.read_into_async`, traced."""
+        with self._span(path, start, start + Places(into).left):
+            await super().read_into_async(
+                path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes, direct=direct
+            )
+
+    def _span(self, path: str, *part: int) -> contextlib.AbstractContextManager[None]:
+        about = dict(zip(("start", "stop"), part, strict=False))
+        return tracing.span("GET", store=self.name, object=path, **about)

@@ -1,0 +1,171 @@
+"""``POST /v1/profile``: what model stages cost here, measured in the workers between other requests' jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from statistics import median
+from typing import TypeAlias
+
+import upriver
+from upriver.errors import Busy, ProtocolError, TooLarge
+from upriver.profile.stage_timing import Seconds, through_first
+from upriver.protocol import ProfileRequest, StageCost, StageCosts, check_version, decode_json
+from upriver.server.config import ServerConfig
+from upriver.server.device_group import Unit
+from upriver.server.execution.run_context import until
+from upriver.server.ipc.messages import Hello, Measured
+from upriver.server.tenants import Tenant
+
+BODY_BYTES = 16 << 10
+"""Longest request: a few digests and numbers."""
+
+BUDGET_S = 30.0
+"""After that long no further run begins once each program has one that counts."""
+
+RETRY_S = 5.0
+"""When to ask again while another profile is being measured."""
+
+Runs: TypeAlias = list[list[Measured]]
+"""Of each program, its runs."""
+
+
+class Profiler:
+    """Measures one profile at a time.
+
+    Each run of each program is a job of its own, so other requests wait for one run at most, and what is said
+    of a job's time holds for each.
+
+    Args:
+        unit: Where; a server's devices are of one kind.
+    """
+
+    def __init__(self, config: ServerConfig, unit: Unit) -> None:
+        self._config, self._device = config, unit.device
+        self._pool, self._runner = unit.pool, unit.runner
+        self._at_it = False
+
+    async def measure(
+        self,
+        body: AsyncIterator[bytes],
+        hello: Hello,
+        tenant: Tenant,
+        *,
+        on_request: Callable[[ProfileRequest], None] = lambda request: None,
+        wanted: AbstractAsyncContextManager[None] | None = None,
+    ) -> StageCosts:
+        """Read a request, wait until there is memory for it, and answer it.
+
+        Args:
+            on_request: Told what is asked for.
+            wanted: Cancels its block when nobody wants the answer any more.
+
+        Raises:
+            Busy: If another profile is being measured.
+            Overloaded: If enough is running already.
+            DeadlineExceeded: If it took longer than a request may.
+            UpriverError: If it cannot be done.
+        """
+        deadline = asyncio.get_running_loop().time() + self._config.deadline_s
+        async with AsyncExitStack() as stack, until(deadline):
+            request = await read_request(body)  # first: who is slow to ask takes no place from others
+            on_request(request)
+            self._enter(stack, tenant)
+            async with wanted or nullcontext():
+                runs = await self._runs(request, tenant)
+        return StageCosts(
+            device=self._device,
+            threads=self._config.threads_per_worker,
+            version=upriver.__version__,
+            fingerprint=hello.fingerprint,
+            micro_batches=tuple(of_one[0].micro_batch for of_one in runs),
+            repeats=len(runs[-1]),
+            stages=costs(runs),
+        )
+
+    def _enter(self, stack: AsyncExitStack, tenant: Tenant) -> None:
+        if self._at_it:
+            raise Busy("another profile is being measured, and one is at a time", retry_after_s=RETRY_S)
+        self._runner.enter(stack, tenant)
+        self._at_it = True
+        stack.callback(self._leave)
+
+    def _leave(self) -> None:
+        self._at_it = False
+
+    async def _runs(self, request: ProfileRequest, tenant: Tenant) -> Runs:
+        """Runs of each program; they take turns, so that a machine that slows down does so for all."""
+        runs: Runs = [[] for _ in request.programs]
+        end = time.monotonic() + BUDGET_S
+        for turn in range(request.repeats):
+            if turn and time.monotonic() > end:
+                break
+            for digest, of_one in zip(request.programs, runs, strict=True):
+                async with self._runner.borrowed(tenant, digest, stop=request.stop) as (file, use):
+                    of_one.append(await self._pool.measure(file, stop=request.stop, use=use))
+            if not turn:
+                check_alike([of_one[0] for of_one in runs])
+        return runs
+
+
+async def read_request(body: AsyncIterator[bytes]) -> ProfileRequest:
+    """The request in a body.
+
+    Raises:
+        ProtocolError: If it is malformed.
+        TooLarge: If it has more bytes than a request may have.
+    """
+    data = bytearray()
+    async for chunk in body:
+        data += chunk
+        if len(data) > BODY_BYTES:
+            raise TooLarge(f"a profile request has at most {BODY_BYTES} bytes")
+    request = decode_json(bytes(data), ProfileRequest, "profile request")
+    check_version(request.protocol)
+    if len(set(request.programs)) < len(request.programs):
+        raise ProtocolError("a program is named twice; name programs of different micro-batches")
+    return request
+
+
+def check_alike(runs: Sequence[Measured]) -> None:
+    """Programs measured together are one network at different sizes.
+
+    Raises:
+        ProtocolError: If they are not.
+    """
+    if any(run.names != runs[0].names for run in runs):
+        counts = [len(run.names) for run in runs]
+        raise ProtocolError(f"programs in one profile must have the same stages, got {counts} unlike ones")
+    sizes = [run.micro_batch for run in runs]
+    if len(set(sizes)) < len(sizes):
+        raise ProtocolError(f"programs in one profile must have different micro-batches, got {sizes}")
+
+
+def costs(runs: Sequence[Sequence[Measured]]) -> tuple[StageCost, ...]:
+    """Of each stage, from some runs of each program: medians, and a line through them.
+
+    Args:
+        runs: Of each program, the one that is meant first: at its size the line says what was measured.
+    """
+    return tuple(
+        StageCost(
+            position=index + 1,
+            seconds=_line([(of_one[0].micro_batch, _median(of_one, index)) for of_one in runs]),
+            peak_bytes=max(of_one[0].peak_bytes[index] for of_one in runs),
+        )
+        for index in range(len(runs[0][0].names))
+    )
+
+
+def _median(runs: Sequence[Measured], index: int) -> float:
+    return median(run.seconds[index] for run in runs)
+
+
+def _line(points: Sequence[tuple[int, float]]) -> Seconds:
+    """With one size nothing is known of fixed costs: what a call costs is in the seconds per sample."""
+    if len(points) > 1:
+        return through_first(points)
+    [(samples, seconds)] = points
+    return 0.0, seconds / samples

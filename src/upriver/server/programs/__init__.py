@@ -1,0 +1,1 @@
+"""Keep programs and datasets that a server has read or was sent."""

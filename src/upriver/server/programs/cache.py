@@ -1,0 +1,257 @@
+"""Programs that are kept, and the memory they hold: what is in use stays, the rest goes when room is short.
+
+Everything belongs to the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from upriver.errors import DoesNotFit, Overloaded
+from upriver.server.programs.program_files import ProgramFiles
+from upriver.server.scheduling.memory_budget import Budget, Hold
+
+RETRY_S = 2.0
+"""When to ask again where programs in use take all the room: a request is through in some seconds."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A program that is kept, or will be when it is loaded."""
+
+    owner: str
+    hold: Hold
+    users: int = 0
+    files: ProgramFiles | None = None
+    loading: asyncio.Future[ProgramFiles] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """One program, for those who want to see.
+
+    Attributes:
+        owner: The tenant's name.
+        users: Requests that hold on to it.
+        loaded: Whether all of it is there that was asked for; it is being read otherwise.
+    """
+
+    key: str
+    owner: str
+    nbytes: int
+    users: int
+    loaded: bool
+
+
+class Shelf:
+    """Keeps programs under a budget, least recently used out first.
+
+    Args:
+        budget: What they hold is held there.
+        most_bytes: That programs may hold while nobody uses them.
+        on_evict: Told each key that is not kept any more.
+        quotas: By owner, what its programs may hold while nobody uses them.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        most_bytes: int,
+        on_evict: Callable[[str], None],
+        quotas: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._budget, self._most_bytes, self._on_evict = budget, most_bytes, on_evict
+        self._quotas = quotas
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[Kept]:
+        for key, entry in self._entries.items():
+            yield Kept(
+                key=key,
+                owner=entry.owner,
+                nbytes=entry.hold.nbytes,
+                users=entry.users,
+                loaded=entry.files is not None and entry.loading is None,
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """What all of them hold."""
+        return sum(entry.hold.nbytes for entry in self._entries.values())
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Of what is kept or expected."""
+        return frozenset(self._entries)
+
+    def files(self, key: str) -> ProgramFiles | None:
+        """The program, if it is there."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.files
+
+    def idle_bytes(self, *, but: Collection[str] = (), owner: str | None = None) -> int:
+        """What could be had by letting go of programs that nobody uses, of all tenants or of one."""
+        idle = [self._entries[key] for key in self._idle(but)]
+        return sum(entry.hold.nbytes for entry in idle if owner in (None, entry.owner))
+
+    def make_room(self, nbytes: int, *, but: Collection[str] = ()) -> bool:
+        """Let go of idle programs until the budget has so many bytes; nothing goes where that cannot be."""
+        if self._budget.free_bytes + self.idle_bytes(but=but) < nbytes:
+            return False
+        for key in self._idle(but):
+            if self._budget.free_bytes >= nbytes:
+                break
+            self._drop(key)
+        return True
+
+    def take(self, key: str, nbytes: int, *, owner: str) -> None:
+        """Hold on to a program; where it is not kept yet, its memory is held from here on.
+
+        Raises:
+            DoesNotFit: If there never is room for it.
+            Overloaded: If there is none now.
+        """
+        if key not in self._entries:
+            self._need(nbytes, whole=nbytes)
+            self._entries[key] = _Entry(owner, self._budget.hold(nbytes, owner=owner))
+        self._entries[key].users += 1
+        self._entries.move_to_end(key)
+
+    def give_back(self, key: str) -> None:
+        """Nobody uses it on whoever's behalf this is called; `take` was."""
+        entry = self._entries[key]
+        entry.users -= 1
+        if entry.users:
+            return
+        if entry.files is None and entry.loading is None:
+            self._drop(key)  # it was never loaded
+        self._trim(entry.owner)
+        self._budget.changed()  # what is idle makes room
+
+    async def load(self, key: str, read: Callable[[], Awaitable[ProgramFiles]]) -> ProgramFiles:
+        """A program that is held on to; read by the first who asks, while the others wait.
+
+        Its weights may still have to come: see `come`.
+
+        Raises:
+            UpriverError: If it cannot be read.
+        """
+        entry = self._entries[key]
+        if entry.files is not None and entry.loading is None and entry.files.broken:
+            entry.files = None
+            self._on_evict(key)
+        if entry.files is None and entry.loading is None:
+            entry.loading = asyncio.ensure_future(read())
+            entry.loading.add_done_callback(lambda done: self._settle(key, entry, done))
+        if entry.files is not None:
+            return entry.files
+        assert entry.loading is not None
+        # Shielded: others may wait for the same program when this request is given up.
+        return await asyncio.shield(entry.loading)
+
+    def come(self, key: str, files: ProgramFiles) -> None:
+        """More of its weights was asked for: it stays until that is there; if it does not come, it goes."""
+        entry, cold = self._entries[key], files.cold
+        if cold is None or entry.files is not files or entry.loading is not None:
+            return
+        if not cold.coming and cold.error is None:
+            return
+
+        async def come() -> ProgramFiles:
+            await cold.over()
+            return files
+
+        entry.loading = asyncio.ensure_future(come())
+        entry.loading.add_done_callback(lambda done: self._settle(key, entry, done))
+
+    def coming(self, *, owner: str) -> Hold:
+        """Memory for a program that is being sent: none yet, and more with `grow`; `over` ends it."""
+        return self._budget.hold(0, owner=owner)
+
+    def grow(self, hold: Hold, nbytes: int) -> None:
+        """What is being sent takes so much by now.
+
+        Raises:
+            DoesNotFit: If there never is room for it.
+            Overloaded: If there is none now.
+        """
+        if nbytes > hold.nbytes:
+            self._need(nbytes - hold.nbytes, whole=nbytes)
+            hold.resize(nbytes)
+
+    def put(self, files: ProgramFiles, hold: Hold) -> None:
+        """What was sent is whole and sound: keep it, unless somebody has asked for it meanwhile."""
+        if files.key not in self._entries:
+            self._entries[files.key] = _Entry(hold.owner, hold, files=files)
+
+    def over(self, key: str, hold: Hold) -> None:
+        """Nobody sends that program any more; what was not put is given back."""
+        entry = self._entries.get(key)
+        if entry is None or entry.hold is not hold:
+            hold.release()
+        if entry is None:
+            self._on_evict(key)  # a worker may have looked at it
+        self._trim(hold.owner)
+        self._budget.changed()
+
+    def drop_idle(self, owner: str, nbytes: int) -> None:
+        """Let go of what a tenant does not use, until it keeps at most so many bytes."""
+        mine = [key for key, entry in self._entries.items() if entry.owner == owner]
+        kept = sum(self._entries[key].hold.nbytes for key in mine)
+        for key in mine:
+            if kept <= nbytes:
+                return
+            if not self._entries[key].users and self._entries[key].loading is None:
+                kept -= self._entries[key].hold.nbytes
+                self._drop(key)
+
+    def _settle(self, key: str, entry: _Entry, task: asyncio.Future[ProgramFiles]) -> None:
+        entry.loading = None
+        broken = task.cancelled() or task.exception() is not None
+        if broken and entry.files is not None:  # workers may have begun with it
+            self._on_evict(key)
+        entry.files = None if broken else task.result()
+        if entry.users:
+            return
+        if entry.files is None:
+            self._drop(key)
+        self._trim(entry.owner)
+        self._budget.changed()
+
+    def _need(self, more: int, *, whole: int) -> None:
+        """Have room for so much more, of a program that takes so much in all."""
+        most = self._budget.most_bytes
+        if whole > most:
+            raise DoesNotFit(f"this program takes {whole} bytes of memory, and the server has {most}")
+        if not self.make_room(more):
+            raise Overloaded("programs in use leave no room for another one", retry_after_s=RETRY_S)
+
+    def _idle(self, but: Collection[str]) -> list[str]:
+        return [
+            key
+            for key, entry in self._entries.items()
+            if not entry.users and entry.loading is None and key not in but
+        ]
+
+    def _trim(self, owner: str) -> None:
+        """What nobody uses takes at most its share, and its owner's."""
+        if owner in self._quotas:
+            self.drop_idle(owner, self._quotas[owner])
+        over = self.idle_bytes() - self._most_bytes
+        for key in self._idle(()):
+            if over <= 0:
+                return
+            over -= self._entries[key].hold.nbytes
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        self._entries.pop(key).hold.release()
+        self._on_evict(key)

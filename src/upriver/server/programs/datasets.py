@@ -1,0 +1,202 @@
+"""Indexes that were opened, and what a tenant may see of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+from upriver.errors import DoesNotFit, Forbidden, ObjectNotFound, Overloaded, ProtocolError
+from upriver.pipeline import Dataset
+from upriver.protocol import DatasetRef, RunRequest
+from upriver.server.scheduling.memory_budget import Hold
+from upriver.server.tenants import Tenant, inside, outside_nbytes
+from upriver.store import Store
+from upriver.text import bytes_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Open:
+    """An index that is kept.
+
+    Attributes:
+        holds: Memory of the index, and of what tenants may not read of it.
+    """
+
+    dataset: Dataset
+    holds: list[Hold] = field(default_factory=list)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What it takes and does not hold."""
+        held = sum(hold.nbytes for hold in self.holds)
+        return self.dataset.nbytes + outside_nbytes(self.dataset) - held
+
+
+class Datasets:
+    """Opened indexes, least recently used out first.
+
+    Args:
+        stores: By the names that clients use.
+        prefix: The operator's, in every store.
+        most: Kept between requests.
+        most_bytes: Memory that opening one may take.
+        hold: Holds so many bytes for one, or raises `Overloaded`.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        *,
+        prefix: str,
+        most: int,
+        most_bytes: Callable[[], int],
+        hold: Callable[[int], Hold],
+    ) -> None:
+        self._stores = stores
+        self._prefix = prefix
+        self._most, self._most_bytes = most, most_bytes
+        self._hold = hold
+        self._open: OrderedDict[DatasetRef, _Open] = OrderedDict()
+        self._opening: WeakValueDictionary[DatasetRef, asyncio.Lock] = WeakValueDictionary()
+
+    async def get(self, ref: DatasetRef, tenant: Tenant) -> Dataset:
+        """The dataset.
+
+        Raises:
+            ObjectNotFound: If there is no store of that name that the tenant may see, or no such dataset.
+            Forbidden: If its samples lie where the server keeps its own.
+            DatasetError: If it is damaged.
+            DoesNotFit: If opening its index takes more memory than that of one may.
+            Overloaded: If there is no memory for its index now.
+        """
+        store = self._stores.get(ref.store)
+        if store is None or not tenant.may_read(ref.store):
+            raise ObjectNotFound(
+                _no_store(ref.store, [name for name in self._stores if tenant.may_read(name)])
+            )
+        opening = self._opening.setdefault(ref, asyncio.Lock())
+        async with opening:  # whoever asks meanwhile waits, and takes no memory for it
+            if ref not in self._open:
+                await self._read(store, ref)
+        self._open.move_to_end(ref)
+        return self._open[ref].dataset
+
+    async def _read(self, store: Store, ref: DatasetRef) -> None:
+        """Open an index in a thread, and hold what that takes before it is taken."""
+        loop, holds = asyncio.get_running_loop(), list[Hold]()
+
+        def admit(nbytes: int) -> None:
+            if nbytes > (most := self._most_bytes()):
+                raise DoesNotFit(
+                    f"dataset {ref.digest} takes {bytes_text(nbytes)} of memory to open its index; at most "
+                    f"{bytes_text(most)} are taken for one here"
+                )
+            asyncio.run_coroutine_threadsafe(self._admit(nbytes, holds), loop).result()
+
+        def release(reading: asyncio.Future[Dataset]) -> None:
+            for hold in holds:
+                hold.release()
+            if not reading.cancelled():
+                reading.exception()  # of which nobody hears whose client has gone
+
+        reading = asyncio.ensure_future(asyncio.to_thread(_open, store, ref.digest, self._prefix, admit))
+        reading.add_done_callback(release)
+        dataset = await asyncio.shield(reading)
+        while len(self._open) >= self._most:
+            self.drop_oldest()
+        self._open[ref] = _Open(dataset=dataset)
+        self._count(ref)
+
+    async def _admit(self, nbytes: int, holds: list[Hold]) -> None:
+        """Hold so many bytes in all for an index that is being opened; others go for it.
+
+        Raises:
+            Overloaded: If there is no memory for it.
+        """
+        missing = nbytes - sum(hold.nbytes for hold in holds)
+        while missing > 0:
+            try:
+                holds.append(self._hold(missing))
+            except (Overloaded, DoesNotFit):
+                if not self.drop_oldest():
+                    raise
+            else:
+                return
+
+    def _count(self, ref: DatasetRef) -> None:
+        """Hold what the index takes that was used last; others go for it, and then the index itself.
+
+        Raises:
+            Overloaded: If there is no memory for it.
+        """
+        entry = self._open[ref]
+        missing = entry.missing_bytes
+        while missing:
+            try:
+                entry.holds.append(self._hold(missing))
+            except (Overloaded, DoesNotFit):
+                self.drop_oldest()
+                if ref not in self._open:
+                    raise
+            else:
+                return
+
+    def drop_oldest(self) -> bool:
+        """Let go of the index that was used longest ago; whether there was one."""
+        if not self._open:
+            return False
+        _, oldest = self._open.popitem(last=False)
+        for hold in oldest.holds:
+            hold.release()
+        return True
+
+    async def ask(self, request: RunRequest, tenant: Tenant) -> Dataset | None:
+        """The dataset that a request names, if it names one, which the request fits and the tenant may read.
+
+        Raises:
+            ObjectNotFound: If it is not there.
+            Forbidden: If its samples lie where the tenant, or nobody, may read.
+            ProtocolError: If it has no such samples, or starts elsewhere.
+            Overloaded: If there is no memory for its index, or for what the tenant may not read of it, now.
+        """
+        if request.dataset is None:
+            return None
+        dataset = await self.get(request.dataset, tenant)
+        ids = [sample for batch in request.micro_batches for sample in batch]
+        try:  # first: other errors tell of the dataset
+            tenant.check_objects(request.dataset.store, dataset, ids)
+        finally:
+            self._count(request.dataset)
+        start = dataset.chain.start
+        if request.start < start or (request.start > start and not request.given):
+            raise ProtocolError(f"this dataset's chain starts at {start}, got {request.start}")
+        if max(ids) >= len(dataset):
+            raise ProtocolError(f"sample ids lie in 0..{len(dataset) - 1}, got {max(ids)}")
+        return dataset
+
+
+def _open(store: Store, digest: str, prefix: str, admit: Callable[[int], None]) -> Dataset:
+    """A dataset of samples: whoever can write an index could read others' programs with it otherwise.
+
+    Raises:
+        Forbidden: If one of them lies under the server's own prefix.
+    """
+    dataset = Dataset.open(store, digest, prefix=prefix, admit=admit)
+    if inside(dataset.objects.dictionary, (prefix,)).any():
+        raise Forbidden(
+            f"dataset {digest} has samples in {prefix!r}, where the server keeps programs and datasets of all"
+        )
+    return dataset
+
+
+def _no_store(name: str, seen: Sequence[str]) -> str:
+    """What a client reads whose dataset lies in a store that is called otherwise here, as a rule."""
+    if not seen:
+        return f"no store {name!r} here; there are none"
+    return (
+        f"no store {name!r} here; there are {', '.join(seen)}: open the dataset's store by its name here, "
+        f"upriver.Store.open(URI, name={seen[0]!r}), or give that as store_name in train.toml"
+    )

@@ -1,0 +1,618 @@
+"""Programs in the front: found in a store or sent by a client, into sealed memory; the shelf keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+from weakref import WeakSet, WeakValueDictionary
+
+import msgspec
+import torch
+
+from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.format import manifest as layout
+from upriver.coldstart.format.manifest import Manifest
+from upriver.coldstart.garbage_collection import (
+    TOUCH_S,
+    begin_upload,
+    check_staying,
+    check_upload,
+    end_upload,
+    note_use,
+)
+from upriver.coldstart.load_program import Found, find
+from upriver.errors import (
+    Forbidden,
+    ObjectChanged,
+    ObjectNotFound,
+    ProgramError,
+    ProgramNotFound,
+    StorageFull,
+    StoreError,
+    TooLarge,
+)
+from upriver.program import graph_path, weights_digest_of, weights_path
+from upriver.program.graph.fetch import get_at_most
+from upriver.protocol import MAX_GRAPH_BYTES, Caps
+from upriver.server.ipc.messages import Weighed
+from upriver.server.ipc.shared_memory import SealedFile
+from upriver.server.observability.metrics import Metrics
+from upriver.server.programs.cache import Shelf
+from upriver.server.programs.program_files import ProgramFiles
+from upriver.server.programs.streaming_weights import ColdFile, kept_bytes
+from upriver.server.programs.upload_builder import ProgramBuilder, fill
+from upriver.server.scheduling.admission_queue import Program
+from upriver.server.scheduling.footprint import program_bytes
+from upriver.server.scheduling.memory_budget import Hold
+from upriver.server.scheduling.memory_hold import Use
+from upriver.server.tenants import ANYONE, Tenant
+from upriver.store import Store
+from upriver.text import bytes_text
+
+log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+_T = TypeVar("_T")
+
+PIECE_BYTES = 16 << 20
+"""One ranged GET of a weights file: long enough to reach a store's rate, short enough to repeat."""
+
+SMALL_BYTES = 1 << 20
+"""Weights that are here as soon as anybody could have looked up what is in them: one request, not four."""
+
+MAX_KNOWN, MAX_KNOWN_BYTES = 64, 32 << 20
+"""Graphs of programs that may not be loaded, kept for the next request: some hundred kB each, as a rule."""
+
+KEPT_SHARE = 1 / 8
+"""Of its weights' bytes, what the front may keep of a cold program beside them: nothing is held for it, and a
+tenant may upload as many as the budget takes. A network with more has some MB, which are soon read whole."""
+
+LOOKING = 4
+"""Cold programs of one store that are looked up at once, each in a thread: a store that says nothing holds up
+its own alone."""
+
+MAX_NOTED = 4096
+"""Programs of which it is known when their use was noted last; of others it is noted again."""
+
+STEP_BYTES = 1 << 20
+"""Memory for an upload is taken in steps of so much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a program's files lie: in which store, under which prefix."""
+
+    store: Store
+    prefix: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """A program as far as its graph tells; its weights need not be here.
+
+    Attributes:
+        key: Names it here: a tenant's own, whoever else has one of the same digest.
+        nbytes: What it takes when it is loaded, in the front and in workers.
+        graph: ``graph.json``, sealed.
+        weights: Where its weights file lies.
+        weights_digest: Names them.
+        weights_nbytes: What that has.
+    """
+
+    key: str
+    digest: str
+    nbytes: int
+    graph: SealedFile
+    weights: Place
+    weights_digest: str
+    weights_nbytes: int
+
+    def need(self, weighed: Weighed, *, workers: int) -> Program:
+        """The same for the line, with what loading it makes in each worker."""
+        return Program(key=self.key, nbytes=self.nbytes + workers * weighed.constant_bytes)
+
+
+class Programs:
+    """Finds programs by tenant and digest, and brings them onto the shelf.
+
+    A tenant's uploads go to a place of its own; what stands at the server's own prefix is for everyone who
+    may see the store, and knows the digest.
+
+    Args:
+        stores: Searched in order; uploads go to the first that a tenant may see.
+        prefix: The operator's, in every store.
+        shelf: Keeps what was loaded.
+        stored_bytes: Programs and weights that a tenant may have in a store that has no number of its own.
+        workers: That may load a program.
+        copies: Of its weights; see `upriver.server.scheduling.footprint.program_bytes`.
+        device: Where workers compute.
+        limits: Of what weights take of a link that come while a program runs; none runs before all of its
+            weights are there if None.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        *,
+        prefix: str,
+        shelf: Shelf,
+        caps: Caps,
+        most_bytes: int,
+        stored_bytes: int,
+        workers: int,
+        metrics: Metrics,
+        copies: int = 1,
+        device: torch.device = _CPU,
+        limits: StreamLimits | None = None,
+    ) -> None:
+        self._stores, self._prefix = stores, prefix
+        self._shelf, self._caps, self._most_bytes = shelf, caps, most_bytes
+        self._workers, self._copies, self._metrics = workers, copies, metrics
+        self._stored_bytes = stored_bytes
+        self._noted: dict[str, float] = {}
+        self._noting: set[asyncio.Task[None]] = set()
+        self._limits, self._device = limits, device
+        self._forged: set[tuple[str, str, str]] = set()
+        self._known: OrderedDict[str, Known] = OrderedDict()
+        # Programs of one network at several sizes have the same weights: one copy serves them all.
+        self._weights: WeakValueDictionary[tuple[str, str], SealedFile | ColdFile] = WeakValueDictionary()
+        self._cold: WeakSet[ColdFile] = WeakSet()
+        self._looking = {
+            name: ThreadPoolExecutor(LOOKING, thread_name_prefix="upriver-programs-find") for name in stores
+        }
+
+    async def exists(self, tenant: Tenant, digest: str) -> bool:
+        """Whether a run request may name it. The graph is put last, so its weights are there too."""
+        found = [
+            await place.store.exists_async(graph_path(place.prefix, digest)) for place in self._places(tenant)
+        ]
+        return any(found)
+
+    async def know(self, tenant: Tenant, digest: str) -> Known:
+        """The program, as far as its graph tells.
+
+        Raises:
+            ProgramNotFound: If no store has it.
+            ProgramError: If it is damaged.
+            TooLarge: If it is larger than any may be.
+        """
+        key = key_of(tenant, digest)
+        if key not in self._known:
+            self._remember(await self._find(tenant, digest))
+        self._known.move_to_end(key)
+        self._note_use(self._known[key])
+        return self._known[key]
+
+    async def load(self, tenant: Tenant, known: Known, weighed: Weighed) -> ProgramFiles:
+        """The program, with what a stretch of it reads on its way; the shelf must be holding on to it.
+
+        Raises:
+            ProgramNotFound: If it was removed since its graph was read.
+            ProgramError: If it is damaged.
+            StoreError: If it cannot be read.
+        """
+        self._metrics.program("kept" if self._shelf.files(known.key) is not None else "read", tenant.name)
+        try:
+            files = await self._shelf.load(known.key, lambda: self._read(tenant, known))
+        except ObjectNotFound:
+            self._known.pop(known.key, None)
+            raise ProgramNotFound(
+                f"the weights of program {known.digest} are gone; upload it again"
+            ) from None
+        if (cold := files.cold) is not None:
+            cold.ask(files.places(weighed.weights), to_end=weighed.to_end)
+            self._shelf.come(known.key, files)
+        return files
+
+    async def close(self) -> None:
+        """Read and note nothing more."""
+        for task in self._noting:
+            task.cancel()
+        files = list(self._cold)
+        for file in files:
+            file.cancel()
+        for file in files:
+            await asyncio.to_thread(file.join)
+        for executor in self._looking.values():
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let go of programs that nobody uses until so many bytes are free, if that can be."""
+        return self._shelf.make_room(nbytes)
+
+    def _note_use(self, known: Known) -> None:
+        """Have the store say that a program is used, beside what is done with it, once an hour."""
+        now = time.monotonic()
+        if now - self._noted.get(known.key, -math.inf) < TOUCH_S:
+            return
+        while len(self._noted) >= MAX_NOTED:
+            self._noted.pop(next(iter(self._noted)))
+        self._noted[known.key] = now
+        place = known.weights
+
+        async def note() -> None:
+            digests = (known.weights_digest, known.digest)
+            try:
+                await self._looked(place.store, partial(note_use, place.store, place.prefix, digests))
+            except StoreError as error:
+                log.warning(
+                    "cannot note in the store that program %s is used, and upriver gc may remove it: %s",
+                    known.digest,
+                    error,
+                )
+
+        task = asyncio.create_task(note())
+        self._noting.add(task)
+        task.add_done_callback(self._noting.discard)
+
+    # ------------------------------------------------------------------------------------- uploads
+
+    async def check_room(self, tenant: Tenant, digest: str, body_nbytes: int) -> None:
+        """Refuse an upload before it has come that is more than its tenant may store.
+
+        Raises:
+            Forbidden: If the tenant may use no store.
+            StorageFull: If it is more.
+            StoreError: If the store cannot be listed.
+        """
+        place = self._own(tenant)
+        if self._shelf.files(key_of(tenant, digest)) is None:
+            graph, check = graph_path(place.prefix, digest), partial(self._check_stored, tenant)
+            look = partial(check_upload, place.store, place.prefix, graph, body_nbytes, check=check)
+            await self._looked(place.store, look)
+
+    def _check_stored(self, tenant: Tenant, stored: int, coming: int, more: int) -> None:
+        most = self._stored_bytes if tenant.stored_bytes is None else tenant.stored_bytes
+        if more and stored + coming + more > most:
+            others = f", {bytes_text(coming)} more are on their way" if coming else ""
+            raise StorageFull(
+                f"tenant {tenant.name!r} may store {bytes_text(most)} (stored_bytes) and has stored "
+                f"{bytes_text(stored)}{others}; this program takes {bytes_text(more)} more: the operator can "
+                "remove what is unused (upriver gc), or raise stored_bytes"
+            )
+
+    @contextmanager
+    def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[tuple[Hold, Use]]:
+        """Memory for an upload, as much as has come, and who uses it: the block, and workers that enter.
+
+        When the last one has left it is given back, unless the program was `put`.
+
+        Raises:
+            Forbidden: If the tenant may use no store, where it could go.
+            TooLarge: If it is larger than any program may be.
+        """
+        self._own(tenant)
+        self._check_size(tenant, body_nbytes)
+        hold = self._shelf.coming(owner=tenant.name)
+        with Use(lambda: self._shelf.over(key_of(tenant, digest), hold)) as use:
+            yield hold, use
+
+    async def receive(
+        self, tenant: Tenant, digest: str, chunks: AsyncIterator[bytes], hold: Hold, *, body_nbytes: int
+    ) -> ProgramFiles | None:
+        """Take an upload into memory; None if the program is kept here already.
+
+        A graph without weights takes those that are stored already. Nothing reaches a store before all of it
+        is there and checked.
+
+        Raises:
+            ProgramNotFound: If none are.
+            ProtocolError: If the body is not a program's.
+            ProgramError: If it is another program's, or none.
+            TooLarge: If it is larger than allowed.
+            DoesNotFit: If there never is memory for it.
+            Overloaded: If there is none now.
+        """
+        if self._shelf.files(key_of(tenant, digest)) is not None:  # its digest says that it is the same
+            async for _ in chunks:
+                pass
+            return None
+
+        def room(nbytes: int, graph_nbytes: int) -> None:
+            taken = self._takes(nbytes, min(nbytes, graph_nbytes), workers=1)
+            self._shelf.grow(hold, -(-taken // STEP_BYTES) * STEP_BYTES)
+
+        builder = ProgramBuilder(key_of(tenant, digest), digest)
+        await fill(builder, chunks, body_nbytes, room)
+        if builder.weights_nbytes:
+            return builder.finish()
+        shared = self._weights_here(tenant, builder.weights_digest)
+        if isinstance(shared, SealedFile):
+            return builder.finish_with(shared)
+        await self._add_weights_of_another(tenant, builder, hold)
+        return builder.finish()
+
+    def weighed(self, program: ProgramFiles, weighed: Weighed, hold: Hold) -> None:
+        """Loading an upload takes so much: hold it before a worker does.
+
+        Raises:
+            DoesNotFit: If there never is room for it.
+            Overloaded: If there is none now.
+        """
+        nbytes = self._takes(program.nbytes, program.graph.nbytes)
+        self._shelf.grow(hold, nbytes + self._workers * weighed.constant_bytes)
+
+    async def put(self, tenant: Tenant, program: ProgramFiles, hold: Hold, manifest: bytes) -> None:
+        """Store a program that a worker has loaded: weights first, so that whoever finds a graph has both.
+
+        Weights that are stored with their manifest stay as they are: others may be reading them by it.
+
+        Args:
+            manifest: To lie beside the weights, but for their ETag; empty where there is to be none.
+
+        Raises:
+            StorageFull: If it is more than the tenant may store.
+            Overloaded: If some of it is being removed.
+            StoreError: If the store cannot be listed or written.
+        """
+        place, weights_digest = self._own(tenant), weights_digest_of(program.graph.view())
+        store, weights = place.store, weights_path(place.prefix, weights_digest)
+        graph = graph_path(place.prefix, program.digest)
+        assert isinstance(program.weights, SealedFile)  # as it was received
+        objects = {
+            graph: program.graph.nbytes,
+            weights: program.weights.nbytes,
+            layout.manifest_path(weights): len(manifest),
+        }
+        async with self._room(tenant, place, objects, (weights_digest, program.digest)):
+            described = layout.decode(manifest) if manifest else None
+            if described is None or not await self._looked(
+                store, partial(_is_stored, store, weights, described)
+            ):
+                await store.put_async(weights, program.weights.view())
+                if described is not None:
+                    info = await store.head_async(weights)
+                    sealed = msgspec.structs.replace(described, etag=info.etag)
+                    await store.put_async(layout.manifest_path(weights), sealed.encode())
+            await store.put_async(graph, program.graph.view())
+        self._shelf.put(program, hold)
+        self._weights[tenant.name, weights_digest] = program.weights
+        self._metrics.program("stored", tenant.name)
+
+    @asynccontextmanager
+    async def _room(
+        self, tenant: Tenant, place: Place, objects: Mapping[str, int], digests: Collection[str]
+    ) -> AsyncIterator[None]:
+        """Note in the store what the block writes, so that others count it and nobody removes it.
+
+        Raises:
+            StorageFull: If it is more than the tenant may store.
+            Overloaded: If some of it is being removed.
+            StoreError: If the store cannot be listed or written.
+        """
+        store, prefix = place.store, place.prefix
+
+        def begin() -> str:
+            note = begin_upload(store, prefix, objects, check=partial(self._check_stored, tenant))
+            try:
+                note_use(store, prefix, digests)
+                check_staying(store, prefix, digests)
+            except BaseException:
+                end_upload(store, note)
+                raise
+            return note
+
+        note = await self._looked(store, begin)
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # the server has been closed meanwhile; the note ends by itself
+                await asyncio.shield(self._looked(store, partial(end_upload, store, note)))
+
+    # ------------------------------------------------------------------------------------- finding
+
+    def _places(self, tenant: Tenant) -> list[Place]:
+        seen = [store for name, store in self._stores.items() if tenant.may_read(name)]
+        common = [Place(store=store, prefix=self._prefix) for store in seen]
+        if tenant.name == ANYONE.name:
+            return common
+        return [*(Place(store=store, prefix=own_prefix(self._prefix, tenant)) for store in seen), *common]
+
+    def _own(self, tenant: Tenant) -> Place:
+        places = self._places(tenant)
+        if not places:
+            raise Forbidden(f"{tenant.name} may use no store here, so programs have no place")
+        return places[0]
+
+    def _remember(self, known: Known) -> None:
+        self._known[known.key] = known
+        self._known.move_to_end(known.key)
+        nbytes = sum(each.graph.nbytes for each in self._known.values())
+        while len(self._known) > 1 and (len(self._known) > MAX_KNOWN or nbytes > MAX_KNOWN_BYTES):
+            nbytes -= self._known.popitem(last=False)[1].graph.nbytes
+
+    def _takes(self, nbytes: int, graph_nbytes: int, *, workers: int | None = None) -> int:
+        """What a program takes in so many workers, or all of them."""
+        count = self._workers if workers is None else workers
+        return program_bytes(
+            nbytes, graph_nbytes=graph_nbytes, workers=count, copies=min(count, self._copies)
+        )
+
+    async def _find(self, tenant: Tenant, digest: str) -> Known:
+        for place in self._places(tenant):
+            try:
+                path = graph_path(place.prefix, digest)
+                graph = await self._looked(
+                    place.store, partial(get_at_most, place.store, path, MAX_GRAPH_BYTES)
+                )
+            except ObjectNotFound:
+                continue
+            return await self._known_from(tenant, digest, place, graph)
+        raise ProgramNotFound(f"no program {digest} here; push or upload it first")
+
+    async def _known_from(self, tenant: Tenant, digest: str, place: Place, graph: bytes) -> Known:
+        builder = ProgramBuilder(key_of(tenant, digest), digest)
+        builder.add_graph(graph)
+        try:
+            info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
+        except ObjectNotFound:
+            raise _gone(digest) from None
+        self._check_size(tenant, len(graph) + info.size)
+        nbytes = self._takes(len(graph) + info.size, len(graph))
+        file = SealedFile()
+        file.append(graph)
+        file.seal()
+        return Known(
+            key=builder.key,
+            digest=digest,
+            nbytes=nbytes,
+            graph=file,
+            weights=place,
+            weights_digest=builder.weights_digest,
+            weights_nbytes=info.size,
+        )
+
+    async def _read(self, tenant: Tenant, known: Known) -> ProgramFiles:
+        builder = ProgramBuilder(known.key, known.digest)
+        builder.add_graph(bytes(known.graph.view()))
+        shared = self._weights_here(tenant, builder.weights_digest)
+        weights = shared or await self._coming(known, builder.weights_digest)
+        if isinstance(weights, ColdFile):
+            files = builder.finish_with(weights, numbers=_numbers(known.graph.view(), weights))
+        elif weights is not None:
+            return builder.finish_with(weights)
+        else:
+            await self._add_stored_weights(known.weights, builder)
+            files = builder.finish()
+        self._weights[tenant.name, builder.weights_digest] = files.weights
+        return files
+
+    async def _looked(self, store: Store, look: Callable[[], _T]) -> _T:
+        """What is found in a store by a thread that may have to wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._looking[store.name], look)
+
+    def _weights_here(self, tenant: Tenant, digest: str) -> SealedFile | ColdFile | None:
+        """Weights that another program brought, or is bringing."""
+        shared = self._weights.get((tenant.name, digest))
+        return None if isinstance(shared, ColdFile) and shared.error is not None else shared
+
+    async def _coming(self, known: Known, weights_digest: str) -> ColdFile | None:
+        """A weights file of which nothing is asked for yet; None where it has to be read whole.
+
+        So it is where nothing says what is in it, where what said so turned out to be wrong, and where that
+        is too much to keep.
+
+        Raises:
+            StoreError: If the store cannot be read.
+        """
+        place = known.weights
+        name = (place.store.name, place.prefix, weights_digest)
+        limits = self._limits
+        if limits is None or known.weights_nbytes < SMALL_BYTES or name in self._forged:
+            return None
+
+        def look() -> Found | None:
+            with ThreadPoolExecutor(1, thread_name_prefix="upriver-cold-find") as beside:
+                return find(
+                    place.store, place.prefix, known.digest, weights_digest, limits=limits, beside=beside
+                )
+
+        try:
+            found = await self._looked(place.store, look)
+            if found is None or found.manifest.nbytes != known.weights_nbytes:
+                return None
+            if kept_bytes(found.manifest) > KEPT_SHARE * known.weights_nbytes:
+                log.info(
+                    "program %s is read whole before it runs: its weights are many small ones", known.digest
+                )
+                return None
+            file = ColdFile(
+                found,
+                weights_digest,
+                limits,
+                device=self._device,
+                on_forged=lambda: self._forged.add(name),
+            )
+        # Of the manifest, of this kind of memory, or as there is no thread to look in.
+        except (ProgramError, OSError, RuntimeError) as error:
+            log.warning("program %s is read whole before it runs: %s", known.digest, error)
+            return None
+        self._cold.add(file)
+        return file
+
+    async def _add_stored_weights(self, place: Place, builder: ProgramBuilder) -> None:
+        info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
+        for start in range(0, info.size, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, info.size)
+            piece = await place.store.get_range_async(info.path, start, stop, etag=info.etag or None)
+            await asyncio.to_thread(builder.add_weights, piece)
+
+    async def _add_weights_of_another(self, tenant: Tenant, builder: ProgramBuilder, hold: Hold) -> None:
+        """Those that came with another program: the same network captured at another size, as a rule."""
+        for place in self._places(tenant):
+            try:
+                info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
+            except ObjectNotFound:
+                continue
+            nbytes = builder.graph_nbytes + info.size
+            self._check_size(tenant, nbytes)
+            self._shelf.grow(hold, self._takes(nbytes, builder.graph_nbytes, workers=1))
+            return await self._add_stored_weights(place, builder)
+        raise ProgramNotFound(f"weights {builder.weights_digest} are not here; send them, too")
+
+    def _check_size(self, tenant: Tenant, nbytes: int) -> None:
+        quotas = [tenant.program_bytes] if tenant.program_bytes is not None else []
+        most = min([self._caps.program_bytes, self._most_bytes, *quotas])
+        if nbytes > most:
+            raise TooLarge(f"a program has at most {most} bytes here, this one {nbytes}")
+
+
+def _gone(digest: str) -> ProgramNotFound:
+    return ProgramNotFound(f"the weights of program {digest} are not here any more; upload it again")
+
+
+def key_of(tenant: Tenant, digest: str) -> str:
+    """What a tenant's program is called here, in the front and in workers."""
+    return f"{tenant.name}/{digest}"
+
+
+def own_prefix(prefix: str, tenant: Tenant) -> str:
+    """Where a tenant's uploads go."""
+    return f"{prefix}/tenants/{tenant.name}"
+
+
+def _is_stored(store: Store, path: str, described: Manifest) -> bool:
+    """Whether a weights file is there with a manifest of its own, which says the same of each weight.
+
+    Raises:
+        StoreError: If the store cannot be read.
+    """
+    try:
+        found = layout.read(store, path)
+    except (ObjectNotFound, ObjectChanged, ProgramError):
+        return False
+    return msgspec.structs.replace(found, etag="", execution=described.execution) == described
+
+
+class _Weight(msgspec.Struct):
+    key: str
+
+
+class _Weights(msgspec.Struct):
+    weights: list[_Weight]
+
+
+def _numbers(graph: memoryview, file: ColdFile) -> list[int]:
+    """Of a graph's weights in a file.
+
+    Raises:
+        ProgramError: If one is not in it.
+    """
+    try:
+        keys = [weight.key for weight in msgspec.json.decode(graph, type=_Weights).weights]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProgramError(f"graph.json: {error}") from None
+    missing = [key for key in keys if key not in file.numbers]
+    if missing:
+        raise ProgramError(f"weight {missing[0][:80]!r} is not in the weights file that the graph names")
+    return [file.numbers[key] for key in keys]

@@ -1,0 +1,565 @@
+"""``POST /v1/run``: a request is admitted when there is memory for it, and answered a micro-batch at a time.
+
+The next micro-batch is read while one is computed, and computed when the last of that one goes out: a reader
+that stalls holds one answer, and no more is computed for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
+
+import msgspec
+
+from upriver.engine.clock import Clock
+from upriver.engine.read import read_samples_async
+from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError, bare
+from upriver.pipeline import SampleRef
+from upriver.protocol import PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
+from upriver.server.code_allowlist import check_code
+from upriver.server.config import ServerConfig
+from upriver.server.execution.run_context import Asked, Order, Work, groups_of, until
+from upriver.server.execution.user_code_runs import Answers, Kind, code_run
+from upriver.server.execution.worker_pool import WorkerPool
+from upriver.server.execution.worker_process import Job, Result
+from upriver.server.http.errors import Wording
+from upriver.server.http.request_body import read_body
+from upriver.server.http.requests import Arriving
+from upriver.server.http.response_stream import Last
+from upriver.server.ipc.messages import Run, RunCode, Weighed
+from upriver.server.ipc.shared_memory import SealedFile
+from upriver.server.observability import tracing
+from upriver.server.observability.metrics import Metrics
+from upriver.server.programs.datasets import Datasets
+from upriver.server.programs.program_files import ProgramFiles
+from upriver.server.programs.registry import Known, Programs
+from upriver.server.programs.streaming_weights import ColdFile
+from upriver.server.scheduling.admission_queue import Admitted, Full, Line, Wanted
+from upriver.server.scheduling.concurrency_limit import Places
+from upriver.server.scheduling.fair_queue import Turns
+from upriver.server.scheduling.footprint import (
+    END,
+    TAIL_BYTES,
+    Forms,
+    Stretch,
+    Weights,
+    request_bytes,
+    unheld_bytes,
+    works_ahead,
+)
+from upriver.server.scheduling.memory_budget import Budget
+from upriver.server.scheduling.memory_hold import Bodies, Coming, Room, Use
+from upriver.server.scheduling.service_costs import Costs
+from upriver.server.tenants import Tenant
+from upriver.store import Store
+from upriver.types import Timings
+
+log = logging.getLogger(__name__)
+
+JOINED_BYTES = 64 << 10
+"""A smaller payload goes out with its head and its timings in one piece, the last one with the answer's end,
+too: a copy takes less than a send."""
+
+_END = b"".join(encode(End()))
+
+COMING_TOO = 2
+"""Times its quota of requests, that a tenant may have with those that are still being read: who sends slowly
+takes places from others as well. Not once: one may come just before the last one has let go of its own."""
+
+
+class Runner:
+    """Runs requests: looks up what they name, has them wait in line, and answers them in turns.
+
+    Args:
+        line: Who waits for memory.
+        turns: Who computes next.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        pool: WorkerPool,
+        programs: Programs,
+        datasets: Datasets,
+        budget: Budget,
+        line: Line,
+        turns: Turns,
+        metrics: Metrics,
+        wording: Wording,
+    ) -> None:
+        self._config = config
+        self._pool, self._programs, self._datasets = pool, programs, datasets
+        self._budget, self._line, self._turns = budget, line, turns
+        self._metrics, self._wording = metrics, wording
+        self._bodies = Bodies(budget, self._make_room)
+        self._weights = Weights(self)
+        self._forms = Forms(self._held)
+        self._costs = Costs()
+        self._answers = Answers(config.code_bytes)
+        self._places = Places(config.max_requests, (tenant.name for tenant in config.everyone()))
+
+    @property
+    def running(self) -> int:
+        """Requests in progress, those that wait in line among them."""
+        return self._places.taken
+
+    def running_of(self, tenant: str) -> int:
+        """The same of one tenant."""
+        return self._places.taken_by(tenant)
+
+    def enter(self, stack: AsyncExitStack, tenant: Tenant) -> None:
+        """Count one more request until ``stack`` lets go of it.
+
+        Raises:
+            QuotaExceeded: If there are so many of its tenant that some can only be on their way in.
+            Overloaded: If there are as many as may be, or as many as leave a place for each other tenant.
+        """
+        quota, here = tenant.max_requests, self._places.taken_by(tenant.name)
+        if quota is not None and here >= COMING_TOO * quota:
+            raise QuotaExceeded(
+                f"{here} requests of {tenant.name} are here or on their way, and at most {quota} may be here",
+                retry_after_s=self._line.retry_after_s(),
+            )
+        if not self._places.take(tenant.name):
+            raise Overloaded(
+                f"{self.running} requests are here, {here} of them of {tenant.name}: no more of it may be",
+                retry_after_s=self._line.retry_after_s(),
+            ) from Full()
+        self._metrics.running.inc()
+        stack.callback(self._leave, tenant)
+
+    # ------------------------------------------------------------------------------------ coming in
+
+    async def read(
+        self,
+        body: AsyncIterator[bytes],
+        stack: AsyncExitStack,
+        tenant: Tenant,
+        *,
+        on_request: Callable[[RunRequest], None] = lambda request: None,
+        announced: int = 0,
+    ) -> Asked:
+        """Read a request and look up what it names; ``stack`` lets go of its body.
+
+        Args:
+            on_request: Told what is asked for, before any of it is looked at.
+            announced: Bytes that its body is to have, where the client said so.
+
+        Raises:
+            DoesNotFit: If there never is room for it.
+            Overloaded: If there is none now.
+            DeadlineExceeded: If its time was over first.
+            UpriverError: If it cannot be done.
+        """
+        began = asyncio.get_running_loop().time()
+        self._budget.check_fits(announced)
+        self.enter(stack, tenant)
+        coming, arriving = Coming(self._bodies, tenant), Arriving(body)
+        use = stack.enter_context(Use(coming.release))
+        async with until(began + self._config.deadline_s):
+            request, batches = await read_body(arriving, self._config.caps, room=coming.room)
+            if not batches:
+                coming.release()  # it is an object by now
+            on_request(request)
+            if request.code is not None:
+                check_code(request.code, self._config.allow)
+            deadline_s = min(self._config.deadline_s, request.deadline_s or self._config.deadline_s)
+            return Asked(
+                request=request,
+                tenant=tenant,
+                dataset=await self._datasets.ask(request, tenant),
+                batches=batches,
+                known=await self._programs_of(request, tenant),
+                deadline=began + deadline_s,
+                body=use,
+                body_nbytes=coming.nbytes,
+                received_s=arriving.seconds,
+            )
+
+    async def admit(self, asked: Asked, stack: AsyncExitStack) -> Order:
+        """Wait until there is memory for a request, and get hold of its program; ``stack`` lets go of both.
+
+        Raises:
+            Overloaded: If it waited too long, or too many wait.
+            DoesNotFit: If it takes more than there is.
+            DeadlineExceeded: If its time was over first.
+            ProtocolError: If its program has no such stages, or does not take what it comes with.
+        """
+        async with until(asked.deadline):
+            weighed = await self._weigh(asked)
+            sizes = self._sizes(asked, weighed)
+            programs = {
+                size: asked.known[size].need(found, workers=self._config.workers)
+                for size, found in weighed.items()
+            }
+            began = time.perf_counter()
+            wanted = Wanted(
+                tenant=asked.tenant, nbytes=sizes, programs=programs, body_nbytes=asked.body_nbytes
+            )
+            admitted = await self._line.wait(wanted)
+            waited_s = time.perf_counter() - began
+            use = self._used(admitted, asked.tenant, stack, body=asked.body)
+            tracing.admitted(waited_s)
+            known = asked.known.get(admitted.size)
+            stretch, program = weighed.get(admitted.size), None
+            if known is not None and stretch is not None:
+                work = _kind(known.key, asked.request, admitted.size)
+                program = await self._come(asked.tenant, known, stretch, self._costs.of(work))
+        self._metrics.admitted(asked.tenant.name)
+        return Order(
+            asked=asked,
+            admitted=admitted,
+            program=program,
+            use=use,
+            groups=tuple(groups_of(asked.request, admitted.size // asked.request.micro_batch)),
+            to_end=stretch is not None and stretch.to_end,
+            ahead=stretch is not None and works_ahead(stretch),
+            waited_s=waited_s,
+        )
+
+    async def _come(self, tenant: Tenant, known: Known, weighed: Weighed, seconds: float) -> ProgramFiles:
+        """A program with so much of its weights that a stretch of it, which takes so long, can begin."""
+        program = await self._programs.load(tenant, known, weighed)
+        if (cold := program.cold) is not None:
+            first, all_read = program.places(weighed.first), program.places(weighed.weights)
+            await cold.ready(first, all_read, within_s=seconds)
+        return program
+
+    def _used(
+        self, admitted: Admitted, tenant: Tenant, stack: AsyncExitStack, *, body: Use | None = None
+    ) -> Use:
+        """Give everything back when neither the request nor a worker needs it any more."""
+        if body is not None:
+            body.enter()
+
+        def release() -> None:
+            if body is not None:
+                body.leave()
+            admitted.hold.release()
+            self._line.leave(admitted, tenant)
+            self._line.freed(admitted.nbytes)
+
+        return stack.enter_context(Use(release))
+
+    def _make_room(self, nbytes: int) -> None:
+        self._programs.make_room(nbytes)
+
+    async def _programs_of(self, request: RunRequest, tenant: Tenant) -> dict[int, Known]:
+        """Programs by the samples they take at once: that of the request, and larger ones to choose from."""
+        if request.program is None or request.stop <= 0:
+            return {}
+        named = {request.micro_batch: request.program}
+        if self._config.admission == "adaptive" and not request.sent:  # tensors come as they are
+            named |= {larger.micro_batch: larger.program for larger in request.larger}
+        return {size: await self._programs.know(tenant, digest) for size, digest in named.items()}
+
+    def _sizes(self, asked: Asked, weighed: Mapping[int, Weighed]) -> dict[int, int]:
+        """What a request takes beside its program, by the samples of a forward pass."""
+        request = asked.request
+        if request.code is None:
+            return request_bytes(request, dataset=asked.dataset, weighed=weighed, batches=asked.batches)
+        most = self._budget.most_bytes
+        return {request.micro_batch: self._answers.bytes_of(asked, request.code, most_bytes=most)}
+
+    async def _weigh(self, asked: Asked) -> dict[int, Weighed]:
+        """What model stages take, by the samples of a forward pass; larger ones where rows can be told."""
+        start, stop = max(0, asked.request.start), asked.request.stop
+        weighed: dict[int, Weighed] = {}
+        for size, known in asked.known.items():
+            stretch = Stretch(key=known.key, start=start, stop=stop)
+            found = await self._weights.of(known.graph, stretch, asked.tenant)
+            form = self._forms.of(known.key, known.graph, start, asked.tenant)  # which is sound by now
+            form.check_size(size)
+            form.check_given(asked.request, asked.batches)
+            if size == asked.request.micro_batch or (found.rows and weighed[asked.request.micro_batch].rows):
+                weighed[size] = found
+        return weighed
+
+    async def weigh(self, graph: SealedFile, stretch: Stretch, tenant: Tenant) -> Weighed:
+        """Have a worker work out what a stretch of a program takes, in its tenant's turn.
+
+        Raises:
+            Overloaded: If there is no memory for so large a graph now.
+            UpriverError: If the graph is not sound, or has no such stages.
+        """
+        with self._held(unheld_bytes(graph), tenant) as use:
+            async with self.turn(tenant, "weigh"):
+                return await self._pool.weigh(graph, stretch, use)
+
+    def _held(self, nbytes: int, tenant: Tenant) -> Use:
+        """Memory for a tenant until the block is left, and all that enter.
+
+        Raises:
+            Overloaded: If there is none now.
+        """
+        self._make_room(nbytes)
+        return Use(self._budget.hold(nbytes, owner=tenant.name).release)
+
+    @asynccontextmanager
+    async def borrowed(
+        self, tenant: Tenant, digest: str, *, stop: int | None
+    ) -> AsyncIterator[tuple[ProgramFiles, Use]]:
+        """A program with the memory to run it once on made-up inputs up to ``stop``, or its end; in its turn.
+
+        Raises:
+            Overloaded: If there is no memory for it now.
+            UpriverError: If there is no such program, or it is not sound.
+        """
+        known = await self._programs.know(tenant, digest)
+        stretch = Stretch(key=known.key, start=0, stop=END if stop is None else stop)
+        weighed = await self._weights.of(known.graph, stretch, tenant)
+        async with AsyncExitStack() as stack:
+            program = known.need(weighed, workers=self._config.workers)
+            admitted = await self._line.wait(
+                Wanted(tenant=tenant, nbytes={1: weighed.peak_bytes}, programs={1: program})
+            )
+            use = self._used(admitted, tenant, stack)
+            file = await self._come(tenant, known, weighed, self._costs.of(stretch))
+            async with self.turn(tenant, stretch):
+                yield file, use
+
+    @asynccontextmanager
+    async def turn(self, tenant: Tenant, work: Hashable) -> AsyncIterator[None]:
+        """A tenant's turn for work that is no part of a run request's answer.
+
+        Args:
+            work: What kind; what took long is expected to take long.
+        """
+        expected = self._costs.of(work)
+        async with self._turn(tenant, object(), expected):
+            began = time.perf_counter()
+            with self._charged(tenant, expected, Clock()):
+                yield
+            took = time.perf_counter() - began
+        self._costs.saw(work, took)
+
+    @contextmanager
+    def _charged(self, tenant: Tenant, expected: float, clock: Clock) -> Iterator[None]:
+        """A tenant pays for what a worker does for it in the block, loading programs and failing included.
+
+        Where it is given up a worker is still at it, and what was expected remains.
+
+        Args:
+            expected: Seconds that were charged already.
+            clock: Has the wait for a worker, which others are to blame for.
+        """
+        waited, began = clock.phases.get("queue", 0.0), time.perf_counter()
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._turns.spent(tenant.name, expected, _since(began, clock, waited))
+            raise
+        self._turns.spent(tenant.name, expected, _since(began, clock, waited))
+
+    @asynccontextmanager
+    async def _turn(self, tenant: Tenant, request: Hashable, seconds: float) -> AsyncIterator[None]:
+        """A turn, whose wait shows in the server's load."""
+        turn = self._turns.turn(tenant=tenant.name, weight=tenant.weight, request=request, seconds=seconds)
+        async with AsyncExitStack() as stack:
+            with self._pool.load.waiting():
+                await stack.enter_async_context(turn)
+            yield
+
+    # -------------------------------------------------------------------------------------- answers
+
+    async def answer(
+        self, order: Order, *, on_error: Callable[[UpriverError], None] = lambda error: None
+    ) -> AsyncGenerator[bytes | memoryview]:
+        """The frames of the answer; an error ends it with an error frame, and ``on_error`` is told."""
+        try:
+            async with aclosing(self._frames(order)) as frames:
+                async for buffer in frames:
+                    yield buffer
+                    if isinstance(buffer, Last):
+                        return
+                    del buffer  # the slot is free as soon as the socket has the last byte
+            await self._checked(order)
+            yield Last(_END)
+        except UpriverError as error:
+            yield self._told(error, on_error)
+        except Exception:
+            log.exception("a run request failed")
+            unexpected = UpriverError("internal error; the server's log says more")
+            yield self._told(unexpected, on_error)
+
+    async def _checked(self, order: Order) -> None:
+        """An answer up to the end ends well only if all weights are those that its program names.
+
+        Raises:
+            UpriverError: If they are not, or that is not known in time.
+        """
+        cold = self._unchecked(order)
+        if cold is not None:
+            async with until(order.asked.deadline):
+                await cold.checked()
+
+    def _unchecked(self, order: Order) -> ColdFile | None:
+        """Return weights that an answer's end waits for; None where it waits for none."""
+        return order.program.cold if order.program is not None and order.to_end else None
+
+    def _told(self, error: UpriverError, on_error: Callable[[UpriverError], None]) -> Last:
+        self._metrics.errors.labels(error.code).inc()
+        on_error(error)
+        return Last(b"".join(encode(self._wording.of(bare(error)))))
+
+    async def _frames(self, order: Order) -> AsyncGenerator[bytes | memoryview]:
+        """Heads, payloads and timings in the order of the request."""
+        work = Work(order, self)
+        try:
+            for stop, index in enumerate(range(len(order.groups)), start=1):
+                result, timings = await work.result(index)
+                frames, stats = result.frames, encode(timings)
+                del result
+                while frames:
+                    head, payload = frames.pop(0)
+                    ends = False
+                    self._metrics.micro_batch(order.asked.tenant.name, timings)
+                    with tracing.sending(self._metrics, index):
+                        if len(payload) <= JOINED_BYTES:
+                            ends = stop == len(order.groups) and not frames and not self._unchecked(order)
+                            parts = (head, payload, *stats, _END if ends else b"")
+                            head, payload = b"", memoryview(b"".join(parts))
+                        else:
+                            yield head
+                        if not frames:
+                            if len(payload) > TAIL_BYTES:
+                                yield payload[:-TAIL_BYTES]
+                                payload = memoryview(bytes(payload[-TAIL_BYTES:]))  # the slot is free now
+                            work.sent(index)
+                        yield Last(payload) if ends else payload
+                        del payload
+                    for buffer in stats if head else ():
+                        yield buffer
+        finally:
+            await work.close()
+
+    async def compute(
+        self, order: Order, index: int, job: Job, clock: Clock, begun: Callable[[], None]
+    ) -> tuple[Result, Timings]:
+        """One forward pass, when it is this request's turn; ``begun`` is told when it is."""
+        asked = order.asked
+        work = _work_of(order, job.run)
+        expected, began = self._costs.of(work), time.perf_counter()
+        async with self._turn(asked.tenant, order, expected):
+            waited = time.perf_counter() - began
+            clock.add("queue", waited)
+            tracing.over("queue", waited, index)
+            begun()
+            with self._charged(asked.tenant, expected, clock):
+                result = await self._pool.run(job, clock, order.use)
+            tracing.computed(result.timings, index)
+        self._costs.saw(work, _seconds_of(result.timings))
+        if isinstance(job.run, RunCode):
+            self._answers.saw(Kind.of(job.run), result.nbytes)
+        self._metrics.batch(asked.tenant.name, len(job.run.ids))
+        for phase, seconds in result.timings.phases.items():
+            clock.add(phase, seconds)
+        for position, seconds in result.timings.stages.items():
+            clock.stage(position, seconds)
+        wait_s = self._turns.expected_wait_s(asked.tenant.name, asked.tenant.weight)
+        wait_s += order.admitted.waited_s / len(order.groups)  # the next request would wait as long
+        return result, _shared(clock.timings(), len(order.groups[index]), wait_s, self._pool.load.k)
+
+    async def job(self, order: Order, index: int, clock: Clock) -> Job:
+        """The work of one forward pass, with what it works on."""
+        asked, request = order.asked, order.asked.request
+        held = asked.body_nbytes + (order.program.nbytes if order.program is not None else 0)
+        room = Room(
+            order.admitted.hold,
+            asyncio.get_running_loop(),
+            self._make_room,
+            partial(self._budget.check_fits, beside=held),
+        )
+        first = order.groups[index].start
+        refs: list[SampleRef] = []
+        run = code_run(asked, request.code, first) if request.code is not None else _run_of(order, index)
+        if asked.dataset is not None:
+            refs = asked.dataset.locate(run.ids)
+            names = tuple(ref.object for ref in refs)
+            chain = msgspec.json.encode(asked.dataset.chain.to_json())
+            run = msgspec.structs.replace(run, object_names=names, chain=chain)
+        program, parts = order.program, list[memoryview]()
+        if asked.batches:
+            layout = lay_out(asked.batches[first].tensors)
+            header = data_head(asked.batches[first], layout, "")[PREFIX_NBYTES:]
+            run = msgspec.structs.replace(run, header=header, payload_nbytes=layout.nbytes)
+            parts = list(layout.parts)
+        elif asked.dataset is not None:
+            parts = await self._read(asked.dataset.store, refs, clock)
+        else:
+            program = None
+        owner = asked.tenant.name
+        return Job(run=run, program=program, parts=parts, owner=owner, room=room, beside=room.beside)
+
+    async def _read(self, store: Store, refs: Sequence[SampleRef], clock: Clock) -> list[memoryview]:
+        began = time.perf_counter()
+        try:
+            with clock.phase("read"):
+                blobs = await read_samples_async(store, refs)
+        except StoreError as error:
+            self._metrics.store_error(store.name, error.code)
+            raise
+        nbytes = sum(len(blob) for blob in blobs)
+        self._metrics.store_read(store.name, time.perf_counter() - began, nbytes)
+        return blobs
+
+    def _leave(self, tenant: Tenant) -> None:
+        self._places.give_back(tenant.name)
+        self._metrics.running.dec()
+
+
+def _run_of(order: Order, index: int) -> Run:
+    """The work of one forward pass, without its input."""
+    request, program = order.asked.request, order.program
+    return Run(
+        program=program.key if program is not None else None,
+        micro_batch=order.admitted.size if program is not None else request.micro_batch,
+        rows=request.micro_batch,
+        start=request.start,
+        stop=request.stop,
+        ids=tuple(sample for at in order.groups[index] for sample in request.micro_batches[at]),
+        slot=0,
+        seed=request.seed,
+        epoch=request.epoch,
+        on_bad_sample=request.on_bad_sample,
+    )
+
+
+def _work_of(order: Order, run: Run | RunCode) -> Hashable:
+    """What tells how long a forward pass takes."""
+    request = order.asked.request
+    if isinstance(run, RunCode):
+        return Kind.of(run), request.start, request.micro_batch
+    return _kind(run.program, request, run.micro_batch)
+
+
+def _kind(program: str | None, request: RunRequest, size: int) -> Hashable:
+    """The same of a program's stages, as far as they are known before there is a job."""
+    return program, request.start, request.stop, size
+
+
+def _seconds_of(timings: Timings) -> float:
+    """What it would have taken with all its weights there."""
+    return sum(seconds for phase, seconds in timings.phases.items() if phase != "weights")
+
+
+def _since(began: float, clock: Clock, waited: float) -> float:
+    """Seconds since then, without those by which the wait for a worker has grown."""
+    return time.perf_counter() - began - (clock.phases.get("queue", 0.0) - waited)
+
+
+def _shared(timings: Timings, count: int, wait_s: float, k: float) -> Timings:
+    """Of each micro-batch of those that went together."""
+    return Timings(
+        phases={phase: seconds / count for phase, seconds in timings.phases.items()},
+        stages={position: seconds / count for position, seconds in timings.stages.items()},
+        expected_wait_s=wait_s,
+        k=k,
+    )

@@ -1,0 +1,1 @@
+"""Confine worker processes: namespaces, control groups, resource limits."""

@@ -1,0 +1,1 @@
+"""Decide which request runs next, with how many samples, in which memory."""

@@ -1,0 +1,539 @@
+"""The line before admission: who waits for memory, and whose turn it is when some is there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from upriver.errors import DoesNotFit, Overloaded, QuotaExceeded
+from upriver.server.scheduling.batch_adaptation import Ask, Grant
+from upriver.server.scheduling.memory_budget import Budget, Hold
+from upriver.server.tenants import Tenant
+
+
+class EvictablePrograms(Protocol):
+    """Programs that the queue may evict for memory; `upriver.server.programs.cache.Shelf` is one."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Return the keys of the programs that are kept or expected."""
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def idle_bytes(self, *, but: Collection[str] = (), owner: str | None = None) -> int:
+        """Return the bytes that evicting unused programs would free."""
+
+    def make_room(self, nbytes: int, *, but: Collection[str] = ()) -> bool:
+        """Evict unused programs until ``nbytes`` are free, or evict none and return False."""
+
+    def take(self, key: str, nbytes: int, *, owner: str) -> None:
+        """Hold a program, and its memory where it is not kept yet."""
+
+    def give_back(self, key: str) -> None:
+        """Release a program that `take` held."""
+
+
+PATIENCE_S = 5.0
+"""When a request has waited so long, what it takes itself does not count against it any more: some requests'
+time, after which a large one must not be overtaken by small ones. What its tenant has still counts: of many
+requests that have all waited long none goes before the first one of somebody else."""
+
+MAX_WAIT_S = 30.0
+"""Then a request is told to come back: well before a client takes a silent server for a dead one (120 s)."""
+
+DRAIN_WINDOW_S = 30.0
+"""How far back the rate looks at which memory comes free."""
+
+MAX_FREED = 1024
+"""Requests that the rate at which memory comes free looks back on, at most."""
+
+WAY_S = 0.1
+"""What a request holds that is sent back comes free within milliseconds; so long no further one is sent back
+for the same memory."""
+
+LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
+"""Bounds of what ``Retry-After`` says."""
+
+SPREAD = 4.0
+"""Those who are told to come back when others are told so come one after another, for so many times as long
+as what waits takes: sooner most of them would be refused again, later an idle server would not see them."""
+
+
+class Full(Exception):
+    """Why a request is told to come back: so many are here that no more may wait."""
+
+
+class Policy(Protocol):
+    """Which requests may go, and how many samples they may take at once."""
+
+    def __call__(self, asks: list[Ask], free_bytes: int, *, loaded: frozenset[str], most: int) -> list[Grant]:
+        """Grants in the order of ``asks``, oldest first; a program in ``loaded`` takes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A program that a request needs.
+
+    Attributes:
+        key: Names it on the shelf.
+        nbytes: What it takes where it is not kept yet.
+    """
+
+    key: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What a request asks for.
+
+    Attributes:
+        nbytes: By the samples of one forward pass, what it takes beside its program.
+        programs: The same, to the program; empty where none is needed.
+        body_nbytes: What was sent along: that is held already, and will be until it is through.
+    """
+
+    tenant: Tenant
+    nbytes: Mapping[int, int]
+    programs: Mapping[int, Program]
+    body_nbytes: int = 0
+
+    def takes(self, size: int) -> int:
+        """All that it takes at a size, its program included."""
+        program = self.programs.get(size)
+        return self.nbytes[size] + (program.nbytes if program is not None else 0)
+
+    def least(self, min_batch: int) -> int:
+        """The fewest samples at once that make sense: the first size from ``min_batch`` on, or the last."""
+        return next((size for size in sorted(self.nbytes) if size >= min_batch), max(self.nbytes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """A request that may go.
+
+    Attributes:
+        hold: Its memory.
+        nbytes: How much that was when it was admitted.
+        size: Samples of one forward pass.
+        program: Key of its program, held on to on the shelf; None without.
+        waited_s: How long it waited for the requests of other tenants.
+    """
+
+    hold: Hold
+    nbytes: int
+    size: int
+    program: str | None
+    waited_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """One who waits.
+
+    Attributes:
+        ask: As the policy sees it; its key is ``number``.
+        nbytes: What it asks for at least, beside its program.
+        others: Share of other tenants in what was here when it came.
+    """
+
+    number: int
+    since: float
+    wanted: Wanted
+    ask: Ask
+    nbytes: int
+    others: float
+    future: asyncio.Future[Admitted] = field(repr=False)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Programs that it may need."""
+        return frozenset(program.key for program in self.wanted.programs.values())
+
+
+class Line:
+    """Everyone who waits. All of it belongs to the event loop's thread.
+
+    Args:
+        budget: Memory.
+        shelf: EvictablePrograms, which hold some of it.
+        policy: Says who may go.
+        most: Requests that may have been admitted at once. One of each tenant that has none may go beside
+            them: what others ask for at length is nothing that it should wait for.
+        most_waiting: Requests that may wait.
+        most_waiting_bytes: What they may ask for together.
+        min_batch: The fewest samples of a forward pass where there is a choice.
+        collect_s: How long a round waits for others to come.
+        spare: Lets go of something else that is only kept for later, and says whether there was anything;
+            asked where nobody could go otherwise.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        shelf: EvictablePrograms,
+        policy: Policy,
+        *,
+        most: int,
+        most_waiting: int,
+        most_waiting_bytes: int,
+        min_batch: int = 1,
+        collect_s: float = 0.0,
+        spare: Callable[[], bool] = lambda: False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._budget, self._shelf, self._policy = budget, shelf, policy
+        self._most, self._most_waiting, self._most_waiting_bytes = most, most_waiting, most_waiting_bytes
+        self._min_batch, self._collect_s = min_batch, collect_s
+        self._spare, self._now = spare, now
+        self._numbers = itertools.count()
+        self._waiting: list[_Waiter] = []
+        self._admitted: Counter[str] = Counter()
+        self._holding: Counter[str] = Counter()  # bytes of those, by tenant
+        self._freed: deque[tuple[float, int]] = deque(maxlen=MAX_FREED)
+        self._round: asyncio.TimerHandle | None = None
+        self._sent_back = -math.inf  # when one was for the sake of others
+        self._next_place = -math.inf  # when those who were told to come back would all have had theirs
+        budget.add_listener(self._soon)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What they ask for."""
+        return sum(waiter.nbytes for waiter in self._waiting)
+
+    def waiting_of(self, tenant: str) -> int:
+        """Requests of a tenant that wait."""
+        return sum(waiter.wanted.tenant.name == tenant for waiter in self._waiting)
+
+    def admitted_of(self, tenant: str) -> int:
+        """Requests of a tenant that were admitted and are not through."""
+        return self._admitted[tenant]
+
+    async def wait(self, wanted: Wanted) -> Admitted:
+        """Wait for memory; whoever is admitted calls `leave`.
+
+        Raises:
+            DoesNotFit: If it never can be.
+            QuotaExceeded: If its tenant has as many as it may.
+            Overloaded: If the line is too long, or it took too long.
+        """
+        waiter = self._waiter(wanted)
+        self._check_quota(wanted.tenant, waiter.nbytes)
+        self._make_place(wanted.tenant, waiter.nbytes)
+        self._waiting.append(waiter)
+        self._soon(self._collect_s)
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                return await self._turn(waiter)
+        except TimeoutError:
+            raise self._overloaded(waiter.nbytes, f"no memory came free within {MAX_WAIT_S:g} s") from None
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._soon()
+
+    def leave(self, admitted: Admitted, tenant: Tenant) -> None:
+        """A request is through, and nobody works for it any more; its memory is given back apart."""
+        self._admitted[tenant.name] -= 1
+        self._holding[tenant.name] -= admitted.nbytes
+        if admitted.program is not None:
+            self._shelf.give_back(admitted.program)
+        self._soon()
+
+    def freed(self, nbytes: int) -> None:
+        """So much came back: how fast that goes is what others are told to wait by."""
+        self._freed.append((self._now(), nbytes))
+
+    def retry_after_s(self) -> float:
+        """When what waits will be through, at the rate of late; as long again where nothing came free."""
+        seconds_per_byte = self._seconds_per_byte()
+        if seconds_per_byte is not None:
+            seconds = self.waiting_bytes * seconds_per_byte
+        else:
+            now = self._now()
+            seconds = max((now - waiter.since for waiter in self._waiting), default=0.0)
+        return min(MOST_RETRY_S, max(LEAST_RETRY_S, seconds))
+
+    def _seconds_per_byte(self) -> float | None:
+        """How slowly memory comes free of late; None where none did."""
+        now = self._now()
+        while self._freed and self._freed[0][0] < now - DRAIN_WINDOW_S:
+            self._freed.popleft()
+        freed = sum(nbytes for _, nbytes in self._freed)
+        return max(now - self._freed[0][0], 1.0) / freed if freed else None
+
+    # ------------------------------------------------------------------------------------ coming in
+
+    def _waiter(self, wanted: Wanted) -> _Waiter:
+        """Of the sizes, those from the fewest that make sense on; fewer where only those can ever fit.
+
+        Raises:
+            DoesNotFit: If none can.
+        """
+        most = self._budget.most_bytes - wanted.body_nbytes
+        fitting = [size for size in sorted(wanted.nbytes) if wanted.takes(size) <= most]
+        if not fitting:
+            least = min(map(wanted.takes, wanted.nbytes))
+            raise DoesNotFit(
+                f"this request takes {least} bytes of memory, and the server has {most}: ask for smaller "
+                "micro-batches or another cut"
+            )
+        sizes = [size for size in fitting if size >= wanted.least(self._min_batch)] or fitting[-1:]
+        number, nbytes = next(self._numbers), wanted.nbytes[sizes[0]]
+        ask = ask_for(number, wanted, sizes)
+        if ask.fixed_bytes + ask.least * ask.bytes_per_sample + ask.program_bytes > most:
+            ask = ask_for(number, wanted, sizes[:1])  # it would wait for more than there can be
+        future: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
+        others = self._others_share(wanted.tenant.name)
+        return _Waiter(number, self._now(), wanted, ask, nbytes, others, future)
+
+    def _others_share(self, tenant: str) -> float:
+        """Share of other tenants in the memory that requests have, and wait for."""
+        asked = Counter(self._holding)
+        for waiter in self._waiting:
+            asked[waiter.wanted.tenant.name] += waiter.nbytes
+        total = asked.total()
+        return 1 - asked[tenant] / total if total else 0.0
+
+    def _check_quota(self, tenant: Tenant, nbytes: int) -> None:
+        held = self._admitted[tenant.name] + self.waiting_of(tenant.name)
+        if tenant.max_requests is not None and held >= tenant.max_requests:
+            raise QuotaExceeded(
+                f"{held} requests of {tenant.name} are here, and at most {tenant.max_requests} may be",
+                retry_after_s=self.retry_after_s(),
+            )
+        waiting = sum(each.nbytes for each in self._waiting if each.wanted.tenant.name == tenant.name)
+        if tenant.max_waiting_bytes is not None and waiting + nbytes > tenant.max_waiting_bytes:
+            if nbytes > tenant.max_waiting_bytes:
+                raise DoesNotFit(
+                    f"this request asks for {nbytes} bytes of memory, and {tenant.name} may have "
+                    f"{tenant.max_waiting_bytes} waiting: ask for smaller micro-batches or another cut"
+                )
+            raise QuotaExceeded(
+                f"waiting requests of {tenant.name} ask for {waiting} bytes; with this one's {nbytes} it "
+                f"would be more than {tenant.max_waiting_bytes}",
+                retry_after_s=self.retry_after_s(),
+            )
+
+    def _make_place(self, tenant: Tenant, nbytes: int) -> None:
+        """A place in line; where it is full, that of whoever came last of the tenant with most of it.
+
+        By weight; nobody goes for a tenant that would then have as much, which is told to come back itself.
+
+        Raises:
+            Overloaded: If there is none.
+        """
+        staying = list(self._waiting)
+        while (why := self._full(staying, nbytes)) is not None:
+            last = self._last_of_most(staying, tenant, nbytes)
+            if last is None:
+                raise self._overloaded(nbytes, why) from Full()
+            staying.remove(last)
+        for waiter in [each for each in self._waiting if each not in staying]:
+            why = "others have a right to the places of so many requests"
+            error = self._overloaded(waiter.nbytes, why)
+            error.__cause__ = Full()
+            self._send_back(waiter, error)
+
+    def _full(self, waiting: Sequence[_Waiter], nbytes: int) -> str | None:
+        """Why so many bytes may not wait beside these; None if they may."""
+        if len(waiting) >= self._most_waiting:
+            return f"{len(waiting)} requests wait for memory, and no more may"
+        there = sum(waiter.nbytes for waiter in waiting)
+        if waiting and there + nbytes > self._most_waiting_bytes:
+            return f"waiting requests ask for {there} bytes, and no more may be"
+        return None
+
+    def _last_of_most(self, waiting: Sequence[_Waiter], tenant: Tenant, nbytes: int) -> _Waiter | None:
+        """Of the tenant with more of the line than this one would have, by weight, whoever came last."""
+        parts: dict[str, float] = {}
+        for waiter in waiting:
+            whose = waiter.wanted.tenant
+            parts[whose.name] = parts.get(whose.name, 0.0) + self._part(waiter.nbytes) / whose.weight
+        own = parts.pop(tenant.name, 0.0) + self._part(nbytes) / tenant.weight
+        most = max(parts, key=parts.__getitem__, default=None)
+        if most is None or parts[most] <= own:
+            return None
+        theirs = (each for each in reversed(waiting) if each.wanted.tenant.name == most)
+        return next((each for each in theirs if not each.future.done()), None)
+
+    def _part(self, nbytes: int) -> float:
+        """What one who waits takes of the line: of its places, or of its bytes."""
+        return max(1 / self._most_waiting, nbytes / self._most_waiting_bytes)
+
+    def _overloaded(self, nbytes: int, why: str) -> Overloaded:
+        """A request for so many bytes is to come back when those will be through who were told so before."""
+        now, soonest_s = self._now(), self.retry_after_s()
+        latest_s = min(MOST_RETRY_S, SPREAD * soonest_s)
+        seconds = min(latest_s, max(soonest_s, self._next_place - now))
+        self._next_place = now + seconds + nbytes * (self._seconds_per_byte() or 0.0)
+        return Overloaded(why, retry_after_s=math.ceil(seconds))
+
+    async def _turn(self, waiter: _Waiter) -> Admitted:
+        """Wait to be admitted; whoever gives up in that very moment gives everything back."""
+        try:
+            return await waiter.future
+        except BaseException:
+            future = waiter.future
+            if future.done() and not future.cancelled() and future.exception() is None:
+                admitted = future.result()
+                admitted.hold.release()
+                self.leave(admitted, waiter.wanted.tenant)
+            raise
+
+    # --------------------------------------------------------------------------------------- rounds
+
+    def _soon(self, seconds: float = 0.0) -> None:
+        """Look who may go, once for all that happens until then."""
+        if self._waiting and self._round is None:
+            self._round = asyncio.get_running_loop().call_later(seconds, self._go)
+
+    def _go(self) -> None:
+        self._round = None
+        waiters = self._in_order()
+        most = self._most - sum(self._admitted.values())
+        if most <= 0:
+            waiters = self._first_ones(waiters)
+            most = len(waiters)
+        if not waiters:
+            return
+        wanted = frozenset[str]().union(*(waiter.keys for waiter in waiters))
+        # Idle programs that others wait for must not keep the first in line from going for ever.
+        went = self._deal(waiters, most, but=wanted) or self._deal(waiters[:1], most, but=waiters[0].keys)
+        if not went and not sum(self._admitted.values()) and not self._spare():
+            self._make_way()  # nobody is there to give anything back; what comes free calls for a new round
+
+    def _deal(self, waiters: Sequence[_Waiter], most: int, *, but: Collection[str]) -> bool:
+        """Ask the policy who may go; whether anybody did. Idle programs make room, ``but`` for these."""
+        free = self._budget.free_bytes + self._shelf.idle_bytes(but=but)
+        asks = [waiter.ask for waiter in waiters]
+        by_number = {waiter.number: waiter for waiter in waiters}
+        grants = self._policy(asks, free, loaded=self._shelf.keys, most=most)
+        went = [self._admit(by_number[int(str(grant.key))], grant.batch, but) for grant in grants]
+        return any(went)
+
+    def _make_way(self) -> None:
+        """Of requests that wait for each other's bodies to go the youngest is told to come back."""
+        if self._now() - self._sent_back < WAY_S:
+            return self._soon(WAY_S)
+        for older, waiter in enumerate(self._waiting, start=1):
+            younger = [each for each in self._waiting[older:] if each.wanted.body_nbytes]
+            if younger and self._missing(waiter) <= sum(each.wanted.body_nbytes for each in younger):
+                self._sent_back = self._now()
+                why = "requests that came first wait for the memory of this one's body"
+                return self._send_back(younger[-1], self._overloaded(younger[-1].nbytes, why))
+
+    def _missing(self, waiter: _Waiter) -> int:
+        """Bytes that have to come free until one who waits can go, beside idle programs."""
+        size, wanted = waiter.ask.smallest, waiter.wanted
+        needed = wanted.nbytes[size] + self._new_bytes(wanted.programs.get(size))
+        return needed - self._budget.free_bytes - self._shelf.idle_bytes(but=waiter.keys)
+
+    def _send_back(self, waiter: _Waiter, error: Overloaded) -> None:
+        """One who waits, before it has had anything."""
+        self._waiting.remove(waiter)
+        waiter.future.set_exception(error)
+
+    def _first_ones(self, waiters: Sequence[_Waiter]) -> list[_Waiter]:
+        """Of each tenant that has no request admitted, its next one."""
+        first: dict[str, _Waiter] = {}
+        for waiter in waiters:
+            first.setdefault(waiter.wanted.tenant.name, waiter)
+        return [waiter for tenant, waiter in first.items() if not self._admitted[tenant]]
+
+    def _in_order(self) -> list[_Waiter]:
+        """By what the requests of their tenants would hold with them, over their weights; see `PATIENCE_S`.
+
+        Programs do not count: who has large networks would always come last, and idle ones make room.
+        """
+        now, promised = self._now(), Counter[str]()
+        ranked: list[tuple[tuple[float, float, int], _Waiter]] = []
+        for waiter in self._waiting:
+            tenant, size = waiter.wanted.tenant, waiter.ask.smallest
+            if waiter.future.done() or not self._may_hold(waiter, size, promised[tenant.name]):
+                continue
+            before = self._holding[tenant.name] + promised[tenant.name]
+            promised[tenant.name] += waiter.nbytes
+            own = 0 if now - waiter.since >= PATIENCE_S else waiter.nbytes
+            share, without = (before + own) / tenant.weight, before / tenant.weight
+            ranked.append(((share, without, waiter.number), waiter))
+        return [waiter for _, waiter in sorted(ranked, key=lambda each: each[0])]
+
+    def _may_hold(self, waiter: _Waiter, size: int, promised: int = 0) -> bool:
+        """Whether that is within its tenant's share of the memory; who has nothing gets the smallest anyway.
+
+        Idle programs do not count, but for the one that it would use.
+        """
+        tenant, program = waiter.wanted.tenant, waiter.wanted.programs.get(size)
+        if size == waiter.ask.smallest and not promised and not self._admitted[tenant.name]:
+            return True
+        own = frozenset[str]() if program is None else frozenset((program.key,))
+        held = self._budget.held_by(tenant.name) - self._shelf.idle_bytes(but=own, owner=tenant.name)
+        more = waiter.wanted.nbytes[size] + self._new_bytes(program)
+        return held + promised + more <= tenant.memory_share * self._budget.total_bytes
+
+    def _new_bytes(self, program: Program | None) -> int:
+        """What a program takes that is not there yet."""
+        return program.nbytes if program is not None and program.key not in self._shelf else 0
+
+    def _admit(self, waiter: _Waiter, granted: int, but: Collection[str]) -> bool:
+        """Take the memory for the size that was granted, or for the next smaller one; whether any can be had.
+
+        What was granted may not do after all: at another size it is another program, which has to be loaded.
+        """
+        for size in reversed([size for size in waiter.ask.sizes if size <= granted]):
+            program, nbytes = waiter.wanted.programs.get(size), waiter.wanted.nbytes[size]
+            room = nbytes + self._new_bytes(program)
+            if self._may_hold(waiter, size) and self._shelf.make_room(room, but=but):
+                self._begin(waiter, size, nbytes, program)
+                return True
+        return False
+
+    def _begin(self, waiter: _Waiter, size: int, nbytes: int, program: Program | None) -> None:
+        tenant = waiter.wanted.tenant
+        if program is not None:
+            self._shelf.take(program.key, program.nbytes, owner=tenant.name)
+        hold = self._budget.hold(nbytes, owner=tenant.name)
+        self._admitted[tenant.name] += 1
+        self._holding[tenant.name] += nbytes
+        self._waiting.remove(waiter)
+        key = None if program is None else program.key
+        waited_s = (self._now() - waiter.since) * waiter.others
+        waiter.future.set_result(
+            Admitted(hold=hold, nbytes=nbytes, size=size, program=key, waited_s=waited_s)
+        )
+
+
+def ask_for(number: int, wanted: Wanted, sizes: Sequence[int]) -> Ask:
+    """A request as the policy sees it: a line in the samples that is nowhere under what the sizes take.
+
+    Args:
+        number: Its key.
+        sizes: Those that it may have, ascending.
+    """
+    first, *larger = sizes
+    nbytes = wanted.nbytes
+    steps = [-((nbytes[first] - nbytes[size]) // (size - first)) for size in larger]  # rounded up
+    per_sample = max(1, *(steps or [nbytes[first] // first]))
+    programs = [wanted.programs[size] for size in sizes if size in wanted.programs]
+    return Ask(
+        key=number,
+        fixed_bytes=max(0, nbytes[first] - first * per_sample),
+        bytes_per_sample=per_sample,
+        program=programs[0].key if programs else None,
+        program_bytes=max((program.nbytes for program in programs), default=0),
+        least=first,
+        most=sizes[-1],
+        sizes=tuple(sizes),
+    )

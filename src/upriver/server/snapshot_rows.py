@@ -1,0 +1,45 @@
+"""Make the rows of a server's `Snapshot`: one a tenant, one a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from upriver.server.device_group import Unit
+from upriver.server.observability.snapshot import ProgramRow, TenantRow, short
+from upriver.server.programs.cache import Shelf
+from upriver.server.tenants import Tenant
+
+
+def tenant_rows(
+    tenants: Iterable[Tenant], *, units: Sequence[Unit], done: Mapping[str, int]
+) -> tuple[TenantRow, ...]:
+    """Each tenant at this moment.
+
+    Args:
+        units: Where its requests are.
+        done: Micro-batches that were answered, by tenant.
+    """
+    return tuple(
+        TenantRow(
+            name=tenant.name,
+            weight=tenant.weight,
+            admitted=sum(unit.line.admitted_of(tenant.name) for unit in units),
+            waiting=sum(unit.line.waiting_of(tenant.name) for unit in units),
+            reserved_bytes=sum(unit.budget.held_by(tenant.name) for unit in units),
+            micro_batches=done.get(tenant.name, 0),
+        )
+        for tenant in tenants
+    )
+
+
+def program_rows(shelf: Shelf) -> tuple[ProgramRow, ...]:
+    """Each program that is kept at this moment."""
+    return tuple(
+        ProgramRow(
+            tenant=kept.owner,
+            digest=short(kept.key.rpartition("/")[2]),
+            nbytes=kept.nbytes,
+            users=kept.users,
+        )
+        for kept in shelf
+    )

@@ -1,0 +1,1199 @@
+"""Weights on their way: every byte in its place and checked, or one typed error, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.coldstart.leaving import num_descriptors, threads
+from tests.coldstart.scripted import WAIT_S, Memory, ScriptedStore, lying, published
+from tests.store.faulty_server import FaultyServer
+from upriver.coldstart.fetch import weight_stream as stream_module
+from upriver.coldstart.fetch.range_planner import PADDING, Part, Request, requests_for
+from upriver.coldstart.fetch.weight_stream import (
+    FIRST_PIECE_BYTES,
+    MOST_PIECE_BYTES,
+    PIECE_S,
+    Event,
+    Stream,
+    StreamLimits,
+)
+from upriver.coldstart.format import manifest
+from upriver.coldstart.format.checkpoint import Source
+from upriver.coldstart.link_estimator import BURST_S, Cap, Flow, Link
+from upriver.errors import (
+    Cancelled,
+    ConfigError,
+    Damaged,
+    ObjectChanged,
+    ObjectNotFound,
+    ProgramError,
+    StoreError,
+    UpriverError,
+)
+from upriver.store import Store
+
+PATH = "models/net.safetensors"
+CHUNK_BYTES = 4096
+SMALL = StreamLimits(request_bytes=10_000, in_flight_bytes=50_000, concurrency=3)
+LINK = Link(latency_s=0.001, bandwidth_bytes_per_s=1e8)
+FAST = Link(latency_s=0.01, bandwidth_bytes_per_s=1e12)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Of many sizes: none, a few bytes, a chunk to the byte, several requests."""
+    torch.manual_seed(0)
+    sizes = [3, 0, 1024, 1, 1025, 60_000, 7, 2048, 2047, 30_001, 0, 16]
+    tensors = {f"of.{number}": torch.rand(size) for number, size in enumerate(sizes)}
+    return {**tensors, "half": torch.rand(33, 9).to(torch.bfloat16), "scalar": torch.tensor(3)}
+
+
+def publish(store: Store) -> Source:
+    manifest.publish(weights(), store, PATH, chunk_bytes=CHUNK_BYTES)
+    return published(store, PATH)
+
+
+def expected(source: Source) -> dict[int, bytes]:
+    whole = {path: source.store.get(path) for path in {tensor.path for tensor in source.tensors}}
+    return {i: whole[each.path][each.start : each.stop] for i, each in enumerate(source.tensors)}
+
+
+def grouped(num: int, *sizes: int) -> list[range]:
+    """So many tensors in groups of these sizes, the last of them again and again."""
+    groups, start = [], 0
+    while start < num:
+        size = sizes[min(len(groups), len(sizes) - 1)]
+        groups.append(range(start, min(num, start + size)))
+        start += size
+    return groups
+
+
+def run(
+    source: Source,
+    *,
+    groups: Sequence[range] | None = None,
+    sink: Memory | None = None,
+    limits: StreamLimits = SMALL,
+) -> tuple[Memory, Stream]:
+    """A stream from its start to its end."""
+    sink = sink or Memory(source)
+    stream = Stream(source, groups or grouped(len(source.tensors), 4), sink, limits=limits, link=LINK)
+    stream.start()
+    stream.join()
+    return sink, stream
+
+
+def kinds(stream: Stream, kind: str) -> list[Event]:
+    return [event for event in stream.events if event.kind == kind]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert threads() == []
+
+
+# --------------------------------------------------------------------------------- what arrives
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "s3":
+        with FaultyServer() as server:
+            yield connect(server)
+    else:
+        uri = tmp_path.as_uri() if request.param == "file" else f"memory://{tmp_path.name}"
+        yield Store.open(uri, name="here")
+
+
+@pytest.mark.parametrize("sizes", [(1,), (100,), (3, 1, 5), (2,)])
+def test_every_weight_arrives_as_it_was_written(store: Store, sizes: tuple[int, ...]) -> None:
+    source = publish(store)
+    sink, stream = run(source, groups=grouped(len(source.tensors), *sizes))
+    assert sink.error is None
+    assert sink.got == expected(source)
+    assert sink.threads == {"upriver-coldstart-stream"}
+    assert sorted(sink.asked) == [i for i, each in enumerate(source.tensors) if each.start < each.stop]
+    filled = kinds(stream, "filled")
+    assert sorted(event.tensors.start for event in filled) == list(range(len(source.tensors)))
+    assert sum(event.nbytes for event in filled) == sum(map(len, sink.got.values()))
+    assert len(kinds(stream, "first_byte")) == len(kinds(stream, "request"))
+    assert kinds(stream, "refetch") == []
+    assert [event.at_s for event in stream.events] == sorted(event.at_s for event in stream.events)
+
+
+def test_weights_of_several_objects_in_any_order_and_without_checksums(store: Store) -> None:
+    chance = random.Random(1)
+    for path in ("a", "b"):
+        store.put(path, chance.randbytes(100_000))
+    bounds = sorted(chance.sample(range(100_001), 40))
+    places = [(path, *bounds[i : i + 2]) for path in ("a", "b") for i in range(0, 38, chance.choice((1, 2)))]
+    chance.shuffle(places)
+    source = lying(store, places)
+    for sizes in ((1,), (7,), (1000,)):
+        sink, _ = run(source, groups=grouped(len(places), *sizes))
+        assert sink.error is None
+        assert sink.got == expected(source)
+
+
+def test_nothing_to_load_is_done_at_once(store: Store) -> None:
+    sink, _ = run(lying(store, []), groups=[])
+    assert (sink.got, sink.error) == ({}, None)
+    sink, _ = run(lying(store, [("not there", 5, 5)] * 3))
+    assert (sink.got, sink.error, sink.asked) == ({0: b"", 1: b"", 2: b""}, None, [])
+
+
+def test_a_stream_can_be_run_again_over_the_same_store(store: Store) -> None:
+    source = publish(store)
+    assert run(source)[0].got == run(source)[0].got == expected(source)
+
+
+def test_default_limits_bring_it_too(store: Store) -> None:
+    source = publish(store)
+    sink, stream = run(source, groups=[range(len(source.tensors))], limits=StreamLimits())
+    assert sink.got == expected(source)
+    assert len(kinds(stream, "request")) == 1
+
+
+# --------------------------------------------------------------------------------- what is asked for
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Source, list[range], int, int]:
+    """Tensors anywhere in up to three objects, with checksums or without; groups, and two limits."""
+    chunk_bytes = draw(st.sampled_from([64, 128, 1024]))
+    places: list[tuple[str, int, int]] = []
+    for path in draw(st.lists(st.sampled_from("abc"), unique=True, min_size=1)):
+        at = 0
+        for gap, size in draw(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 700)), max_size=8)):
+            places.append((path, at + gap, at + gap + size))
+            at += gap + size
+    source = lying(None, draw(st.permutations(places)), chunk_bytes=chunk_bytes)
+    checked = draw(st.lists(st.booleans(), min_size=len(places), max_size=len(places)))
+    tensors = tuple(
+        replace(each, crc32c=(0,) * -(-(each.stop - each.start) // chunk_bytes)) if check else each
+        for each, check in zip(source.tensors, checked, strict=True)
+    )
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    groups = grouped(len(places), *sizes)
+    return replace(source, tensors=tensors), groups, draw(st.integers(64, 2000)), draw(st.integers(0, 64))
+
+
+@given(layouts())
+def test_requests_have_every_byte_once_and_keep_to_the_limits(
+    asked: tuple[Source, list[range], int, int],
+) -> None:
+    source, groups, request_bytes, along_bytes = asked
+    requests = requests_for(source, groups, request_bytes=request_bytes, along_bytes=along_bytes)
+    covered: dict[int, list[Part]] = {}
+    for request in requests:
+        at = request.start
+        assert sum(request.tensors <= set(group) for group in groups) == 1
+        for part in request.parts:
+            assert part.nbytes > 0
+            if part.tensor == PADDING:
+                assert part.nbytes <= along_bytes
+            else:
+                tensor = source.tensors[part.tensor]
+                assert (tensor.path, tensor.start + part.start) == (request.path, at)
+                if tensor.crc32c:
+                    assert part.start // source.chunk_bytes == (part.stop - 1) // source.chunk_bytes
+                covered.setdefault(part.tensor, []).append(part)
+            at += part.nbytes
+        assert at - request.start == request.nbytes <= request_bytes
+        assert PADDING not in (request.parts[0].tensor, request.parts[-1].tensor)
+        assert sum(segment.nbytes for segment in request.segments()) == request.nbytes
+    for index, tensor in enumerate(source.tensors):
+        parts = sorted(covered.get(index, []))
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])][: len(parts)]
+        assert (parts[-1].stop if parts else 0) == tensor.stop - tensor.start
+    firsts = [min(request.tensors) for request in requests]
+    for group in groups:
+        assert (inside := [first for first in firsts if first in group]) == sorted(inside)
+
+
+@given(layouts(), st.integers(0, 2000))
+def test_joined_requests_ask_for_the_same_in_the_same_order_and_fewer_times(
+    asked: tuple[Source, list[range], int, int], join_bytes: int
+) -> None:
+    source, groups, request_bytes, along_bytes = asked
+    limits = {"request_bytes": request_bytes, "along_bytes": along_bytes}
+    apart = requests_for(source, groups, **limits)
+    joined = requests_for(source, groups, **limits, join_bytes=min(join_bytes, request_bytes))
+    assert [part for each in joined for part in each.parts if part.tensor != PADDING] == [
+        part for each in apart for part in each.parts if part.tensor != PADDING
+    ]
+    assert len(joined) <= len(apart)
+    for request in joined:
+        at = request.start
+        for part in request.parts:
+            if part.tensor == PADDING:
+                assert 0 < part.nbytes <= along_bytes
+            else:
+                assert source.tensors[part.tensor].start + part.start == at
+                assert source.tensors[part.tensor].path == request.path
+            at += part.nbytes
+        assert at - request.start == request.nbytes <= request_bytes
+        assert PADDING not in (request.parts[0].tensor, request.parts[-1].tensor)
+    for before, after in pairwise(joined):
+        if (
+            before.path == after.path
+            and 0 <= (gap := after.start - before.start - before.nbytes) <= along_bytes
+        ):
+            assert before.nbytes + gap + after.parts[0].nbytes > min(join_bytes, request_bytes)
+
+
+def test_groups_that_follow_each_other_are_joined_up_to_a_size() -> None:
+    places = [("a", 0, 300), ("a", 320, 620), ("a", 640, 940), ("a", 2000, 2300), ("b", 2300, 2600)]
+    groups = [range(n, n + 1) for n in range(5)]
+    joined = asked_for(places, groups, join_bytes=700)
+    assert [(each.path, each.start, each.nbytes) for each in joined] == [
+        ("a", 0, 620),
+        ("a", 640, 300),
+        ("a", 2000, 300),
+        ("b", 2300, 300),
+    ]
+    assert [each.tensors for each in joined] == [{0, 1}, {2}, {3}, {4}]
+
+
+def test_a_stream_joins_what_comes_in_so_many_seconds(store: Store) -> None:
+    source = publish(store)
+    counts = []
+    for joins_s in (0.0, 1e-9, 1.0):
+        sink = Memory(source)
+        groups = [range(n, n + 1) for n in range(len(source.tensors))]
+        stream = Stream(source, groups, sink, joins_s=joins_s, link=LINK)
+        stream.start()
+        stream.join()
+        assert sink.got == expected(source)
+        counts.append(len(kinds(stream, "request")))
+    assert counts[0] == counts[1] > counts[2] == 1
+
+
+def test_memory_is_given_back_before_the_last_weight_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[object] = []
+
+    class Heap:
+        def came(self, num_bytes: int) -> None:
+            happened.append(num_bytes)
+
+        def ended(self) -> None:
+            happened.append("ended")
+
+    class Told(Memory):
+        def filled(self, index: int) -> None:
+            happened.append(f"filled {index}")
+            super().filled(index)
+
+    monkeypatch.setattr("upriver.coldstart.fetch.weight_stream.Heap", Heap)
+    store = Store.open("memory://")
+    source = publish(store)
+    sink, _ = run(source, sink=Told(source))
+    assert sink.got == expected(source)
+    assert happened[-2] == "ended"
+    assert str(happened[-1]).startswith("filled ")
+    assert happened.count("ended") == 1
+    assert sum(each for each in happened if isinstance(each, int)) >= source.nbytes
+
+
+def test_openmps_threads_sleep_soon_as_long_as_a_stream_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[tuple[str, int]] = []
+
+    class Told(Memory):
+        def filled(self, index: int) -> None:
+            happened.append(("filled", threading.get_native_id()))
+            super().filled(index)
+
+    monkeypatch.setattr(
+        stream_module, "sleep_sooner", lambda: happened.append(("asked", threading.get_native_id()))
+    )
+    source = publish(Store.open("memory://"))
+    run(source, sink=Told(source))
+    assert [what for what, _ in happened] == ["asked"] + ["filled"] * len(source.tensors)
+    assert len({thread for _, thread in happened}) == 1
+
+
+def asked_for(places: list[tuple[str, int, int]], groups: list[range], **limits: int) -> list[Request]:
+    limits = {"request_bytes": 1000, "along_bytes": 64} | limits
+    return requests_for(lying(None, places), groups, **limits)
+
+
+def test_a_group_that_lies_side_by_side_is_one_request() -> None:
+    places = [("a", 0, 100), ("a", 300, 400), ("a", 128, 250)]
+    (request,) = asked_for(places, [range(3)])
+    assert request.parts == (
+        Part(0, 0, 100),
+        Part(PADDING, 0, 28),
+        Part(2, 0, 122),
+        Part(PADDING, 0, 50),
+        Part(1, 0, 100),
+    )
+    assert [each.start for each in asked_for(places, [range(3)], along_bytes=40)] == [0, 300]
+    assert [each.start for each in asked_for(places, [range(1), range(1, 3)])] == [0, 128]
+    other = [*places[:2], ("b", 128, 250)]
+    assert [(each.path, each.start) for each in asked_for(other, [range(3)])] == [
+        ("a", 0),
+        ("a", 300),
+        ("b", 128),
+    ]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[], [range(2)], [range(1, 3)], [range(2), range(1, 3)], [range(3), range(3, 4)], [range(2, -1, -1)]],
+)
+def test_groups_have_every_tensor_once_and_in_order(groups: list[range]) -> None:
+    with pytest.raises(ConfigError, match="groups must"):
+        asked_for([("a", 0, 100), ("a", 100, 200), ("a", 200, 300)], groups)
+
+
+# --------------------------------------------------------------------------------- when it is asked for
+
+
+NUM, SIZE = 10, 1000
+"""Tensors of the scripted source, and bytes of each."""
+
+
+class Scripted:
+    """A stream from a store that brings bytes when it is told to; a request for each tensor."""
+
+    def __init__(self, *, hidden: float = 100, **limits: Any) -> None:
+        self.content = random.Random(3).randbytes(NUM * SIZE)
+        self.store = ScriptedStore(self.content)
+        source = lying(self.store, [("a", i * SIZE, (i + 1) * SIZE) for i in range(NUM)])
+        self.sink = Memory(source)
+        chosen = {"request_bytes": SIZE, "in_flight_bytes": 10**6, "concurrency": 100} | limits
+        self.stream = Stream(
+            source,
+            grouped(NUM, 1),
+            self.sink,
+            limits=StreamLimits(**chosen),
+            link=Link(latency_s=1.0, bandwidth_bytes_per_s=hidden),
+        )
+
+    def __enter__(self) -> Scripted:
+        self.stream.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.cancel()
+        self.stream.join()
+
+    @property
+    def tensors(self) -> list[int]:
+        """What was asked for, in order."""
+        return [start // SIZE for start in self.store.starts()]
+
+
+@pytest.fixture
+def known_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link stays what it was said to be, and what arrives is seen byte by byte."""
+    for name in ("PIECE_S", "FEWEST_PIECE_BYTES"):
+        monkeypatch.setattr(stream_module, name, 0)
+    monkeypatch.setattr(Flow, "_learn", lambda _: None)
+
+
+def test_the_next_request_is_sent_when_latency_times_bandwidth_is_left(known_link: None) -> None:
+    with Scripted(hidden=100) as run:
+        assert run.tensors == [0]
+        run.store.bring(0, SIZE - 101)
+        assert run.tensors == [0]
+        run.store.bring(0, 1)
+        assert run.tensors == [0, 1]
+        assert run.sink.asked == [0, 1]
+        assert run.sink.got == {}
+        run.store.bring(1, SIZE - 50)
+        assert run.tensors == [0, 1]
+        run.store.bring(0, 50)
+        assert run.tensors == [0, 1, 2]
+        run.store.release()
+        run.stream.join()
+        assert run.sink.got == {i: run.content[i * SIZE : (i + 1) * SIZE] for i in range(NUM)}
+        assert [asked.start // SIZE for asked in run.store.asked] == list(range(NUM))
+
+
+def test_a_piece_that_is_not_complete_may_be_there(known_link: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "FEWEST_PIECE_BYTES", 200)
+    with Scripted(hidden=100) as run:
+        run.store.bring(0, SIZE - 301)
+        assert run.tensors == [0]
+        run.store.bring(0, 1)
+        assert run.tensors == [0, 1]
+
+
+def test_as_many_are_under_way_as_fill_the_link_and_no_more_than_allowed(known_link: None) -> None:
+    with Scripted(hidden=10**6, concurrency=3) as run:
+        assert run.tensors == [0, 1, 2]
+        run.store.bring(1, SIZE)
+        assert run.tensors == [0, 1, 2, 3]
+    with Scripted(hidden=2.5 * SIZE) as run:
+        assert run.tensors == [0, 1, 2]
+
+
+def test_bytes_in_flight_are_capped(known_link: None) -> None:
+    with Scripted(hidden=10**6, in_flight_bytes=4 * SIZE + 10) as run:
+        assert run.tensors == [0, 1, 2, 3]
+        run.store.bring(0, SIZE - 11)
+        assert run.tensors == [0, 1, 2, 3]
+        run.store.bring(2, 1)
+        assert run.tensors == [0, 1, 2, 3, 4]
+        assert run.sink.asked == [0, 1, 2, 3, 4]
+
+
+def test_what_somebody_waits_for_goes_first(known_link: None) -> None:
+    with Scripted(concurrency=2) as run:
+        assert run.tensors == [0]
+        run.stream.hurry(7)
+        assert run.tensors == [0, 7]
+        run.stream.hurry(5)
+        run.stream.hurry(9)
+        run.stream.hurry(0)
+        run.stream.hurry(NUM)
+        assert run.tensors == [0, 7]
+        run.store.bring(0, SIZE)
+        assert run.tensors == [0, 7]
+        run.store.bring(1, SIZE)
+        assert run.tensors == [0, 7, 9]
+        run.store.bring(2, SIZE)
+        assert run.tensors == [0, 7, 9, 5]
+        run.store.bring(3, SIZE - 10)
+        assert run.tensors == [0, 7, 9, 5, 1]
+
+
+def test_all_that_is_waited_for_is_not_asked_for_at_once(known_link: None) -> None:
+    with Scripted(hidden=100) as run:
+        assert run.tensors == [0]
+        run.stream.hurry(7)
+        assert run.tensors == [0, 7]
+        run.stream.hurry(9)
+        assert run.tensors == [0, 7]
+        run.store.bring(0, SIZE)
+        assert run.tensors == [0, 7]
+        run.store.bring(1, SIZE - 100)
+        assert run.tensors == [0, 7, 9]
+        run.store.bring(2, SIZE - 101)
+        assert run.tensors == [0, 7, 9]
+        run.store.bring(1, 100)
+        run.store.bring(2, 1)
+        assert run.tensors == [0, 7, 9, 1]
+
+
+def test_hurrying_before_the_start_counts(known_link: None) -> None:
+    run = Scripted()
+    run.stream.hurry(4)
+    with run:
+        assert run.tensors == [4]
+
+
+def test_several_are_under_way_where_one_does_not_fill_the_link(
+    known_link: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Scripted(hidden=100) as run:
+        assert run.tensors == [0]
+        monkeypatch.setattr(run.stream._flow, "wanted", 3)
+        run.store.bring(0, 1)
+        assert run.tensors == [0, 1, 2]
+        run.store.bring(1, SIZE - 40)
+        assert run.tensors == [0, 1, 2]
+        run.store.bring(1, 7)  # what is left of it is a third of what the link brings meanwhile
+        assert run.tensors == [0, 1, 2, 3]
+
+
+def said(bandwidth: float, *, requests: int = 1, most: int = 8, bound: float = math.inf) -> Flow:
+    link = Link(latency_s=0.03, bandwidth_bytes_per_s=bandwidth, requests=requests)
+    return Flow(link, most=most, bound_bytes_per_s=bound)
+
+
+def feed(flow: Flow, rate_of: Callable[[int], float], *, seconds: float, now_s: float = 10.0) -> float:
+    """Use a link that gives so much to so many requests, with as many as are wanted."""
+    under_way = 0
+    for _ in range(int(seconds / 0.005)):
+        while under_way < flow.wanted:
+            under_way += 1
+            flow.begun(now_s, 0.02)
+        while under_way > flow.wanted:
+            under_way -= 1
+            flow.ended(now_s)
+        now_s += 0.005
+        flow.came(now_s, int(rate_of(under_way) * 0.005))
+    for _ in range(under_way):
+        flow.ended(now_s)
+    return now_s
+
+
+def test_one_request_is_enough_for_a_link_that_it_fills() -> None:
+    flow = said(1e8)
+    feed(flow, lambda _: 0.97e8, seconds=2)
+    assert flow.wanted == 1
+    assert flow.link.bandwidth_bytes_per_s == pytest.approx(0.97e8)
+    assert flow.link.latency_s == 0.02
+    assert flow.link.hidden_bytes == pytest.approx(0.02 * 0.97e8)
+
+
+@pytest.mark.parametrize(("fills", "wanted"), [(1, 1), (2, 2), (4, 4), (5, 8), (100, 8)])
+def test_requests_are_added_as_long_as_that_brings_more(fills: int, wanted: int) -> None:
+    flow = said(1e9)
+    feed(flow, lambda under_way: 5e7 * min(under_way, fills), seconds=2)
+    assert flow.wanted == wanted
+
+
+@pytest.mark.parametrize(("requests", "begins"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (100, 5)])
+def test_a_load_begins_with_half_of_those_that_the_last_one_ended_with(requests: int, begins: int) -> None:
+    assert said(1e8, requests=requests, most=5).wanted == begins
+
+
+def test_what_takes_several_is_found_sooner_each_time_and_forgotten_when_it_is_over() -> None:
+    def loads(fills: int, requests: int) -> tuple[int, int]:
+        """What a load of 0.25 s begins with and ends with, on a link that so many requests fill."""
+        flow = said(1e9, requests=requests)
+        begins = flow.wanted
+        feed(flow, lambda under_way: 5e7 * min(under_way, fills), seconds=0.25)
+        assert flow.link.requests == flow.wanted
+        return begins, flow.wanted
+
+    found = [(0, 1)]
+    for fills in (8, 8, 8, 8, 1, 1, 1, 1):
+        found.append(loads(fills, found[-1][1]))
+    assert found[1:] == [(1, 4), (2, 8), (4, 8), (4, 8), (4, 4), (2, 2), (1, 1), (1, 1)]
+
+
+def test_a_load_that_tries_nothing_keeps_what_the_last_one_found() -> None:
+    flow = said(1e9, requests=8)
+    feed(flow, lambda _: 1e9, seconds=0.05)
+    assert (flow.wanted, flow.link.requests) == (4, 8)
+    assert flow.known
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 9.5e7, 1e6])
+def test_what_a_link_is_said_to_have_is_no_reason_not_to_try(bandwidth: float) -> None:
+    flow = said(bandwidth)
+    feed(flow, lambda under_way: 9.5e7 * min(under_way, 8), seconds=2)
+    assert flow.wanted == 8
+
+
+def test_a_bound_that_one_request_reaches_is_not_tried_with_more() -> None:
+    flow, most = said(1e9, bound=5e7), 0
+    for number in range(20):
+        feed(flow, lambda _: 4.8e7, seconds=0.1, now_s=10.0 + number)
+        most = max(most, flow.wanted)
+    assert (most, flow.bounded) == (1, True)
+    flow = said(1e9, bound=5e7)
+    feed(flow, lambda _: 3e7, seconds=1)
+    assert not flow.bounded
+    assert not said(1e12).bounded
+
+
+def test_there_are_never_more_than_allowed() -> None:
+    for most in (1, 3):
+        flow = said(1e12, most=most)
+        feed(flow, lambda under_way: 5e7 * under_way, seconds=2)
+        assert flow.wanted == most
+
+
+def test_a_link_is_what_it_was_said_to_be_until_it_has_shown_itself() -> None:
+    flow = said(1e8)
+    assert flow.link == Link(latency_s=0.03, bandwidth_bytes_per_s=1e8)
+    flow.begun(1.0, 0.5)
+    flow.came(1.04, 10**7)  # one burst
+    assert flow.link == Link(latency_s=0.5, bandwidth_bytes_per_s=1e8)
+    flow.came(1.04, 10**7)
+    assert flow.link == Link(latency_s=0.5, bandwidth_bytes_per_s=pytest.approx(2e7 / 0.04))
+
+
+def test_only_what_a_link_did_lately_counts() -> None:
+    flow = said(1e8, most=1)
+    now_s = feed(flow, lambda _: 1e7, seconds=5)
+    feed(flow, lambda _: 4e7, seconds=4, now_s=now_s + 100)
+    assert flow.link.bandwidth_bytes_per_s == pytest.approx(4e7, rel=0.01)
+
+
+def test_a_cap_holds_over_any_stretch_but_a_burst() -> None:
+    chance, cap, now_s, passed = random.Random(4), Cap(1000.0), 50.0, 0
+    marks = [(now_s, 0)]
+    for _ in range(300):
+        now_s += chance.choice((0.0, 0.0, 0.001, 3.0))
+        nbytes = chance.randint(1, 200)
+        passed += nbytes
+        now_s += cap.taken(now_s, nbytes)
+        marks.append((now_s, passed))
+    for i, (since_s, before) in enumerate(marks):
+        for until_s, after in marks[i:]:
+            assert after - before <= 1000.0 * (until_s - since_s + BURST_S) + 1e-6
+    assert Cap(math.inf).taken(1.0, 10**12) == 0.0
+
+
+def test_a_capped_stream_is_the_same(tmp_path: Path) -> None:
+    source = publish(Store.open(f"memory://{tmp_path.name}"))
+    sink, _ = run(source, limits=replace(SMALL, bandwidth_bytes_per_s=5e6))
+    assert sink.error is None
+    assert sink.got == expected(source)
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        ({"request_bytes": 0}, "request_bytes must be a finite number >= 64"),
+        ({"request_bytes": 2.0**20}, "request_bytes must be a whole number"),
+        ({"request_bytes": 2**40}, "request_bytes must be a finite number >= 64 and <= 1.07374e+09"),
+        ({"request_bytes": True}, "request_bytes"),
+        ({"concurrency": 0}, "concurrency must be a finite number >= 1"),
+        (
+            {"in_flight_bytes": 2**20},
+            r"in_flight_bytes must be at least request_bytes \(16777216\), got 1048576",
+        ),
+        ({"bandwidth_bytes_per_s": 0}, "bandwidth_bytes_per_s must be a finite number > 0"),
+        ({"bandwidth_bytes_per_s": math.nan}, "bandwidth_bytes_per_s"),
+        ({"timeout_s": 0}, "timeout_s must be a finite number > 0"),
+        ({"timeout_s": math.inf}, "timeout_s"),
+    ],
+)
+def test_limits_are_checked(limits: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem.replace("+", r"\+")):
+        StreamLimits(**limits)
+
+
+@pytest.mark.parametrize("link", [{"latency_s": -1}, {"bandwidth_bytes_per_s": 0}, {"latency_s": math.nan}])
+def test_a_link_that_cannot_be_is_refused(link: dict[str, float]) -> None:
+    source = lying(None, [("a", 0, 1)])
+    with pytest.raises(ConfigError, match=next(iter(link))):
+        Stream(source, [range(1)], Memory(source), link=replace(LINK, **link))
+
+
+# --------------------------------------------------------------------------------- ends before the end
+
+
+def test_a_cancel_ends_it_at_once() -> None:
+    with Scripted(hidden=10**6, concurrency=2) as run:
+        run.store.bring(0, SIZE)
+        run.stream.cancel()
+        run.stream.join()
+        assert isinstance(run.sink.error, Cancelled)
+        assert "the load of 'net' was cancelled" in str(run.sink.error)
+        assert run.sink.got == {0: run.content[:SIZE]}
+        assert all(asked.ended for asked in run.store.asked)
+        run.stream.hurry(3)
+
+
+def test_what_a_store_answers_after_the_end_is_taken_by_nobody() -> None:
+    with Scripted() as run:
+        run.store.starts()
+        run.stream.cancel()
+        run.stream.join()
+        run.store.release()
+        assert run.sink.got == {}
+
+
+def test_a_cancel_may_say_why() -> None:
+    with Scripted() as run:
+        why = ProgramError("it is not the model it was said to be")
+        run.stream.cancel(why)
+        run.stream.cancel()
+        run.stream.join()
+        assert run.sink.error is why
+
+
+def test_a_cancel_before_the_start_asks_for_nothing() -> None:
+    run = Scripted()
+    run.stream.cancel()
+    with run:
+        run.stream.join()
+        assert isinstance(run.sink.error, Cancelled)
+        assert (run.store.asked, run.sink.asked, run.sink.got) == ([], [], {})
+
+
+def test_a_cancel_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    sink, stream = run(publish(Store.open(f"memory://{tmp_path.name}")))
+    stream.cancel()
+    stream.hurry(0)
+    stream.join()
+    assert sink.error is None
+
+
+def test_a_stream_that_never_began_has_no_thread() -> None:
+    run = Scripted()
+    run.stream.join()
+    assert (run.sink.error, run.sink.got) == (None, {})
+
+
+def test_a_store_that_says_nothing_is_given_up() -> None:
+    with Scripted(timeout_s=0.05) as run:
+        run.stream.join()
+        assert type(run.sink.error) is StoreError
+        assert "object 'a' in store 'scripted': not a byte came for 0.05 s" in str(run.sink.error)
+
+
+@pytest.mark.parametrize("call", ["room", "filled"])
+@pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), TimeoutError("mine"), ProgramError("no")])
+def test_a_sink_that_fails_ends_it(tmp_path: Path, call: str, error: Exception) -> None:
+    source = publish(Store.open(f"memory://{tmp_path.name}"))
+
+    class Failing(Memory):
+        def _fails(self, index: int) -> Any:
+            if index == 5:
+                raise error
+            return getattr(super(), call)(index)
+
+    sink = Failing(source)
+    setattr(sink, call, sink._fails)
+    run(source, sink=sink)
+    assert 5 not in sink.got
+    if isinstance(error, UpriverError):
+        assert sink.error is error
+    else:
+        assert type(sink.error) is UpriverError
+        assert f"the load of {PATH!r} broke off: {type(error).__name__}" in str(sink.error)
+
+
+def test_a_sink_that_fails_when_it_is_told_so_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Memory):
+        def failed(self, error: UpriverError) -> None:
+            raise ValueError("no more")
+
+    run = Scripted()
+    run.stream._sink = Failing(run.sink.source)
+    with run:
+        run.stream.cancel()
+        run.stream.join()
+    assert "a cold start's sink failed while it was told of Cancelled" in caplog.text
+
+
+def test_a_sink_may_cancel_and_join(tmp_path: Path) -> None:
+    source = publish(Store.open(f"memory://{tmp_path.name}"))
+
+    class Enough(Memory):
+        stream: Stream
+
+        def filled(self, index: int) -> None:
+            super().filled(index)
+            self.stream.cancel()
+            self.stream.join()
+
+        def failed(self, error: UpriverError) -> None:
+            super().failed(error)
+            self.stream.join()
+
+    sink = Enough(source)
+    sink.stream = Stream(source, grouped(len(source.tensors), 1), sink, limits=SMALL, link=LINK)
+    sink.stream.start()
+    sink.stream.join()
+    assert isinstance(sink.error, Cancelled)
+    assert 0 < len(sink.got) < len(source.tensors)
+
+
+@pytest.mark.parametrize("nbytes", [11, 13])
+def test_room_of_another_size_is_refused(tmp_path: Path, nbytes: int) -> None:
+    source = publish(Store.open(f"memory://{tmp_path.name}"))
+
+    class Wrong(Memory):
+        def room(self, index: int) -> memoryview:
+            return memoryview(bytearray(nbytes))
+
+    sink, _ = run(source, sink=Wrong(source))
+    assert isinstance(sink.error, ConfigError)
+    assert f"weight 'of.0' has 12 bytes, and there is room for {nbytes}" in str(sink.error)
+
+
+def test_a_failure_holds_on_to_no_memory() -> None:
+    run = Scripted(hidden=10**6)
+    rooms = []
+
+    def room(index: int) -> memoryview:
+        array = np.zeros(SIZE, dtype=np.uint8)
+        rooms.append(weakref.ref(array))
+        return array.data
+
+    run.sink.room = room
+    with run:
+        run.store.bring(0, 10)
+        run.stream.cancel(StoreError("enough"))
+        run.stream.join()
+    error, stream = run.sink.error, run.stream
+    del run
+    gc.collect()
+    assert error is not None
+    assert stream.events
+    assert len(rooms) == NUM
+    assert [ref() for ref in rooms] == [None] * NUM
+
+
+# --------------------------------------------------------------------------------- a store on a bad day
+
+
+@pytest.fixture
+def server() -> Iterator[FaultyServer]:
+    with FaultyServer() as running:
+        yield running
+
+
+def connect(server: FaultyServer, **options: str) -> Store:
+    settings = {
+        "access_key_id": "KEY",
+        "secret_access_key": "SECRET",
+        "max_retries": "2",
+        "read_timeout_s": "0.3",
+    }
+    return Store.open("s3://bucket/p", name="here", options={"endpoint": server.url, **settings, **options})
+
+
+class Holding(Memory):
+    """A sink that holds its stream, as those of loads do; its memory can be looked for."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.rooms: list[weakref.ref[Any]] = []
+        self.stream: Stream | None = None
+
+    def room(self, index: int) -> memoryview:
+        array = np.frombuffer(super().room(index), dtype=np.uint8)
+        self.rooms.append(weakref.ref(array))
+        return array.data
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("end", ["all is there", "cancelled", "damaged", "timed out", "gone"])
+def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
+    end: str, server: FaultyServer, without_collector: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised, typed = [], Store._typed
+
+    def hold_on_to(self: Store, error: Exception, *told: str) -> StoreError:
+        raised.append(error)  # as obstore does now and then, until it is asked for something else
+        return typed(self, error, *told)
+
+    store = connect(server, read_timeout_s="1000", timeout_s="1000", max_retries="0")
+    source = publish(store)
+    monkeypatch.setattr(Store, "_typed", hold_on_to)
+    if end == "damaged":
+        source = replace(
+            source, tensors=tuple(replace(t, crc32c=tuple(1 for _ in t.crc32c)) for t in source.tensors)
+        )
+    if end == "gone":
+        server.faults = ["", 404]
+    if end in ("cancelled", "timed out"):
+        server.faults = ["stalled"] * 100
+    limits = replace(SMALL, timeout_s=0.2) if end == "timed out" else SMALL
+    sink = Holding(source)
+    sink.stream = stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=limits, link=LINK)
+    stream.hurry(2)
+    stream.start()
+    if end == "cancelled":
+        until(lambda asked=sink.asked: bool(asked))
+        stream.cancel()
+    stream.join()
+    told = {
+        "all is there": type(None),
+        "cancelled": Cancelled,
+        "damaged": Damaged,
+        "timed out": StoreError,
+        "gone": ObjectNotFound,
+    }
+    assert type(sink.error) is told[end]
+    assert bool(raised) == (end == "gone")
+    rooms, found = sink.rooms, weakref.ref(sink)
+    assert rooms
+    del sink
+    assert found() is None
+    assert all(room() is None for room in rooms)
+    gone = weakref.ref(stream)
+    del stream
+    assert gone() is None
+
+
+@pytest.mark.parametrize("fault", ["cut", "reset", "stalled", "silent", 503, 500])
+def test_what_a_store_mends_is_not_noticed(server: FaultyServer, fault: int | str) -> None:
+    source = publish(connect(server))
+    for before in range(5):
+        server.faults = [*[""] * before, fault]
+        sink, _ = run(source)
+        assert sink.error is None
+        assert sink.got == expected(source)
+
+
+@pytest.mark.parametrize("fault", ["reset", "silent", 503])
+def test_a_store_that_does_not_get_well_is_a_store_error(server: FaultyServer, fault: int | str) -> None:
+    source = publish(connect(server))
+    server.faults = ["", "", *[fault] * 1000]
+    sink, _ = run(source)
+    assert type(sink.error) is StoreError
+    assert f"{PATH!r} in store 'here'" in str(sink.error)
+    right = expected(replace(source, store=calm(server)))
+    assert all(right[index] == found for index, found in sink.got.items())
+
+
+def calm(server: FaultyServer) -> Store:
+    server.faults = []
+    return connect(server)
+
+
+def test_bytes_come_straight_from_connections_of_the_streams_own(server: FaultyServer) -> None:
+    source = publish(connect(server))
+    server.faults = ["slow"] * 3  # so that they are open by then
+    sink, stream = run(source)
+    assert sink.error is None
+    assert server.num_signed > len(kinds(stream, "request")) / 2
+    assert sink.got == expected(source)
+
+
+def test_what_is_one_request_opens_no_connection(
+    server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a connection is opened")
+
+    monkeypatch.setattr("upriver.store.direct.Direct.open", never)
+    source = publish(connect(server))
+    whole = [range(len(source.tensors))]
+    sink, stream = run(source, groups=whole, limits=StreamLimits(concurrency=1))
+    assert sink.got == expected(source)
+    assert len(kinds(stream, "request")) == 1
+
+
+def test_a_wrong_bit_is_fetched_again(server: FaultyServer) -> None:
+    source = publish(connect(server))
+    num_requests = len(kinds(run(source)[1], "request"))
+    for before in range(0, num_requests, 5):
+        server.faults = [*[""] * before, "flipped"]
+        sink, stream = run(source)
+        assert sink.error is None
+        assert sink.got == expected(source)
+        wrong = kinds(stream, "refetch")
+        assert len(wrong) <= 1  # the middle may be padding
+        assert len(kinds(stream, "request")) == num_requests + len(wrong)
+        assert all(event.nbytes <= CHUNK_BYTES for event in wrong)
+
+
+def test_a_bit_that_is_wrong_in_the_store_is_damage(server: FaultyServer) -> None:
+    store = connect(server)
+    source = publish(store)
+    tensor = source.tensors[5]
+    data = bytearray(store.get(PATH))
+    data[tensor.start + 2 * CHUNK_BYTES + 7] ^= 1
+    store.put(PATH, bytes(data))
+    sink, stream = run(replace(source, etags={PATH: store.head(PATH).etag}))
+    assert type(sink.error) is Damaged
+    first = tensor.start + 2 * CHUNK_BYTES
+    assert f"weight 'of.5': bytes {first} to {first + CHUNK_BYTES} of object {PATH!r} in store 'here'" in str(
+        sink.error
+    )
+    assert [event.tensors for event in kinds(stream, "refetch")] == [range(5, 6)]
+    assert 5 not in sink.got
+
+
+def test_a_checksum_over_more_than_a_request_is_held_too(tmp_path: Path) -> None:
+    store = Store.open(f"memory://{tmp_path.name}")
+    source = publish(store)
+    limits = replace(SMALL, request_bytes=1000)
+    sink, stream = run(source, limits=limits)
+    assert sink.got == expected(source)
+    assert max(event.nbytes for event in kinds(stream, "request")) <= 1000
+    data = bytearray(store.get(PATH))
+    data[source.tensors[5].start] ^= 1
+    store.put(PATH, bytes(data))
+    sink, stream = run(replace(source, etags={}), limits=limits)
+    assert type(sink.error) is Damaged
+    assert 5 not in sink.got
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_said_to_be(server: FaultyServer) -> None:
+    for before in range(4):
+        source = publish(connect(server))
+        server.faults = [*[""] * before, "changed"]
+        sink, _ = run(source)
+        assert type(sink.error) is ObjectChanged
+        assert f"object {PATH!r} in store 'here' was replaced since its weights were looked up" in str(
+            sink.error
+        )
+
+
+def test_an_object_that_is_replaced_between_two_requests_is_said_to_be(server: FaultyServer) -> None:
+    store = connect(server)
+    source = publish(store)
+    before = expected(source)
+
+    class Replacing(Memory):
+        def filled(self, index: int) -> None:
+            super().filled(index)
+            store.put(PATH, bytes(300_000))
+
+    sink, _ = run(source, sink=Replacing(source), groups=grouped(len(source.tensors), 3))
+    assert type(sink.error) is ObjectChanged
+    assert all(before[index] == found for index, found in sink.got.items())
+
+
+def test_an_object_that_is_gone_is_named(server: FaultyServer) -> None:
+    source = publish(connect(server))
+    server.objects.pop(f"bucket/p/{PATH}")
+    sink, _ = run(source)
+    assert type(sink.error) is ObjectNotFound
+    assert sink.got.keys() <= {1, 10}
+
+
+def test_an_object_that_ends_early_is_a_store_error(server: FaultyServer) -> None:
+    source = publish(connect(server))
+    server.faults = ["", "short"]
+    sink, _ = run(source)
+    assert type(sink.error) is StoreError
+    assert f"object {PATH!r} in store 'here' ended early" in str(sink.error)
+
+
+@pytest.mark.parametrize("fault", ["stalled", "silent"])
+def test_a_stall_does_not_hold_up_a_cancel(server: FaultyServer, fault: str) -> None:
+    publish(connect(server))
+    source = published(connect(server, read_timeout_s="1000", timeout_s="1000"), PATH)
+    server.requests.clear()
+    server.faults = [fault] * 100
+    sink = Memory(source)
+    stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, link=LINK)
+    stream.start()
+    until(lambda: bool(server.reads))
+    stream.cancel()
+    stream.join()
+    assert isinstance(sink.error, Cancelled)
+
+
+@pytest.mark.parametrize("fault", ["stalled", "silent"])
+def test_a_stall_ends_at_the_streams_own_timeout(server: FaultyServer, fault: str) -> None:
+    publish(connect(server))
+    source = published(connect(server, read_timeout_s="1000", timeout_s="1000"), PATH)
+    server.faults = [fault] * 100
+    sink, _ = run(source, limits=replace(SMALL, timeout_s=0.2))
+    assert type(sink.error) is StoreError
+    assert "not a byte came for 0.2 s" in str(sink.error)
+
+
+def test_a_slow_link_is_no_stall(server: FaultyServer) -> None:
+    store = connect(server, read_timeout_s="1000", timeout_s="1000", max_retries="0")
+    store.put("a", random.Random(5).randbytes(700_000))
+    source = lying(store, [("a", 0, 1000), ("a", 1000, 700_000)])
+    server.faults = ["slow"]
+    sink, stream = run(source, groups=[range(2)], limits=StreamLimits(timeout_s=0.7))
+    assert sink.error is None
+    assert sink.got == expected(source)
+    assert len(kinds(stream, "request")) == 1
+
+
+def test_pieces_are_small_until_the_link_has_shown_itself() -> None:
+    source = lying(None, [("a", 0, 1)])
+    stream = Stream(source, [range(1)], Memory(source), link=FAST)
+    assert stream._piece_bytes() == FIRST_PIECE_BYTES
+    feed(stream._flow, lambda _: 2e7, seconds=1)
+    assert stream._piece_bytes() == pytest.approx(2e7 * PIECE_S, rel=0.01)
+    feed(stream._flow, lambda _: 1e12, seconds=3, now_s=20)
+    assert stream._piece_bytes() == MOST_PIECE_BYTES
+
+
+def test_several_requests_at_once_share_what_one_has_in_pieces() -> None:
+    source = lying(None, [("a", 0, 1)])
+    stream = Stream(source, [range(1)], Memory(source), link=FAST)
+    feed(stream._flow, lambda _: 1e12, seconds=3)
+    found = []
+    for stream._flow.wanted in (1, 2, 8):
+        found.append(stream._piece_bytes())
+    assert found == [MOST_PIECE_BYTES, MOST_PIECE_BYTES // 2, FIRST_PIECE_BYTES]
+
+
+FAULTS = ("cut", "reset", "stalled", "silent", "flipped", "short", "changed", 503, 404, "cancel")
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "wanted"),
+    [
+        (50, {"right", "store"}),  # what else is met among few depends on the moment
+        pytest.param(1000, {"right", "store", "cancelled", "object_changed"}, marks=pytest.mark.full),
+    ],
+)
+def test_whatever_happens_the_bytes_are_right_or_there_is_one_error(
+    server: FaultyServer, num_runs: int, wanted: set[str]
+) -> None:
+    store = connect(server, read_timeout_s="0.2", max_retries="1")
+    source = publish(store)
+    right, content = expected(source), server.objects[f"bucket/p/{PATH}"]
+
+    def one(number: int) -> str:
+        chance, key = random.Random(number), f"run-{number}"
+        server.objects[f"bucket/p/{key}"] = content
+        mine = replace(
+            source,
+            tensors=tuple(replace(each, path=key) for each in source.tensors),
+            etags={key: source.etags[PATH]},
+        )
+        sink = Memory(mine)
+        groups = grouped(len(mine.tensors), *chance.choices(range(1, 8), k=3))
+        limits = replace(SMALL, request_bytes=40_000, in_flight_bytes=100_000)
+        stream = Stream(mine, groups, sink, limits=limits, link=LINK)
+        faults = chance.choices(FAULTS, k=chance.randint(0, 3))
+        with server.lock:
+            server.faults += [fault for fault in faults if fault != "cancel"]
+        stream.start()
+        for _ in range(3):
+            stream.hurry(chance.randrange(len(mine.tensors)))
+        if "cancel" in faults:
+            time.sleep(chance.random() * 0.02)
+            stream.cancel()
+        stream.join()
+        assert all(right[index] == found for index, found in sink.got.items())
+        if sink.error is None:
+            assert len(sink.got) == len(right)
+            return "right"
+        assert isinstance(sink.error, StoreError | Cancelled)
+        return sink.error.code
+
+    with ThreadPoolExecutor(8) as pool:
+        ends = list(pool.map(one, range(num_runs)))
+    assert wanted <= set(ends)
+
+
+def test_no_descriptor_is_left() -> None:
+    def loads() -> None:
+        with FaultyServer() as server:
+            store = connect(server)
+            source = publish(store)
+            for fault in ("", "reset", "stalled", "flipped", "short", "changed"):
+                server.faults = ["", fault]
+                run(source)
+            source = publish(store)
+            for _ in range(5):
+                server.faults = ["stalled"] * 3
+                sink = Memory(source)
+                stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, link=LINK)
+                stream.start()
+                stream.cancel()
+                stream.join()
+
+    loads()  # what the process needs once for all
+    gc.collect()
+    before = num_descriptors()
+    for _ in range(2):
+        loads()
+    gc.collect()
+    until(lambda: num_descriptors() <= before)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,433 @@
+"""The ratio kept right while a job runs: simulated jobs against a sweep of fixed ratios, no sleeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from tests.dataloader.world import BATCH, World, best, part, rate, stretch
+from upriver.dataloader.autotune.offload_tuner import REST, Measured
+from upriver.dataloader.autotune.ratio_controller import (
+    MOST_WINDOW,
+    PROBE,
+    WINDOW,
+    WINDOWS,
+    Kept,
+    Steering,
+    Step,
+    Watch,
+    Window,
+    window_of,
+)
+from upriver.dataloader.epoch import Waits
+from upriver.dataloader.share import Evened, Part
+from upriver.policies import Offload
+
+MIXES: dict[str, dict[str, float]] = {
+    "equal sides": {"here": 0.1, "there": 0.1, "step": 0.05},
+    "slow workers": {"here": 0.1, "there": 0.9, "step": 0.05},
+    "fast workers": {"here": 0.1, "there": 0.01, "step": 0.05},
+    "dear to take in": {"here": 0.1, "there": 0.1, "step": 0.05, "receive": 0.03},
+    "loader processes": {"here": 0.2, "there": 0.1, "step": 0.05, "processes": 2},
+    "loader processes, slow workers": {"here": 0.2, "there": 0.9, "step": 0.05, "processes": 2},
+    "loader processes, fast workers": {"here": 0.2, "there": 0.02, "step": 0.05, "processes": 2},
+    "loader processes, workers far away": {
+        "here": 0.2,
+        "there": 0.1,
+        "step": 0.05,
+        "processes": 2,
+        "latency": 0.4,
+    },
+    "a model that both can feed": {"here": 0.2, "there": 0.1, "step": 0.25, "processes": 2},
+}
+"""Seconds of a sample here and there, and of a batch."""
+
+
+def make(mix: str, **other: float) -> World:
+    return World(**{**MIXES[mix], **other})  # type: ignore[arg-type]
+
+
+def decided(ratio: float, candidate: str = "p2") -> Measured:
+    """A decision, and all that it was made by as wrong as it."""
+    found = Measured(gthp=1.0, lthp=1.0, pcycle=1.0)
+    found.decision = Offload(offload=True, candidate=candidate, ratio=ratio, why="because")
+    steering = Steering(ratio, here=1.01 - ratio, elsewhere=ratio)
+    found.kept = Kept(why="because", watch=Watch(0.0, 0.0), steering=steering)
+    return found
+
+
+# ------------------------------------------------------------------------------------ convergence
+
+
+@pytest.mark.parametrize("candidate", ["p2", pytest.param("p3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_job_that_measures_itself_gets_within_5_percent_of_the_best_ratio(mix: str, candidate: str) -> None:
+    world, measured = make(mix), Measured()
+    times = world.train(world.auto(1100, measured, candidates=(candidate,)), measured)
+    assert rate(times, 400) >= 0.95 * best(lambda: make(mix), whole=candidate == "p3")
+
+
+@pytest.mark.parametrize("ratio", [0.05, pytest.param(0.5, marks=pytest.mark.full), 0.95])
+@pytest.mark.parametrize(
+    "mix", ["equal sides", "slow workers", "loader processes", "loader processes, fast workers"]
+)
+def test_a_ratio_that_is_far_off_is_put_right(mix: str, ratio: float) -> None:
+    world, measured = make(mix), decided(ratio)
+    times = world.train(world.auto(1200, measured), measured)
+    assert rate(times, 400) >= 0.95 * best(lambda: make(mix), whole=False)
+
+
+def halve_workers(world: World) -> None:
+    world.there *= 2
+
+
+def speed_up_workers(world: World) -> None:
+    world.there /= 3
+
+
+def slow_down_here(world: World) -> None:
+    world.here *= 3
+
+
+def speed_up_here(world: World) -> None:
+    world.here /= 3
+
+
+@pytest.mark.parametrize("change", [halve_workers, speed_up_workers, slow_down_here, speed_up_here])
+@pytest.mark.parametrize("mix", ["equal sides", pytest.param("loader processes", marks=pytest.mark.full)])
+def test_speeds_that_change_are_followed(mix: str, change: Callable[[World], None]) -> None:
+    def changed() -> World:
+        world = make(mix)
+        change(world)
+        return world
+
+    world, measured = make(mix), Measured()
+    batches = world.auto(1600, measured, candidates=("p2",))
+    times = world.train(batches, measured, {600: change})
+    assert rate(times, 400) >= 0.95 * best(changed, whole=False)
+
+
+def test_it_does_not_swing() -> None:
+    world, measured = make("loader processes"), Measured()
+    world.train(world.auto(1500, measured, candidates=("p2",)), measured)
+    rest = world.ratios[600:]
+    assert max(rest) - min(rest) < 0.15
+
+
+def test_fewer_are_offloaded_where_the_model_is_no_faster() -> None:
+    world, measured = make("a model that both can feed"), decided(0.9)
+    times = world.train(world.auto(1500, measured), measured)
+    assert world.ratios[-1] < 0.7
+    assert rate(times, 1000) >= 0.97 * BATCH / world.step
+
+
+def test_workers_that_nobody_needs_any_more_are_let_go() -> None:
+    def slow_model(world: World) -> None:
+        world.step = 1.0
+
+    world, measured = make("loader processes"), Measured()
+    batches = world.auto(4000, measured, candidates=("p2",))
+    times = world.train(batches, measured, {400: slow_model})
+    assert 0.4 < world.ratios[399] < 0.6 and world.ratios[-1] == 0
+    assert measured.decision is not None and not measured.decision.offload
+    assert rate(times, 1000) == pytest.approx(BATCH / 1.0, rel=0.01)
+
+
+# ------------------------------------------------------------------------ speeds that come and go
+
+
+class Shared(World):
+    """Each side has two thirds of its speed for a while, again and again, at times of its own."""
+
+    def __init__(self, *, hold: float, **costs: Any) -> None:
+        self.now = 0.0
+        self._costs = {"here": costs["here"], "there": costs["there"]}
+        self._holds = {"here": hold, "there": 0.7 * hold}
+        super().__init__(**costs)
+
+    def _now(self, side: str) -> float:
+        return self._costs[side] * (1.5 if int(self.now / self._holds[side]) % 2 else 1.0)
+
+    @property
+    def here(self) -> float:  # type: ignore[override]
+        return self._now("here")
+
+    @here.setter
+    def here(self, seconds: float) -> None:
+        self._costs["here"] = seconds
+
+    @property
+    def there(self) -> float:  # type: ignore[override]
+        return self._now("there")
+
+    @there.setter
+    def there(self, seconds: float) -> None:
+        self._costs["there"] = seconds
+
+
+SHARED: dict[str, dict[str, float]] = {
+    "equal sides": {"here": 0.02, "there": 0.02, "step": 0.03, "processes": 1},
+    "slow workers": {"here": 0.02, "there": 0.06, "step": 0.03, "processes": 1},
+    "fast workers": {"here": 0.04, "there": 0.01, "step": 0.03, "processes": 2},
+    "workers far away": {"here": 0.02, "there": 0.02, "step": 0.03, "processes": 1, "latency": 0.3},
+    "a model that both can feed": {"here": 0.02, "there": 0.02, "step": 0.055, "processes": 1},
+}
+
+
+@pytest.mark.parametrize("hold", [0.7, pytest.param(4.1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("mix", SHARED)
+def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ratio(
+    mix: str, whole: bool, hold: float
+) -> None:
+    def throughput(ratio: float, *, even: bool) -> float:
+        world = Shared(hold=hold, **SHARED[mix])
+        split = Part(ratio, stretch(whole=whole))
+        epoch = world.epoch(400, split)
+        if even:
+            epoch.split = Evened(split, weakref.proxy(epoch))
+        return rate(world.train(epoch), 380)
+
+    fixed = {tenth / 10: throughput(tenth / 10, even=False) for tenth in range(1, 10)}
+    best_ratio = max(fixed, key=fixed.__getitem__)
+    assert throughput(best_ratio, even=True) >= 0.995 * fixed[best_ratio]
+
+
+# ----------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("candidate", [pytest.param("p2", marks=pytest.mark.full), "p3"])
+@pytest.mark.parametrize("mix", ["equal sides", "loader processes"])
+def test_where_nobody_takes_anything_the_ratio_falls_and_rises_when_they_are_back(
+    mix: str, candidate: str
+) -> None:
+    def die(world: World) -> None:
+        world.dead = True
+
+    def come_back(world: World) -> None:
+        world.dead = False
+
+    world, measured = make(mix), Measured()
+    batches = world.auto(2400, measured, candidates=(candidate,))
+    times = world.train(batches, measured, {600: die, 1300: come_back})
+    assert world.ratios[599] > 0.3 and world.ratios[1299] <= 2 * PROBE
+    assert rate(times, 400) >= 0.95 * best(lambda: make(mix), whole=candidate == "p3")
+
+
+def test_workers_that_hang_are_asked_less_and_less() -> None:
+    def hang(world: World) -> None:
+        world.there *= 1000
+
+    world, measured = make("loader processes"), Measured()
+    world.train(world.auto(2000, measured, candidates=("p2",)), measured, {600: hang})
+    assert world.ratios[599] > 0.3 and world.ratios[-1] < PROBE
+
+
+# ----------------------------------------------------------------------------- measuring anew
+
+
+def test_a_stall_that_comes_later_is_measured_and_at_most_every_so_many_batches() -> None:
+    def faster_model(world: World) -> None:
+        world.step = 0.05
+
+    world, measured = World(here=0.1, there=0.05, step=20.0), Measured()
+    batches = world.auto(2600, measured, candidates=("p2",))
+    world.train(batches, measured, {100: faster_model})
+    first = next(at for at, ratio in enumerate(world.ratios) if ratio == 0)
+    offloads = next(at for at, ratio in enumerate(world.ratios) if ratio > 0)
+    assert world.made_there > 0 and offloads - first >= REST * first
+    assert measured.decision is not None and measured.decision.candidate == "p2"
+
+
+def test_nothing_is_measured_anew_where_nothing_has_changed() -> None:
+    for there in (0.05, 20.0):  # offloads, and does not as it would not pay
+        world, measured = World(here=0.1, there=there, step=0.05), Measured()
+        batches = world.auto(4000, measured, candidates=("p2",))
+        spent = []
+        for _ in batches:
+            world.now += world.step
+            spent.append(measured.spent)
+        assert max(spent) == spent[-1] and not measured.anew
+
+
+def test_a_promise_that_is_broken_is_looked_into_less_often_each_time_nothing_comes_of_it() -> None:
+    world, measured = make("loader processes"), Measured()
+    list_of = world.auto(9000, measured, candidates=("p2",))
+    began = []
+    was = True
+    for number, _ in enumerate(list_of):
+        world.now += world.step
+        if measured.kept is not None and not measured.anew:
+            measured.kept.watch.expect(promised=1e9, waited=0.0)
+        if measured.measuring and not was:
+            began.append((number, measured.rest))
+        was = measured.measuring
+    assert len(began) >= 1
+    assert began[0][0] >= REST * 20
+    assert [rest for _, rest in began] == [REST * 2**at for at in range(len(began))]
+    assert measured.rest == REST * 2 ** len(began)
+
+
+def test_fastflows_policy_decides_once() -> None:
+    world, measured = make("loader processes"), Measured()
+    batches = world.auto(3000, measured, policy="fastflow", candidates=("p2",))
+    world.train(batches, measured, {500: halve_workers, 900: slow_down_here})
+    assert len(set(world.ratios[400:])) == 1 and measured.kept is None
+
+
+def test_the_decision_tells_the_ratio_in_force_and_why() -> None:
+    world, measured = make("equal sides"), decided(0.05)
+    batches = world.auto(600, measured)
+    for _ in batches:
+        world.now += world.step
+    decision = measured.decision
+    assert decision is not None and decision.ratio > 0.3
+    assert decision.why.startswith("because; steered to ") and f"{decision.ratio:.0%}" in decision.why
+
+
+def test_short_epochs_are_steered_too() -> None:
+    measured = decided(0.05)
+    world = make("loader processes")
+    for number in range(250):
+        world.train(world.auto(5, measured, number=number), measured)
+    assert measured.decision is not None and 0.3 < measured.decision.ratio < 0.8
+
+
+# ----------------------------------------------------------------------------- what is seen
+
+
+def seen(world: World, ratio: float, *, whole: bool = False) -> tuple[Waits, float]:
+    epoch = world.epoch(120, Part(ratio, stretch(whole=whole)))
+    times = world.train(epoch)
+    return epoch.waits, times[-1]
+
+
+@pytest.mark.parametrize("mix", ["equal sides", "loader processes"])
+def test_waits_are_put_down_to_the_side_that_is_late(mix: str) -> None:
+    waits, total = seen(make(mix), 0.2)
+    assert waits.here_s > 0.5 * total and waits.elsewhere_s < 0.05 * total
+    waits, total = seen(make(mix), 0.9)
+    assert waits.elsewhere_s > 0.5 * total and waits.here_s < 0.05 * total
+    assert abs(waits.given - 0.9 * 480) <= 1 and waits.returned == 0
+
+
+def test_nobody_is_late_where_the_model_is_slower() -> None:
+    waits, total = seen(make("loader processes", step=2.0), 0.5)
+    assert waits.here_s + waits.elsewhere_s + waits.both_s < 0.02 * total
+
+
+def test_what_nobody_takes_is_counted() -> None:
+    world = make("equal sides")
+    world.dead = True
+    waits, _ = seen(world, 0.5)
+    assert waits.given == waits.returned == 240
+
+
+# ----------------------------------------------------------------------------- the law
+
+
+def window(
+    here: float,
+    elsewhere: float,
+    *,
+    samples: int = 200,
+    given: int = 100,
+    returned: int = 0,
+    mb: float = 10.0,
+) -> Window:
+    """A second of which so much was waited for either side."""
+    waits = Waits(here_s=here, elsewhere_s=elsewhere, samples=samples, given=given, returned=returned)
+    found = Window()
+    found.add(
+        Step(
+            waited_s=here + elsewhere,
+            consumed_s=1 - here - elsewhere,
+            nbytes=int(mb * 1e6),
+            waits=waits,
+        )
+    )
+    return found
+
+
+def steered(ratio: float, *windows: Window) -> float:
+    law = Steering(ratio, here=5.0, elsewhere=5.0)
+    for each in windows:
+        law.turn(each)
+    return law.ratio
+
+
+def test_the_direction_is_that_of_the_side_that_waits_least_for_a_sample() -> None:
+    assert steered(0.3, window(0.8, 0.0)) > 0.3
+    assert steered(0.8, window(0.0, 0.8)) < 0.8
+    # Equal waits, but nine times as many samples were made elsewhere: one of those waits for less.
+    assert steered(0.9, *[window(0.3, 0.3)] * 15) > 0.9
+    assert steered(0.1, *[window(0.3, 0.3)] * 15) < 0.1
+
+
+def test_a_ratio_that_gave_more_is_gone_back_to_and_rested_at() -> None:
+    """The waits say less and less, and the throughput falls with it: workers were not what was short."""
+    law, ratios = Steering(0.4, here=5.0, elsewhere=5.0), []
+    for _ in range(120):
+        # 1 MB/s is lost with each hundredth that is not made elsewhere.
+        ratios.append(law.turn(window(0.0, 0.4, mb=max(1.0, 10 - 100 * abs(law.ratio - 0.4)))))
+    assert min(ratios) > 0.35 and sum(ratio > 0.38 for ratio in ratios) > 100
+    rests = [len(list(run)) for _, run in groupby(ratios)]
+    assert max(rests[: len(rests) // 2]) < max(rests) and max(rests) > 20
+
+
+def test_a_job_that_has_changed_does_not_go_back() -> None:
+    law = Steering(0.4, here=5.0, elsewhere=5.0)
+    law.turn(window(0.0, 0.01, mb=20))
+    for _ in range(40):  # workers are half as fast: so is the job, at the ratio that was best
+        law.turn(window(0.0, 0.4, mb=0.3 * 10 / law.ratio) if law.ratio > 0.25 else window(0.4, 0.0))
+    assert 0.2 < law.ratio < 0.32
+
+
+def test_waits_that_do_not_matter_change_nothing() -> None:
+    assert steered(0.4, *[window(0.01, 0.0), window(0.0, 0.02), window(0.3, 0.2)] * 5) == 0.4
+    assert steered(0.4, *[window(0.5, 0.0, given=0)] * 5) == 0.4
+
+
+def test_workers_are_let_go_slowly_and_only_where_both_sides_were_seen_to_be_in_time() -> None:
+    assert 0.35 < steered(0.5, *[window(0.0, 0.0)] * 20) < 0.45
+    assert steered(0.5, *[window(0.0, 0.0, samples=100)] * 20) == 0.5
+
+
+def test_no_more_is_given_away_than_a_side_is_late_by() -> None:
+    assert 0.4 < steered(0.4, window(0.05, 0.0, mb=1.0)) <= 0.4 + 0.05 * 0.6
+    assert 0.6 > steered(0.6, window(0.0, 0.05, mb=1.0)) >= 0.6 - 0.05 * 0.6
+
+
+@pytest.mark.parametrize("ratio", [0.002, 0.01, 0.5, 0.99, 1.0])
+def test_a_ratio_stays_one(ratio: float) -> None:
+    law = Steering(ratio, here=5.0, elsewhere=5.0)
+    cases: list[Any] = [window(0.9, 0), window(0, 0.9), window(0, 0, mb=0), window(0.5, 0, returned=100)]
+    for each in cases:
+        for _ in range(30):
+            assert 0 <= law.turn(each) <= 1
+
+
+def test_a_window_holds_both_sides() -> None:
+    assert window_of(0.01, whole=False) == window_of(0.5, whole=True) == WINDOW
+    assert WINDOW < window_of(0.08, whole=True) < window_of(0.01, whole=True) == MOST_WINDOW
+
+
+def test_what_lacks_has_to_do_so_for_some_windows() -> None:
+    watch = Watch(promised=20.0, waited=0.1)
+    slow, fast = window(0.5, 0.0, mb=10), window(0.5, 0.0, mb=19)
+    assert [watch.lacks(slow, offloads=True) for _ in range(WINDOWS)] == [False] * (WINDOWS - 1) + [True]
+    assert not watch.lacks(fast, offloads=True)
+    assert not watch.lacks(slow, offloads=True)
+    # A model that is slower than it was is nobody's fault.
+    assert not any(watch.lacks(window(0.0, 0.0, mb=10), offloads=True) for _ in range(5))
+    assert [watch.lacks(window(0.3, 0.0), offloads=False) for _ in range(WINDOWS)][-1]
+    assert not any(watch.lacks(window(0.15, 0.0), offloads=False) for _ in range(5))
+
+
+def test_the_world_of_these_tests_is_as_fast_as_its_slowest_part() -> None:
+    assert best(lambda: make("loader processes"), whole=False) == pytest.approx(20, rel=0.02)
+    assert part(None).ratio == 0

@@ -1,0 +1,32 @@
+"""What several tests of whole jobs share: some photos, the plain way's losses on them, a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import upriver
+from tests.finetune.training import photos, run
+from tests.program.nets import Small
+from upriver.pipeline import Dataset
+
+Reference = tuple[list[torch.Tensor], Small]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return photos(tmp_path_factory.mktemp("store"), 200)
+
+
+@pytest.fixture(scope="session")
+def plain(data: Dataset) -> Reference:
+    losses, model, _ = run(upriver.connect(), data, policy="nosplit")
+    return losses, model
+
+
+@pytest.fixture(scope="session")
+def near() -> Iterator[upriver.Near]:
+    with upriver.connect(server_threads=1) as near:
+        yield near

@@ -1,0 +1,111 @@
+"""One rank of a distributed run; started by the tests as a process of its own.
+
+``python -m tests.finetune.ddp_run FOLDER RANK NUM_RANKS SERVER_URL`` trains a small network in each of the
+ways listed in ``WAYS`` and writes what came of them to ``FOLDER/rank-RANK.json``. Numbers are written as text
+that keeps every bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import upriver
+from tests.finetune.training import STAGES, optimizer_of
+from tests.program.nets import Small, frozen_small
+from upriver.finetune.job import FinetuneJob
+
+SAMPLES, BATCH, MICRO, SEED = 42, 6, 4, 7
+"""42 samples on two ranks are 21 each: three full steps and a short one, and no size divides another."""
+
+PATIENCE = timedelta(seconds=120)
+
+Call = Callable[[Any], torch.Tensor]
+
+
+def options(**more: object) -> dict[str, Any]:
+    return {"batch_size": BATCH, "micro_batch": MICRO, "seed": SEED, **more}
+
+
+def digits(tensor: torch.Tensor) -> list[str]:
+    return [float(value).hex() for value in tensor.detach().flatten()]
+
+
+def train(job: FinetuneJob, call: Call, model: nn.Module) -> dict[str, Any]:
+    optimizer = optimizer_of(model)
+    model.train()
+    losses, targets = [], []
+    for features, labels in job:
+        torch.manual_seed(len(losses))
+        loss = nn.functional.cross_entropy(call(features), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        targets += labels.tolist()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+    return {
+        "losses": digits(torch.stack(losses)),
+        "weights": digits(weights),
+        "targets": targets,
+        "sources": sorted(job.report.samples),
+        "state": job.state_dict(),
+    }
+
+
+def wrapped(near: upriver.Near, data: upriver.Dataset, **more: object) -> dict[str, Any]:
+    """The user's own wrapper around the whole model, given to the job."""
+    model: Small = frozen_small()
+    parallel = DistributedDataParallel(model)
+    with near.finetune(parallel, data, **options(**more)) as job:
+        result = train(job, job, model)
+        if distributed.get_rank() == 0:  # alone: judging waits for nobody
+            result["loss"] = job.evaluate(data, nn.functional.cross_entropy)
+        features, _ = next(iter(job))
+        try:
+            job(features[:, :1])
+        except upriver.errors.ConfigError:
+            result["restored_after_error"] = parallel.module is model
+    return result
+
+
+def around_the_tail(near: upriver.Near, data: upriver.Dataset, **more: object) -> dict[str, Any]:
+    """A wrapper around what is left; the ranks are then said by hand."""
+    model = frozen_small()
+    ranks = {"rank": distributed.get_rank(), "num_ranks": distributed.get_world_size()}
+    with near.finetune(model, data, **options(**ranks, **more)) as job:
+        return train(job, DistributedDataParallel(job.tail), model)
+
+
+def main(folder: Path, rank: int, num_ranks: int, url: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=PATIENCE,
+    )
+    data = upriver.index(upriver.Store.open((folder / "store").as_uri()), "photos", stages=STAGES)
+    plain, near = upriver.connect(), upriver.connect(url)
+    results = {
+        "plain": wrapped(plain, data, policy="nosplit"),
+        "near": wrapped(near, data, policy="freeze"),
+        "plain, around the tail": around_the_tail(plain, data, policy="nosplit"),
+        "near, around the tail": around_the_tail(near, data, policy="freeze"),
+    }
+    near.close()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

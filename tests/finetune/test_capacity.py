@@ -1,0 +1,58 @@
+"""Servers that go or come while a job runs change what the storage tier can do, and so the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planning import alexnet, cluster
+from upriver.finetune.replanner import Patience, Replanner
+from upriver.policies import POLICIES
+from upriver.profile.live_profile import LiveProfile
+from upriver.types import Plan, Profile, Workload
+
+BANDWIDTH = 2.5e6
+WORK = Workload(batch_size=128, num_samples=12_800)
+
+
+def machine() -> Profile:
+    """Storage is the busiest at the freeze point as soon as half of it is gone."""
+    return alexnet(storage_s=2.4e-4, compute_s=1.2e-4, stored_bytes=110_000)
+
+
+def fresh(load: float) -> Plan:
+    return POLICIES["upriver"](machine(), cluster(bandwidth=BANDWIDTH, micro_batch=16, load=load), WORK)
+
+
+class Job:
+    def __init__(self) -> None:
+        self.capacity = 1.0
+        self.replanner = Replanner(
+            "upriver",
+            fresh(1.0),
+            LiveProfile(machine(), cluster(bandwidth=BANDWIDTH, micro_batch=16), samples=16),
+            WORK,
+            patience=Patience(gain=0.05),
+            prove=lambda cuts: None,
+            bandwidth=lambda: BANDWIDTH,
+            capacity=lambda: self.capacity,
+        )
+
+    def plan_after(self, iterations: int, capacity: float) -> Plan:
+        self.capacity = capacity
+        for _ in range(iterations):
+            self.replanner.consider()
+            self.replanner.close()
+        return self.replanner.plan
+
+
+@pytest.mark.parametrize("left", [0.25, 0.1])
+def test_servers_that_go_and_come_back_change_the_plan_to_what_a_fresh_one_would_be(left: float) -> None:
+    assert fresh(1 / left).routes != fresh(1.0).routes, "or this shows nothing"
+    job = Job()
+    assert job.plan_after(20, left).routes == fresh(1 / left).routes
+    assert job.plan_after(20, 1.0).routes == fresh(1.0).routes
+
+
+def test_with_no_server_left_the_plan_waits_for_one() -> None:
+    job = Job()
+    assert job.plan_after(20, 0.0).routes == fresh(1.0).routes

@@ -1,0 +1,246 @@
+"""The decision for one request against its definition, and against the policies that plan from files."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from upriver.errors import ConfigError
+from upriver.inference.partition import ESTIMATES, Choice, Now, Rule, choose, kept_away, likely
+from upriver.latency import LatencyModel, Sums, last_of_least
+from upriver.policies import inference, loadpart
+from upriver.types import (
+    Cluster,
+    InputProfile,
+    Link,
+    Profile,
+    StageProfile,
+    StorageTier,
+    Workload,
+)
+
+ONE = Workload(batch_size=1, num_samples=1)
+
+
+def drawn(rng: random.Random, stages: int) -> Profile:
+    """Whole numbers, so that many cuts are equal."""
+    return Profile(
+        model="",
+        freeze=stages,
+        input=InputProfile(stored_bytes=rng.randint(0, 9) * 1e6, tensor_bytes=1.0),
+        stages=tuple(
+            StageProfile(
+                name=str(number),
+                kind="",
+                out_bytes=rng.randint(0, 9) * 1e6,
+                seconds={
+                    "compute": (0.0, float(rng.randint(0, 4))),
+                    "storage": (0.0, float(rng.randint(0, 3))),
+                },
+            )
+            for number in range(stages)
+        ),
+    )
+
+
+def now_of(rng: random.Random) -> Now:
+    return Now(
+        upload_bytes_per_s=rng.choice([1e6, 2e6, 4e6]),
+        download_bytes_per_s=rng.choice([None, 1e6, 2e6]),
+        rtt_s=float(rng.randint(0, 2)),
+        load=float(rng.randint(1, 3)),
+        slowed=rng.choice([1.0, 1.0, 5.0]),
+        wait_s=float(rng.randint(0, 2)),
+    )
+
+
+def cluster_of(now: Now) -> Cluster:
+    return Cluster(
+        link=Link(
+            bandwidth_bytes_per_s=now.upload_bytes_per_s,
+            rtt_s=now.rtt_s,
+            download_bytes_per_s=now.download_bytes_per_s,
+        ),
+        storage=StorageTier(load=max(now.load, now.slowed), wait_s=now.wait_s),
+    )
+
+
+def sums_of(profile: Profile) -> Sums:
+    return LatencyModel(profile, Cluster(link=Link(bandwidth_bytes_per_s=1.0))).sums
+
+
+def by_hand(profile: Profile, cut: int, now: Now) -> float:
+    """Seconds of a request, stage by stage."""
+    stages = profile.stages
+    seconds = sum(stage.seconds["compute"][1] for stage in stages[:cut])
+    if cut == len(stages):
+        return seconds
+    seconds += profile.cut_bytes(cut) / now.upload_bytes_per_s + now.rtt_s + now.wait_s
+    seconds += max(now.load, now.slowed) * sum(stage.seconds["storage"][1] for stage in stages[cut:])
+    if now.download_bytes_per_s is not None:
+        seconds += stages[-1].out_bytes / now.download_bytes_per_s
+    return seconds
+
+
+def choice_for(profile: Profile, offers: Any, **rule: Any) -> Choice:
+    local = sum(stage.seconds["compute"][1] for stage in profile.stages)
+    return choose(Rule(**rule), local, len(profile.stages), offers)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_choice_is_the_least_of_all_cuts_and_the_last_of_equals(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, now = drawn(rng, rng.randint(1, 9)), now_of(rng)
+    found = choice_for(profile, [(sums_of(profile), now)])
+    seconds = [by_hand(profile, cut, now) for cut in range(len(profile.stages) + 1)]
+    least = min(seconds)
+    assert found.seconds == pytest.approx(least)
+    assert seconds[found.cut] == pytest.approx(least)
+    assert all(each > least + 1e-9 for each in seconds[found.cut + 1 :])
+    assert (found.server is None) == (found.cut == len(profile.stages))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_it_is_what_the_policies_plan_from_the_same_numbers(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, now = drawn(rng, rng.randint(1, 9)), now_of(rng)
+    offers = [(sums_of(profile), now)]
+    assert choice_for(profile, offers).cut == inference.plan(profile, cluster_of(now), ONE).cut
+    free = Now(upload_bytes_per_s=now.upload_bytes_per_s, load=now.load)
+    assert (
+        choice_for(profile, offers, policy="loadpart").cut
+        == loadpart.plan(profile, cluster_of(free), ONE).cut
+    )
+    blind = Now(upload_bytes_per_s=now.upload_bytes_per_s)
+    planned = loadpart.plan(profile, cluster_of(blind), ONE).cut
+    assert choice_for(profile, offers, policy="neurosurgeon").cut == planned
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_of_several_servers_the_one_with_the_least_seconds_is_asked(seed: int) -> None:
+    rng = random.Random(seed)
+    stages = rng.randint(1, 6)
+    profiles = [drawn(rng, stages)]
+    device = profiles[0]
+    for _ in range(2):  # the same network and device, another server
+        other = drawn(rng, stages)
+        joined = [
+            StageProfile(
+                name=mine.name,
+                kind="",
+                out_bytes=mine.out_bytes,
+                seconds={"compute": mine.seconds["compute"], "storage": theirs.seconds["storage"]},
+            )
+            for mine, theirs in zip(device.stages, other.stages, strict=True)
+        ]
+        profiles.append(Profile(model="", freeze=stages, input=device.input, stages=tuple(joined)))
+    states = [now_of(rng) for _ in profiles]
+    offers = list(zip(map(sums_of, profiles), states, strict=True))
+    found = choice_for(device, offers)
+    seconds = [
+        by_hand(profile, cut, now)
+        for profile, now in zip(profiles, states, strict=True)
+        for cut in range(stages + 1)
+    ]
+    assert found.seconds == pytest.approx(min(seconds))
+    if found.server is not None:
+        assert by_hand(profiles[found.server], found.cut, states[found.server]) == pytest.approx(min(seconds))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_request_is_kept_away_from_servers_that_would_be_asked_if_they_were_free(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, states = drawn(rng, rng.randint(1, 6)), [now_of(rng) for _ in range(2)]
+    sums, stages = sums_of(profile), len(profile.stages)
+    local = sum(stage.seconds["compute"][1] for stage in profile.stages)
+    offers = [(sums, states[0]), (sums, states[1]), (sums, None)]
+    for deadline_s in (4.5, math.inf):
+        choice = choose(Rule(), local, stages, offers, deadline_s=deadline_s)
+        away = []
+        for server, now in enumerate(states):
+            free = replace(now, load=1.0, slowed=1.0, wait_s=0.0)
+            least = min(by_hand(profile, cut, free) for cut in range(stages))
+            if free != now and server != choice.server and least < min(choice.seconds, deadline_s) - 1e-9:
+                away.append(server)
+        assert kept_away(Rule(), choice, offers, deadline_s=deadline_s) == away
+        for rule in (Rule(policy="loadpart"), Rule(policy="local"), Rule(cut=0)):
+            assert kept_away(rule, choice, offers) == []
+
+
+def flat(stages: int) -> Sums:
+    return Sums(
+        device_s=np.arange(stages + 1, dtype=np.float64),
+        server_s=np.zeros(stages + 1),
+        sent_bytes=np.full(stages + 1, 1e6),
+        handling_s=np.zeros(stages + 1),
+    )
+
+
+def test_a_cut_that_is_asked_for_is_taken_on_the_best_server() -> None:
+    slow, fast = (flat(4), Now(upload_bytes_per_s=1e5)), (flat(4), Now(upload_bytes_per_s=1e6))
+    for cut in range(4):
+        assert choose(Rule(cut=cut), 4.0, 4, [slow, fast]) == Choice(cut=cut, server=1, seconds=cut + 1.0)
+    assert choose(Rule(policy="remote"), 4.0, 4, [slow, fast]) == Choice(cut=0, server=1, seconds=1.0)
+    for rule in (Rule(cut=4), Rule(policy="local")):
+        assert choose(rule, 4.0, 4, [slow, fast]) == Choice(cut=4, server=None, seconds=4.0)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_server_is_asked_that_would_be_late(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, now = drawn(rng, rng.randint(1, 9)), now_of(rng)
+    seconds = [by_hand(profile, cut, now) for cut in range(len(profile.stages) + 1)]
+    for deadline_s in (0.5, 2.0, 5.0, 8.5, 20.5, math.inf):
+        there = [each for each in seconds[:-1] if each <= deadline_s]
+        wanted = min([*there, seconds[-1]])
+        found = choose(
+            Rule(), seconds[-1], len(profile.stages), [(sums_of(profile), now)], deadline_s=deadline_s
+        )
+        assert found.seconds == pytest.approx(wanted)
+        assert (found.server is None) == (not there or seconds[-1] <= min(there))
+
+
+def test_a_cut_that_must_be_taken_is_taken_however_late() -> None:
+    for rule in (Rule(cut=2), Rule(policy="remote")):
+        found = choose(rule, 4.0, 4, [(flat(4), Now(upload_bytes_per_s=1e6))], deadline_s=0.1)
+        assert found.server == 0
+
+
+def test_without_a_server_or_a_link_that_is_known_the_device_does_all() -> None:
+    alone = Choice(cut=4, server=None, seconds=4.0)
+    for rule in (Rule(), Rule(cut=2), Rule(policy="remote")):
+        assert choose(rule, 4.0, 4, []) == alone
+    assert choose(Rule(), 4.0, 4, [(flat(4), None)]) == alone
+    assert choose(Rule(cut=2), 4.0, 4, [(flat(4), None)]) == Choice(cut=2, server=0, seconds=math.inf)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, -math.inf])
+def test_no_policy_is_told_of_a_bandwidth_that_is_none(value: float) -> None:
+    with pytest.raises(ConfigError, match="upload_bytes_per_s"):
+        Now(upload_bytes_per_s=value)
+    with pytest.raises(ConfigError, match="download_bytes_per_s"):
+        Now(upload_bytes_per_s=1.0, download_bytes_per_s=value)
+
+
+def test_the_likely_cuts_are_those_that_win_somewhere() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        sums = sums_of(drawn(rng, 12))
+        found = likely(Rule(), sums, most=3)
+        assert len(found) <= 3 and len(set(found)) == len(found)
+        assert all(0 <= cut < 12 for cut in found)
+        for cut in found:
+            assert any(
+                last_of_least(ESTIMATES["inference"](sums, Now(upload_bytes_per_s=2.0**power, load=2.0**k)))
+                == cut
+                for power in range(14, 31)
+                for k in range(6)
+            )
+    assert likely(Rule(cut=5), sums, most=3) == (5,)
+    assert likely(Rule(policy="local"), sums, most=3) == ()
+    assert likely(Rule(policy="remote"), sums, most=3) == (0,)

@@ -1,0 +1,607 @@
+"""What a device does with one server, turn by turn: a clock that stands still, a server as it is told."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.inference.asking import chain
+from upriver.errors import (
+    DeadlineExceeded,
+    DoesNotFit,
+    Forbidden,
+    NotExact,
+    Overloaded,
+    ProgramNotFound,
+    ServerUnavailable,
+    TooLarge,
+    UpriverError,
+)
+from upriver.inference import cooldown as rest_module
+from upriver.inference import remote_server as far_module
+from upriver.inference import uplink as uplink_module
+from upriver.inference.costs import Costs, Handling, crossing_bytes
+from upriver.inference.exchange import Finished
+from upriver.inference.partition import Now
+from upriver.inference.remote_server import LONGEST_PAUSE_S, PAUSE_S, Far, Terms
+from upriver.inference.server_check import PROBES, Admitted
+from upriver.link import ROUND_TRIPS, LinkWindow
+from upriver.program.capture.whole_model import Captured, capture_whole
+from upriver.program.example_inputs import Example
+from upriver.retry import Backoff
+from upriver.types import Timings
+
+RTT_S, QUESTION_S = 0.01, 1.0
+"""Of the way there, and what a probe may take."""
+
+
+class Upmost(random.Random):
+    """Draws what is the most."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return b
+
+
+@dataclass
+class There:
+    """A server, and everything that a `Far` does with it.
+
+    Attributes:
+        now_s: What the clock says.
+        rate: Bytes per second of the way there.
+        rtt_s: Seconds of a round trip.
+        refuses: By digest what it says to whoever is to be let in with that program.
+        down: What it says to all else.
+        machine: How busy it is.
+        did: Probes, round trips, questions and let-ins, in order.
+    """
+
+    now_s: float = 1000.0
+    rate: float = 1e6
+    rtt_s: float = RTT_S
+    refuses: dict[str, UpriverError] = field(default_factory=dict)
+    down: UpriverError | None = None
+    machine: float = 0.0
+    did: list[str] = field(default_factory=list)
+    url: str = "http://there"
+    meter: Any = field(default_factory=lambda: SimpleNamespace(observed_bandwidth=lambda: None))
+
+    def load(self, **_: Any) -> Any:
+        self._do("load")
+        return SimpleNamespace(k=1.0, expected_wait_s=0.0, machine=self.machine)
+
+    def admit(
+        self, _: Any, captured: Captured, device_s: Sequence[float], *, link: LinkWindow, **__: Any
+    ) -> Admitted:
+        self._do("let in")
+        if (error := self.refuses.get(captured.program.digest)) is not None:
+            raise error
+        self.probe(self, link, small=ROUND_TRIPS, large=PROBES)
+        stages = captured.program.num_stages
+        return Admitted(
+            costs=Costs(program=captured.program, device_s=device_s, server_s=(0.001,) * stages),
+            provisional=False,
+            cuts=(0,),
+            load=self.load(),
+        )
+
+    def probe(self, _: Any, link: LinkWindow, *, small: int, large: int, every_s: float = 5.0) -> None:
+        self._do("probe" if large else "round trips")
+        for size in [1] * small + [0] * large:
+            num_bytes = size or link.probe_bytes(every_s)
+            seconds = self.rtt_s + num_bytes / self.rate
+            if seconds > QUESTION_S:
+                raise ServerUnavailable("no answer in time")
+            link.saw(num_bytes, seconds)
+
+    def close(self) -> None:
+        pass
+
+    def _do(self, what: str) -> None:
+        self.did.append(what)
+        if self.down is not None:
+            raise self.down
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> There:
+    there = There()
+    clock = SimpleNamespace(monotonic=lambda: there.now_s)
+    for module in (far_module, rest_module, uplink_module):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(far_module, "admit", there.admit)
+    monkeypatch.setattr(far_module, "probe", there.probe)
+    return there
+
+
+@pytest.fixture
+def far(there: There) -> Iterator[Far]:
+    """Takes turns when a test says so; its pauses are the longest that they may be."""
+    far = Far(there, Terms(probe_s=5.0, load_s=10.0))  # type: ignore[arg-type]
+    far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
+    far._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S, rng=Upmost())
+    far._rest._backoff = far._backoff
+    yield far
+    far.close()
+
+
+@pytest.fixture(scope="module")
+def networks() -> list[Captured]:
+    """One network for two forms of call."""
+    model = chain()
+    return [capture_whole(model, Example.of(torch.randn(rows, 64))) for rows in (1, 4)]
+
+
+def serve(far: Far, *networks: Captured) -> None:
+    for captured in networks:
+        far.serve(captured, (0.01,) * captured.program.num_stages)
+
+
+def turn(far: Far) -> float:
+    """What its thread does; the seconds until it does it again."""
+    try:
+        return far._turn()
+    except UpriverError as error:
+        far.failed(None, error)
+        return 0.0
+
+
+def finished(took_s: float = 0.1, stages_s: float = 0.0) -> Finished:
+    timings = Timings(k=2.0, expected_wait_s=0.0, stages={1: stages_s / 4, 7: stages_s * 3 / 4})
+    return Finished(tensors=(), timings=timings, took_s=took_s)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+OF_ONE_NETWORK = [
+    ProgramNotFound("not here"),
+    DoesNotFit("too much memory"),
+    TooLarge("too many bytes"),
+    NotExact("other bits"),
+    Forbidden("no place for programs"),
+]
+
+
+@pytest.mark.parametrize("error", OF_ONE_NETWORK, ids=lambda error: error.code)
+def test_who_is_not_let_in_with_one_network_is_asked_for_the_others(
+    error: UpriverError, far: Far, there: There, networks: list[Captured]
+) -> None:
+    first, second = networks
+    there.refuses[second.program.digest] = error
+    serve(far, first)
+    turn(far)
+    serve(far, second)
+    for _ in range(5):
+        turn(far)
+        assert far.costs(first) is not None and far.why_not(first) == ""
+        assert far.costs(second) is None and str(error) in far.why_not(second)
+        far.answered(first, 3, finished())
+        there.now_s += 2 * LONGEST_PAUSE_S
+    assert there.did.count("let in") == 1 + 5, "the first network once"
+    del there.refuses[second.program.digest]
+    turn(far)
+    assert far.costs(second) is not None and far.why_not(second) == ""
+
+
+def test_a_network_that_is_refused_is_tried_more_and_more_seldom(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    first, second = networks
+    there.refuses[second.program.digest] = ProgramNotFound("not here")
+    serve(far, first, second)
+    pauses = []
+    for _ in range(9):
+        turn(far)
+        far.answered(first, 3, finished())
+        pauses.append(far._wanted[second.program.digest].rest.left_s)
+        there.now_s += pauses[-1]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_PAUSE_S] * 4]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TooLarge("too many bytes"), DoesNotFit("too much memory"), DeadlineExceeded("too long")],
+    ids=lambda error: error.code,
+)
+def test_a_request_that_is_refused_has_nothing_let_in_anew(
+    error: UpriverError, far: Far, there: There, networks: list[Captured]
+) -> None:
+    first, second = networks
+    serve(far, first, second)
+    turn(far)
+    far.failed(second, error)
+    assert far.costs(second) is None and str(error) in far.why_not(second)
+    assert far.costs(first) is not None
+    there.now_s += LONGEST_PAUSE_S
+    assert far.costs(second) is not None
+    turn(far)
+    assert there.did.count("let in") == 2
+
+
+def test_a_network_of_which_it_gives_other_bits_is_let_in_anew_alone(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    first, second = networks
+    serve(far, first, second)
+    turn(far)
+    far.failed(second, NotExact("other bits at cut 3"))
+    there.now_s += LONGEST_PAUSE_S
+    assert far.costs(first) is not None and far.costs(second) is None
+    turn(far)
+    assert far.costs(second) is not None
+    assert there.did.count("let in") == 3
+
+
+@pytest.mark.parametrize(
+    "error", [ServerUnavailable("gone"), ProgramNotFound("not any more")], ids=lambda error: error.code
+)
+def test_a_server_that_may_be_another_one_is_let_in_anew(
+    error: UpriverError, far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, *networks)
+    turn(far)
+    far.failed(networks[1], error)
+    there.now_s += LONGEST_PAUSE_S
+    assert [far.costs(captured) for captured in networks] == [None, None]
+    turn(far)
+    assert None not in [far.costs(captured) for captured in networks]
+    assert there.did.count("let in") == 4
+
+
+@pytest.mark.parametrize("killer", [0, 1])
+def test_one_network_that_a_server_fails_by_keeps_no_other_out(
+    killer: int, far: Far, there: There, networks: list[Captured]
+) -> None:
+    bad, good = networks[killer], networks[1 - killer]
+    there.refuses[bad.program.digest] = ServerUnavailable("broke off")
+    serve(far, *networks)
+    asked = 0
+    for _ in range(600):  # half a second each
+        there.now_s += 0.5
+        turn(far)
+        if far.costs(good) is not None:
+            asked += 1
+            far.answered(good, 3, finished())
+    assert asked > 590
+    assert there.did.count("let in") < 10 + 300 / LONGEST_PAUSE_S
+
+
+def test_one_that_is_gone_when_a_network_is_to_be_let_in_is_asked_for_none(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, networks[0])
+    turn(far)
+    there.down = ServerUnavailable("gone")
+    serve(far, networks[1])
+    turn(far)
+    assert [far.costs(captured) for captured in networks] == [None, None]
+    assert far.why_not(networks[0]) == "http://there: gone"
+    there.down = None
+    there.now_s += LONGEST_PAUSE_S
+    turn(far)
+    assert None not in [far.costs(captured) for captured in networks]
+
+
+# ------------------------------------------------------------------------------------------ pauses
+
+
+def test_pauses_grow_until_a_request_is_answered(far: Far, there: There, networks: list[Captured]) -> None:
+    """Also of a server that is well whenever it is let in, and fails what it is asked."""
+    captured = networks[0]
+    serve(far, captured)
+
+    def pauses(number: int) -> list[float]:
+        found = []
+        for _ in range(number):
+            turn(far)
+            assert far.costs(captured) is not None
+            far.failed(captured, ServerUnavailable("gone"))
+            assert far.costs(captured) is None
+            found.append(far._rest.left_s)
+            there.now_s += found[-1]
+        return found
+
+    assert pauses(8) == [1.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_PAUSE_S] * 3]
+    turn(far)
+    far.answered(captured, 3, finished())
+    assert pauses(2) == [1.0, 2.0]
+
+
+def test_a_server_without_room_is_left_alone_as_long_as_it_says(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    captured = networks[0]
+    serve(far, captured)
+    turn(far)
+    far.failed(captured, Overloaded("no room", retry_after_s=20.0))
+    assert far._rest.left_s == 20.0 and far.costs(captured) is None
+    assert far.why_not(captured) == "http://there: no room"
+    there.now_s += 20.0
+    assert far.costs(captured) is not None
+    assert there.did.count("let in") == 1
+
+
+# ----------------------------------------------------------------------------------------- probes
+
+
+def probes_beside(far: Far, there: There, captured: Captured, cut: int, took_s: float) -> int:
+    """Probes in a minute of a request every two seconds."""
+    there.did.clear()
+    for _ in range(30):
+        there.now_s += 2.0
+        far.answered(captured, cut, finished(took_s))
+        turn(far)
+    return there.did.count("probe")
+
+
+def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: There) -> None:
+    """At cut 6 of 7 a packet crosses, which is a round trip."""
+    wide = capture_whole(chain(), Example.of(torch.randn(16, 64)))
+    assert [crossing_bytes(wide.program, cut) for cut in (0, 6)] == [4096, 768]
+    serve(far, wide)
+    turn(far)
+    far.answered(wide, 6, finished())
+    assert probes_beside(far, there, wide, 0, took_s=RTT_S + 4096 / there.rate) == 0
+    assert probes_beside(far, there, wide, 6, took_s=0.1) >= 9
+    costs = far._costs[wide.program.digest]
+    far._costs[wide.program.digest] = replace(costs, handling=Handling(front_s=1.0))
+    assert probes_beside(far, there, wide, 0, took_s=0.1) >= 9, "it took less than the front is known to"
+
+
+def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, networks[0])
+    turn(far)
+    there.did.clear()
+    far._probed_at = far._shown_at = math.inf  # it is about the load
+    assert turn(far) == 10.0
+    far._wake.clear()
+    for _ in range(3):
+        far.seek()
+        assert far._wake.is_set(), "its thread sleeps for longer than that"
+        assert turn(far) == 1.0 and there.did == []
+        there.now_s += 0.75
+        far.seek()
+        assert turn(far) == 0.25
+        there.now_s += 0.25
+        assert turn(far) == 10.0 and there.did == ["load"], "once, until the next request is kept away"
+        there.did.clear()
+        far._wake.clear()
+    far.seek()
+    far.answered(networks[0], 0, finished())
+    far._probed_at = far._shown_at = math.inf
+    assert turn(far) == 10.0, "it has told by itself"
+
+
+def test_an_answer_that_took_far_longer_than_k_says_counts_at_once(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    captured = networks[0]
+    serve(far, captured)
+    turn(far)
+
+    def now() -> Now:
+        costs = far.costs(captured)
+        assert costs is not None and costs.sums.server_s[0] == pytest.approx(0.007)
+        found = far.now(costs)
+        assert found is not None
+        return found
+
+    def known(**answer: float) -> tuple[float, float]:
+        far.answered(captured, 0, finished(**answer))
+        return now().load, now().slowed
+
+    assert known(stages_s=0.014) == (2.0, 1.0), "as k says"
+    assert known(stages_s=0.029) == (2.0, 1.0), "of 0.1 s that is next to nothing"
+    assert known(stages_s=0.07, took_s=0.1) == (2.0, pytest.approx(10.0))
+    assert known(stages_s=0.014) == (2.0, 1.0), "the next one was as k says"
+    there.machine = 0.95
+    for busy in (True, False):
+        known(stages_s=0.07)
+        far._heard_at = -math.inf
+        there.machine = 0.95 if busy else 0.85
+        turn(far)
+        assert now().slowed == (pytest.approx(10.0) if busy else 1.0)
+    known(stages_s=0.07)
+    there.now_s += 9.9
+    assert now().slowed > 1
+    there.now_s += 0.2
+    assert now().slowed == 1.0
+
+
+def test_a_probe_waits_for_a_request_that_is_under_way(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, networks[0])
+    turn(far)
+    there.did.clear()
+    far._wake.clear()
+    there.now_s += 4.0
+    with far.under_way():
+        there.now_s += 1.0
+        assert turn(far) == 5.0, "until the load is to be asked for"
+        there.now_s += 3.0
+        assert turn(far) == 2.0 and there.did == []
+        with far.under_way():
+            pass
+        assert turn(far) == 2.0 and there.did == []
+        assert far._wake.is_set(), "it looks again"
+        far._wake.clear()
+    assert far._wake.is_set()
+    assert turn(far) == 2.0 and there.did == ["probe"]
+    far._wake.clear()
+    with far.under_way():
+        there.now_s += 1.0
+    assert not far._wake.is_set(), "nothing is due"
+
+
+def test_of_a_link_that_the_request_has_shown_the_round_trip_alone_is_measured(
+    far: Far, there: There
+) -> None:
+    captured = capture_whole(chain(), Example.of(torch.randn(16, 64)))
+    serve(far, captured)
+    turn(far)
+    there.did.clear()
+    with far.under_way():
+        there.now_s += 6.0
+        turn(far)
+        far.answered(captured, 0, finished(RTT_S + 4096 / there.rate))
+    assert far._wake.is_set()
+    assert turn(far) == 5.0 and there.did == ["round trips"]
+    there.now_s += 3.0
+    far.answered(captured, 0, finished(RTT_S + 4096 / there.rate))
+    there.now_s += 2.0
+    assert turn(far) == 3.0 and there.did == ["round trips"] * 2, "until five seconds after the request"
+    there.now_s += 3.0
+    assert turn(far) == 5.0 and there.did == ["round trips"] * 2 + ["probe"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.005, 0.105), (0.105, 0.005)])
+def test_a_round_trip_of_another_length_is_learned_while_requests_show_the_link(
+    before: float, after: float, far: Far, there: There
+) -> None:
+    captured = capture_whole(chain(), Example.of(torch.randn(800, 64)))
+    there.rtt_s, there.rate, size = before, 1e7, crossing_bytes(captured.program, 0)
+    serve(far, captured)
+    turn(far)
+    there.rtt_s = after
+    for _ in range(20):
+        there.now_s += 1.0
+        far.answered(captured, 0, finished(there.rtt_s + size / there.rate))
+        turn(far)
+    assert far.link.rtt_s == pytest.approx(after, rel=0.01)
+    assert far.link.bandwidth_bytes_per_s == pytest.approx(there.rate, rel=0.01)
+    assert there.did.count("probe") == 2, "at the let-in, and after the first request that was odd"
+
+
+def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: Far, there: There) -> None:
+    captured = capture_whole(chain(), Example.of(torch.randn(16, 64)))
+    serve(far, captured)
+    turn(far)
+    usual_s = RTT_S + 4096 / there.rate
+    there.rate /= 10
+    there.did.clear()
+    with far.under_way():
+        there.now_s += 1.0
+        far.answered(captured, 0, finished(usual_s))
+        far._wake.clear()
+    assert not far._wake.is_set() and turn(far) == 4.0 and there.did == [], "it is as it was"
+    with far.under_way():
+        there.now_s += 1.0
+        far.answered(captured, 0, finished(RTT_S + 4096 / there.rate))
+        far._wake.clear()
+        assert turn(far) == 10.0 and there.did == [], "until the load is to be asked for"
+    assert far._wake.is_set()
+    assert turn(far) == 5.0 and there.did == ["probe"]
+    assert far.link.bandwidth_bytes_per_s == pytest.approx(there.rate, rel=1e-3), "it is believed"
+    there.did.clear()
+    for number in range(30):
+        there.now_s += 1.0
+        far.answered(captured, 0, finished(RTT_S + 4096 / (there.rate * (1, 10)[number % 2])))
+        turn(far)
+    assert 3 <= there.did.count("probe") <= 6, "a link that jumps is not probed after each request"
+
+
+def test_a_probe_waits_for_no_request_that_began_after_it_was_due(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    """Requests that show nothing of the link and follow each other without a gap."""
+    serve(far, networks[0])
+    turn(far)
+    there.did.clear()
+    there.now_s += 4.0
+    first, second = far.under_way(), far.under_way()
+    first.__enter__()
+    there.now_s += 2.0
+    second.__enter__()
+    turn(far)
+    assert there.did == []
+    first.__exit__(None, None, None)
+    turn(far)
+    assert there.did == ["probe"]
+    second.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("beside", "probes"), [(False, 2), (True, 1)])
+def test_a_probe_is_not_repeated_beside_a_request(
+    beside: bool,
+    probes: int,
+    far: Far,
+    there: There,
+    networks: list[Captured],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is where the link seems to be another one and is free."""
+    serve(far, networks[0])
+    turn(far)
+    there.rate *= 10
+    there.now_s += 5.0
+    there.did.clear()
+    with ExitStack() as requests:
+
+        def probe(*args: Any, **kwargs: Any) -> None:
+            there.probe(*args, **kwargs)
+            if beside:
+                requests.enter_context(far.under_way())
+
+        monkeypatch.setattr(far_module, "probe", probe)
+        turn(far)
+        assert there.did.count("probe") == probes
+
+
+def test_a_request_to_one_server_puts_off_the_probes_of_others(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    other = Far(There(), Terms(), far._uplink)  # type: ignore[arg-type]
+    serve(far, networks[0])
+    turn(far)
+    there.did.clear()
+    with other.under_way():
+        there.now_s += 6.0
+        turn(far)
+        assert there.did == []
+    turn(far)
+    assert there.did == ["probe"]
+
+
+def test_a_link_that_has_become_thin_locks_no_server_out(far: Far, there: There) -> None:
+    """Requests of 600 kB over 8 MB/s, then 0.1 MB/s: a probe of their size takes longer than it may."""
+    captured = capture_whole(chain(), Example.of(torch.randn(2400, 64)))
+    assert crossing_bytes(captured.program, 0) == 614_400
+    there.rate = 8e6
+    serve(far, captured)
+    turn(far)
+    far.answered(captured, 0, finished(took_s=RTT_S + 614_400 / there.rate))
+    there.rate = 1e5
+    there.now_s += 5.0
+    turn(far)
+    assert far.costs(captured) is None and "no answer in time" in far.why_not(captured)
+    there.now_s += LONGEST_PAUSE_S
+    turn(far)
+    costs = far.costs(captured)
+    assert costs is not None
+    now = far.now(costs)
+    assert now is not None and now.upload_bytes_per_s == pytest.approx(1e5, rel=1e-3)
+    there.now_s += 5.0
+    turn(far)
+    assert far.costs(captured) is not None
+
+
+def test_what_was_known_of_the_link_outlives_a_refusal(
+    far: Far, there: There, networks: list[Captured]
+) -> None:
+    serve(far, networks[0])
+    turn(far)
+    for error in (Overloaded("no room"), TooLarge("too many bytes")):
+        far.failed(networks[0], error)
+        there.now_s += LONGEST_PAUSE_S
+        assert far.link.bandwidth_bytes_per_s is not None

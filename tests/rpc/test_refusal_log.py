@@ -1,0 +1,133 @@
+"""For how much of the time a server takes nothing: what counts is time, not how often it says so."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upriver.errors import Overloaded, QuotaExceeded
+from upriver.rpc.refusal_log import LEAST, LOG_EVERY_S, MAX_REST_S, RefusalLog, Refusals
+
+WINDOW_S = 20.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_server_that_refuses_nothing_is_all_there() -> None:
+    assert Refusals().available == 1.0
+
+
+def test_rests_count_while_they_last_and_are_forgotten() -> None:
+    clock = Clock()
+    refusals = Refusals(window_s=WINDOW_S, now=clock)
+    refusals.refused(100.0, 105.0)
+    assert refusals.available == 1.0, "it has only begun"
+    clock.now = 104.0
+    assert refusals.available == pytest.approx(1 - 4 / 20)
+    clock.now = 115.0
+    assert refusals.available == pytest.approx(1 - 5 / 20)
+    clock.now = 122.0
+    assert refusals.available == pytest.approx(1 - 3 / 20)
+    clock.now = 125.0
+    assert refusals.available == 1.0
+
+
+def test_one_that_does_little_else_is_hardly_there_but_there() -> None:
+    clock = Clock()
+    refusals = Refusals(window_s=WINDOW_S, now=clock)
+    for _ in range(20):
+        refusals.refused(clock.now, clock.now + 2)
+        clock.now += 2
+    assert refusals.available == LEAST > 0
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 5)), max_size=30)
+
+
+@given(spans=SPANS, later=st.integers(0, 60))
+def test_a_moment_counts_once_however_many_requests_it_is_lost_for(
+    spans: list[tuple[int, int, int]], later: int
+) -> None:
+    """Against one bit a second: requests that end one after the other, each sent some time before that."""
+    clock = Clock()
+    refusals = Refusals(window_s=WINDOW_S, now=clock)
+    lost: set[int] = set()
+    ended = 100
+    for after, before, rest in spans:
+        ended += after
+        clock.now = ended
+        refusals.refused(ended - before, ended + rest)
+        lost |= set(range(ended - before, ended + rest))
+        ended += rest
+    clock.now = ended + later
+    recent = {second for second in lost if ended + later - 20 <= second < ended + later}
+    assert refusals.available == pytest.approx(max(LEAST, 1 - len(recent) / 20))
+
+
+# ------------------------------------------------------------------------------------- what is said of it
+
+FULL = Overloaded("all of 8 connections are in use", retry_after_s=2)
+
+
+def test_a_log_names_the_server_its_reason_and_how_long_it_is_to_be_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusals = RefusalLog()
+    refusals.add("http://a", FULL)
+    refusals.add("http://b", QuotaExceeded("", retry_after_s=0.5))
+    refusals.add("http://c", Overloaded("http://c answered 503 Service\x1b[2J\nUnavailable"))
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        (
+            "WARNING",
+            "http://a refused a request, to be asked again after 2 s: all of 8 connections are in use",
+        ),
+        ("WARNING", "http://b refused a request, to be asked again after 0.5 s"),
+        (
+            "WARNING",
+            "http://c refused a request, to be asked again after 1 s: answered 503 Service?[2J Unavailable",
+        ),
+    ]
+
+
+def test_one_line_stands_for_all_that_a_server_refuses_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    refusals = RefusalLog(now=clock)
+    for url in ("http://a", "http://a", "http://b", "http://a", "http://b"):
+        refusals.add(url, FULL)
+    clock.now += LOG_EVERY_S - 1
+    refusals.add("http://a", FULL)
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "http://a refused a request",
+        "http://b refused a request",
+    ]
+    clock.now += 1
+    for _ in range(2):
+        refusals.add("http://a", FULL)
+    assert [record.message.split(",")[0] for record in caplog.records[2:]] == ["http://a refused 4 requests"]
+    assert refusals.remark.startswith("servers refused 8 requests so far (the last: http://a, ")
+
+
+def test_a_remark_counts_all_and_quotes_the_last() -> None:
+    refusals = RefusalLog()
+    assert refusals.remark == ""
+    refusals.add("http://a", FULL)
+    assert refusals.remark == (
+        "servers refused a request so far (the last: http://a, to be asked again after 2 s: all of 8 "
+        "connections are in use): that work was asked for again, or done here"
+    )
+    refusals.add("http://b", Overloaded("full", retry_after_s=3))
+    assert "2 requests so far (the last: http://b, to be asked again after 3 s: full)" in refusals.remark
+
+
+def test_a_server_is_said_to_be_asked_again_when_it_is() -> None:
+    """Whatever it asks for: no rest is that long."""
+    refusals = RefusalLog()
+    refusals.add("http://a", Overloaded("full", retry_after_s=3600))
+    assert f"to be asked again after {MAX_REST_S:g} s: full" in refusals.remark

@@ -1,0 +1,122 @@
+"""Several devices: requests are dealt over them evenly, and each has a memory and a line of its own."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.server.conftest import CAPS
+from tests.server.http.test_limits import same, upload
+from tests.server.running import answering, ask, messages, run, running, stopped
+from upriver.errors import ConfigError
+from upriver.server import ServerConfig, device_group
+from upriver.server.device_group import Units
+from upriver.server.tenants import Tenant
+from upriver.types import MicroBatch
+
+
+class Runner:
+    """What is counted of requests on one device."""
+
+    def __init__(self) -> None:
+        self.of: Counter[str] = Counter()
+
+    @property
+    def running(self) -> int:
+        return self.of.total()
+
+    def running_of(self, tenant: str) -> int:
+        return self.of[tenant]
+
+
+def devices(count: int) -> tuple[Units, list[Runner]]:
+    runners = [Runner() for _ in range(count)]
+    return Units([cast(Any, SimpleNamespace(runner=runner)) for runner in runners]), runners
+
+
+@given(count=st.integers(1, 4), arrivals=st.lists(st.sampled_from("abc"), max_size=40))
+def test_each_tenant_s_requests_are_dealt_evenly(count: int, arrivals: list[str]) -> None:
+    units, runners = devices(count)
+    for name in arrivals:
+        cast(Any, units.deal(Tenant(name=name)).runner).of[name] += 1
+        for tenant in "abc":
+            counts = [runner.of[tenant] for runner in runners]
+            assert max(counts) - min(counts) <= 1
+    loads = [runner.running for runner in runners]
+    assert sum(loads) == len(arrivals)
+    assert max(loads) - min(loads) <= 3  # one of each tenant
+
+
+@given(arrivals=st.lists(st.booleans(), max_size=40))
+def test_requests_that_come_and_go_one_by_one_take_every_device_in_turn(arrivals: list[bool]) -> None:
+    units, runners = devices(3)
+    met = [runners.index(cast(Any, units.deal(Tenant(name="a")).runner)) for _ in arrivals]
+    assert met == [number % 3 for number in range(len(arrivals))]
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("", "several of one kind"),
+        ("cpu,", "several of one kind"),
+        ("cpu,cuda:0", "several of one kind"),
+        ("cuda:0,cuda:0", "twice"),
+    ],
+)
+def test_devices_that_cannot_be_meant(device: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ServerConfig(stores={"default": "memory://"}, device=device)
+
+
+@pytest.mark.parametrize(
+    ("devices", "budget", "said"),
+    [
+        ("cpu", 1000, ""),
+        ("cpu", 1001, "memory_budget_bytes is 1 kB, and this machine"),
+        ("cpu,cpu", 500, ""),
+        ("cpu,cpu", 501, "501 B for each of 2, and this machine"),
+    ],
+)
+def test_a_budget_of_more_than_there_is_is_told(
+    devices: str,
+    budget: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(device_group, "total_bytes", lambda device: 1000)
+    config = ServerConfig(stores={"default": "memory://"}, device=devices, memory_budget_bytes=budget)
+    assert device_group._memory(config, "cpu") == budget
+    assert len(caplog.messages) == bool(said)
+    assert said in "".join(caplog.messages)
+
+
+@pytest.mark.slow
+def test_two_memory_pools_admit_each_by_itself(world: Any) -> None:
+    """One request each is admitted, so both are there only if they are on two devices."""
+    settings = {"memory_budget_bytes": 1 << 30, "max_admitted": 1, "caps": CAPS}
+    with running(world.store.uri, device="cpu,cpu", **settings) as server, ExitStack() as stack:
+        server.wait_ready()
+        status, _, _ = ask(server, "PUT", f"/v1/programs/{world.program.digest}", upload(world.program))
+        assert status == 201
+        info = json.loads(ask(server, "GET", "/v1/info")[2])
+        assert (info["device"], info["devices"], info["workers"]) == ("cpu", 2, 2)
+        request = world.request((0, 1, 2, 3), (4, 5), stop=2)
+        for _ in range(2):  # what it takes is worked out on each device
+            run(server, request)
+        with stopped(server):  # an answer begins when its request is admitted, and ends when workers go on
+            responses = [stack.enter_context(answering(server, request)) for _ in range(2)]
+            load = json.loads(ask(server, "GET", "/v1/load")[2])
+            assert (load["running"], load["waiting"], load["budget_bytes"]) == (2, 0, 2 << 30)
+        for response in responses:
+            found = [message for message in messages(response) if isinstance(message, MicroBatch)]
+            for batch, ids in zip(found, ((0, 1, 2, 3), (4, 5)), strict=True):
+                same(batch, world.here(ids, 2))
+        assert len(server.workers()) == 2
